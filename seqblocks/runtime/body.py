@@ -1,4 +1,4 @@
-"""A body of steps as a module: it calls its children in order, each with the values that it reads."""
+"""The module of a body of steps: it calls its children in order, each with the values that it reads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from seqblocks.state import States, compact
 
 
 class Planned(NamedTuple):
-    """A node as a body runs it. `spent`: the values that no later step reads, so that their memory can be freed.
+    """A node as run by a body.
 
-    `once`: whether the steps around it read an input that streams, and it does not.
+    spent: the values that no later step reads, so that their memory can be freed. once: whether the node depends on the
+    context only, in a body that also reads the stream.
     """
 
     node: Node
     name: str
     reads: tuple[int, ...]
-    axis: int  # along which the output is split
+    axis: int  # axis along which the output is split
     spent: tuple[int, ...]
     once: bool
 
 
 class Group(NamedTuple):
-    """A step, or several that one kernel computes together where nobody observes them."""
+    """A step, or several that one kernel computes together unless hooks observe them."""
 
     steps: tuple[Planned, ...]
     fused: Fused | None = None
@@ -61,7 +62,7 @@ def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
 
 
 def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
-    """For each node, the values that are not read after it."""
+    """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
         last |= dict.fromkeys((*values, *node.outputs), at)
@@ -74,9 +75,9 @@ def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
 
 
 class Phases(NamedTuple):
-    """The steps that run once in a stream and those that run at each token, in a body with context.
+    """The steps of a body with context, divided into those that run once in a stream and those that run at each token.
 
-    `kept`: those among the first whose output the others read. `values`: all that steps read, and the results.
+    kept: the steps that run once and whose output the others read. values: all values that steps read, and the results.
     """
 
     context: list[Group]
@@ -95,12 +96,12 @@ def _phases(body: Graph, plan: list[Group]) -> Phases:
 
 
 def _holds_context(node: Node) -> bool:
-    """Whether a step that reads an input that streams has steps inside that do not."""
+    """Return whether a step that reads the stream contains steps that depend on the context only."""
     return any(is_context(inner) for body in node.bodies.values() for inner in graph.walk(body))
 
 
 def first_of_tail(plan: list[Group]) -> str | None:
-    """Return the name of the first of the steps at the end that read no token but their own, such as a head."""
+    """Return the name of the first of the final steps that compute each token separately, such as a head."""
     first = None
     for group in reversed(plan):
         op = group.steps[0].node.op
@@ -117,8 +118,8 @@ def _last_token(x: Any) -> Any:
 class Body(StepModule):
     """Run the nodes of a graph in order. Children have the names of the nodes."""
 
-    _first_of_tail: str | None = None  # the step from which on the last token is computed alone, if that is wanted
-    _timed: frozenset[int] = frozenset()  # the values that have a token for each of the input
+    _first_of_tail: str | None = None  # with `last_only`, this step and later ones compute only the last token
+    _timed: frozenset[int] = frozenset()  # values with one token for each token of the input
 
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
@@ -136,13 +137,13 @@ class Body(StepModule):
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
-        """Run the body of an input that may be a sum; with `leaves` the result may be one."""
+        """Run the body on an input that may be a `Sum`. leaves: the result may be one too."""
         first, *others = inputs
         values = dict(zip(self._reads, [first if self._ends.input else sums.added_up(first), *others], strict=True))
         return self._run(values, call, ends=self._ends, leaves=leaves)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
-        """Run the body, its last step together with the steps that follow the body."""
+        """Run the body, with its last step fused with the steps that follow the body."""
         return self._run(dict(zip(self._reads, tensors, strict=True)), call, following)
 
     def _run(
@@ -151,8 +152,8 @@ class Body(StepModule):
     ) -> tuple[Any, States]:
         """Return the result, a dict where the outputs have names, and the states.
 
-        `values` holds what the body reads, by number, and is used up. ends: the steps between which sums may be open;
-        leaves: whether the result may be one.
+        values: the values that the body reads, by number; the dict is modified. ends: the steps that accept or return a
+        `Sum`; leaves: whether the result may be one.
         """
         states: States = {}
         if ends is None and self._ends.leaves and sums.wanted(values, call):
@@ -186,7 +187,7 @@ class Body(StepModule):
         return values[self._result], states
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
-        """Return the steps to run in a phase of a stream. Values of the other phase are None, unless they are kept."""
+        """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""
         assert self._phases
         assert call.phase
         for value in self._phases.values:
@@ -200,7 +201,7 @@ class Body(StepModule):
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
-        """Run a step that depends only on the context."""
+        """Run a step that depends on the context only."""
         inputs = [values[v] for v in step.reads]
         y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
         if step.node.kept and call.phase:
@@ -208,7 +209,7 @@ class Body(StepModule):
         _store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
-        """Whether the steps of a group are those that were built, without hooks."""
+        """Return whether the steps of a group are unmodified and have no hooks."""
         if nn.modules.module._has_any_global_hook():
             return False
         return all(_is_as_built(self._modules[step.name], step.node) for step in group.steps)
@@ -239,7 +240,7 @@ class Body(StepModule):
 
 
 def _store(step: Planned, y: Tensor, values: dict[int, Tensor]) -> None:
-    """Note a step's output among the values, and forget those that no later step reads."""
+    """Store a step's output among the values, and delete the values that no later step reads."""
     node = step.node
     if node.split:
         values.update(zip(node.outputs, y.split(node.split, step.axis), strict=True))
@@ -250,7 +251,7 @@ def _store(step: Planned, y: Tensor, values: dict[int, Tensor]) -> None:
 
 
 def _is_as_built(module: nn.Module | None, node: Node) -> bool:
-    """Whether a module, and the last step of a block, is the one that was built and has no hooks."""
+    """Return whether a module, and a block's last step, is the one that was built and has no hooks."""
     while type(module) is Block and not is_hooked(module):
         node = node.bodies[""].nodes[-1]
         module = module._modules[node.name]

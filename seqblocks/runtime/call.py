@@ -1,4 +1,4 @@
-"""The context of one call: the state, resets, the direction, and the grid of an image."""
+"""The context of one call: state, resets, direction, and the grid of an image."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NO_VALUE = -1  # no value of a graph has this number
 
 
 class Gridded(NamedTuple):
-    """A step that reads or makes tokens with rows and columns.
+    """A step that reads or returns tokens with rows and columns.
 
-    expected: those of what it reads, in the spec; source: the value that they were first of, an input or what a step
-    cut; made: the value whose grid the step sets.
+    expected: rows and columns of its input according to the spec; source: the value that they come from, an input or a
+    step's output; made: the value whose grid the step sets.
     """
 
     expected: Size | None
@@ -34,21 +34,22 @@ class Gridded(NamedTuple):
 
 @dataclass(slots=True)
 class Grid:
-    """Rows and columns of the images from which tokens were cut. patch_embed sets them for later steps.
+    """Rows and columns of the images that tokens were cut from. patch_embed sets them for later steps.
 
-    sizes: those of inputs and of what steps cut, by value. context: the names of inputs that do not stream, by value.
+    sizes: rows and columns by value, of inputs and of the outputs of steps that cut images. context: the names of
+    inputs that do not stream, by value.
     """
 
-    size: Size | None = None  # the latest
-    others: tuple[Size, ...] = ()  # the earlier ones, where several steps cut the image
+    size: Size | None = None  # the latest one
+    others: tuple[Size, ...] = ()  # earlier ones, if several steps cut images
     sizes: dict[int, Size] = field(default_factory=dict)
     context: Mapping[int, str] = field(default_factory=dict)
-    step: Gridded | None = None  # the present step
+    step: Gridded | None = None  # the current step
 
     def of(self, tokens: int) -> Size | None:
-        """Return the rows and columns of the tokens that the present step reads, or None where none make so many.
+        """Return the rows and columns of the tokens that the current step reads, or None if no known grid fits.
 
-        Where it is not known which step cut them: those of the spec first, then the latest.
+        If their source is unknown, the grid of the spec is tried first, then the latest ones.
         """
         grids = [grid for grid in (self.size, *self.others) if grid and grid[0] * grid[1] == tokens]
         if self.step is None:
@@ -58,18 +59,18 @@ class Grid:
         return self.step.expected if self.step.expected in grids else next(iter(grids), None)
 
     def set(self, size: Size) -> None:
-        """Note the rows and columns of what the present step cuts."""
+        """Store the rows and columns of the current step's output."""
         if self.size and self.size != size:
             self.others = (self.size, *self.others)
         self.size = size
         if self.step and self.step.made is not None:
             self.sizes[self.step.made] = size
-        else:  # the grids of the values that follow are not those that were expected
+        else:  # the source is unknown, so that the grids of later values are too
             self.sizes.clear()
 
 
 class Carrying(NamedTuple):
-    """A step that carries state: its path in the model, the state that it declares, input tokens per token of its."""
+    """A step that carries state: its path in the model, its declared state, and input tokens per token of the step."""
 
     path: str
     op: Op
@@ -78,7 +79,7 @@ class Carrying(NamedTuple):
 
 
 class Relay(Protocol):
-    """Runs the steps that carry state where the ranks of a process group hold the parts of a sequence.
+    """Run steps that carry state on a sequence whose parts are on the ranks of a process group.
 
     next_begins [batch] bool: whether a sequence begins with the token after this part; None without resets.
     """
@@ -90,25 +91,25 @@ class Relay(Protocol):
         ...
 
     def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
-        """Return a step's output for this rank's tokens: its state comes from the rank before, and goes to the next.
+        """Return a step's output for this rank's tokens, receiving the state from the previous rank and sending it on.
 
-        p: the op's parameters; inputs: by port, None for an absent one.
+        p: the op's parameters; inputs: one per port, None for an absent one.
         """
         ...
 
 
 @dataclass(slots=True)
 class Call:
-    """The context of a call: all that an op reads besides its parameters and inputs.
+    """The context of a call: everything that an op reads besides its parameters and inputs.
 
-    state: the op's own state, None before the first token; return_state: whether a new state is wanted.
-    resets [batch, seq]: True where a token is the first of a new sequence, in the order that is scanned.
-    reverse: scan from right to left. streaming: the sequence may be a part, continued by another call.
-    grid: of the tokens of an image. directed: where a scan's direction has parameters of its own, by step path.
-    phase: of a stream with context, which steps run: those that depend on the context alone, or all others.
-    routed: while training, what each router chose, by step path.
-    relay: where the sequence is a part of a longer one, and other ranks hold the others.
-    last_only: whether the model's output is wanted for the last token alone.
+    state: the op's own state, None before the first token; return_state: whether the caller needs the new state.
+    resets [batch, seq]: True where a token is the first of a new sequence, in scan order.
+    reverse: scan from right to left. streaming: another call may continue the sequence.
+    grid: rows and columns of the tokens of an image. directed: parameters of the current scan direction, by step path.
+    phase: in a stream with context, the steps to run: those that depend on the context only, or all others.
+    routed: while training, the routers' choices by step path.
+    relay: set if this sequence is a part of a longer one, whose other parts are on other ranks.
+    last_only: whether only the last token's output is needed.
     """
 
     training: bool
@@ -140,16 +141,16 @@ class Call:
         )  # fmt: skip
 
     def for_context(self) -> Call:
-        """Return the call for a step that depends only on the context, without resets and direction of the stream."""
+        """Return the call for a step that depends on the context only, without the stream's resets and direction."""
         return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed)
 
     def set_grid(self, size: Size) -> None:
-        """Note the rows and columns of an image that was cut into tokens."""
+        """Store the rows and columns of an image that was cut into tokens."""
         if self.grid:
             self.grid.set(size)
 
     def grid_of(self, x: Tensor) -> Size:
-        """Return rows and columns of the tokens x [batch, seq, features]. Raise RunError where they are unknown."""
+        """Return rows and columns of the tokens x [batch, seq, features]. Raises RunError if they are unknown."""
         found = self.grid.of(x.shape[1]) if self.grid else None
         if found is None:
             raise RunError(_without_grid(self.grid, x.shape[1]))
@@ -157,7 +158,7 @@ class Call:
 
 
 def _without_grid(grid: Grid | None, tokens: int) -> str:
-    """Return what to do about tokens that have no rows and columns."""
+    """Return the error message for tokens without rows and columns."""
     if grid and grid.step and grid.step.expected and (name := grid.context.get(grid.step.source)):
         rows, columns = grid.step.expected
         return f"the input {name} has {tokens} tokens, and its grid is {rows} x {columns}: pass {rows * columns} tokens"

@@ -38,7 +38,7 @@ class CapturedStep:
         overwrite(self.state, state)
 
     def fits(self, x: Tensor, resets: Tensor | None) -> bool:
-        """Return whether it was recorded for inputs of this shape, dtype and device."""
+        """Return whether the step was recorded for inputs of this shape, dtype and device."""
         return all(_is_like(*each) for each in ((x, self._x), (resets, self._resets)))
 
     def run(self, x: Tensor, resets: Tensor | None) -> Any:

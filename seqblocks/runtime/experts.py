@@ -17,11 +17,11 @@ from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import Place, StepModule, call_child, make, makes
 from seqblocks.state import States
 
-TINY = 1e-20  # in the sum of scores, all of which may be 0 where they are sigmoids
+TINY = 1e-20  # added to the sum of scores, which may be 0 for sigmoid scores
 
 
 class Routed(NamedTuple):
-    """What a router chose for some tokens: its outputs and scores [tokens, experts], the experts [tokens, top]."""
+    """A router's result for some tokens: outputs and scores [tokens, experts], and chosen experts [tokens, top]."""
 
     logits: Tensor
     scores: Tensor
@@ -30,7 +30,7 @@ class Routed(NamedTuple):
 
 @makes("experts")
 class Experts(StepModule):
-    """A router, and experts by number. Each expert computes only the tokens routed to it."""
+    """A router and numbered experts. Each expert computes only the tokens routed to it."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -50,18 +50,18 @@ class Experts(StepModule):
         if call.routed is not None:
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
-        # sizes that depend on numbers
+        # These cases do not support sizes that depend on values.
         whole = x.is_meta or (torch.compiler.is_exporting() and dispatch.requested() == "reference")
         if whole:
             y = self._on_all(flat, weights, chosen, inner, x.ndim)
-        else:  # in training each gets a gradient, which may be 0
+        else:  # in training, each expert gets a gradient, which may be 0
             each = call.training or inner.compiling
             experts = [partial(self._expert, label, call=inner, axes=x.ndim) for label in self.labels]
             y = on_routed(experts, flat, weights, chosen, each)
         return y.unflatten(0, x.shape[:-1]), {}
 
     def route(self, logits: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scores of all experts, and the weights and numbers [tokens, top] of those that are chosen."""
+        """Return the scores of all experts, and the weights and indices [tokens, top] of the chosen ones."""
         scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
         weights, chosen = self._choose(scores, call)
         if self._arguments.normalizes:
@@ -75,17 +75,17 @@ class Experts(StepModule):
         return router
 
     def _choose(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return the scores [tokens, top] of the chosen experts, and which these are; of equal ones the first."""
+        """Return scores and indices [tokens, top] of the chosen experts. Ties go to the first expert."""
         if not self._arguments.corrected:
             best = scores.sort(dim=-1, descending=True, stable=True)
             return best.values[:, : self._arguments.top], best.indices[:, : self._arguments.top]
         correction: Tensor = self._router.parameters_by_name(call)["correction"].to(scores.dtype)
         ranked = (scores + correction).sort(dim=-1, descending=True, stable=True)
         chosen = ranked.indices[:, : self._arguments.top]
-        return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # a gradient of 0, not none
+        return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # so that the gradient is 0, not None
 
     def _on_all(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
-        """Compute each expert on all tokens, which needs no sizes that depend on what the tokens hold."""
+        """Compute each expert on all tokens, so that no sizes depend on values."""
         total: Any = 0
         for at, label in enumerate(self.labels):
             y = self._expert(label, *flat, call=call, axes=axes)
@@ -94,7 +94,7 @@ class Experts(StepModule):
         return total.to(y.dtype)
 
     def _expert(self, label: str, *tokens: Tensor, call: Call, axes: int) -> Tensor:
-        """Return what an expert makes of tokens [count, features], as one sequence where the input is sequences."""
+        """Return an expert's output for tokens [count, features], passed as one sequence if the input is sequences."""
         if axes == 2:
             return call_child(self._modules[label], tokens, call, label)[0]
         y, _ = call_child(self._modules[label], [each.unsqueeze(0) for each in tokens], call, label)
@@ -110,9 +110,10 @@ class Experts(StepModule):
 def on_routed(
     experts: Sequence[Callable[..., Tensor]], flat: list[Tensor], weights: Tensor, chosen: Tensor, each: bool
 ) -> Tensor:
-    """Return the weighted sums [tokens, …] of what the chosen experts make of tokens, each called once at most.
+    """Return weighted sums [tokens, …] of the chosen experts' outputs. Each expert is called at most once.
 
-    The tokens are sorted by expert: no sum depends on the order of threads. each: call experts without tokens too.
+    The tokens are sorted by expert, so that sums do not depend on the order of threads. each: also call experts that
+    have no tokens.
     """
     top = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)

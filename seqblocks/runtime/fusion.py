@@ -25,20 +25,20 @@ Run = Callable[[list[Part]], Tensor]
 
 
 class Fused(NamedTuple):
-    """Steps that one call computes."""
+    """Consecutive steps that one call computes."""
 
     nodes: list[Node]
     run: Run
 
     def facts(self) -> dict[str, Any]:
-        """Return what the later steps add to the facts by which the first one's kernel is chosen."""
+        """Return facts about the later steps, for choosing the kernel of the first one."""
         ops = {node.verb: node.op for node in self.nodes}
         gate: Any = ops.get("gate")
         return {"skip": "learnable_skip" in ops, "gate": gate.activation if gate else None}
 
 
 class Following(NamedTuple):
-    """The steps after one that are computed together with it, and the call that does so."""
+    """Steps that are computed together with the step before them, and the function that does so."""
 
     run: Run
     parts: list[Part]
@@ -72,7 +72,7 @@ MAX_HEAD = 4096  # features
 
 
 def last(node: Node) -> Node:
-    """Return the op that makes a block's result where it is the block's last step, else the node itself."""
+    """Return the op that computes a block's result if it is the block's last step, else the node itself."""
     while node.kind == "block":
         body = node.bodies[""]
         inner = body.nodes[-1] if body.nodes else None
@@ -83,7 +83,7 @@ def last(node: Node) -> Node:
 
 
 def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
-    """Return the steps of a body that run as one, by the place of the first of them."""
+    """Return groups of steps of a body that run as one, by the index of their first step."""
     readers = Counter([*body.results, *(value for node in body.nodes for value in node.reads)])
     found: dict[int, Fused] = {}
     end = 0
@@ -95,7 +95,7 @@ def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
 
 
 def _from(nodes: list[Node], readers: Counter[int], types: dict[int, Wire | None]) -> Fused | None:
-    """What runs as one from the first of these nodes on, by the first rule that applies."""
+    """Return the steps from the first of these nodes that run as one by the first matching rule, or None."""
     verbs = [node.verb for node in nodes]
     for (first, *others), run in RULES:
         some = nodes[: len(others) + 1]
@@ -107,7 +107,7 @@ def _from(nodes: list[Node], readers: Counter[int], types: dict[int, Wire | None
 
 
 def _can_fuse(nodes: list[Node], ops: list[Node], readers: Counter[int], types: dict[int, Wire | None]) -> bool:
-    """Whether the nodes, whose last steps are `ops`, form a chain that the kernel can compute."""
+    """Return whether the nodes, whose last steps are `ops`, form a chain that the kernel can compute."""
     if nodes[0].split or any(node.split for node in ops[:-1]):
         return False
     if not all(_is_supported(node) for node in ops):
@@ -121,7 +121,7 @@ def _can_fuse(nodes: list[Node], ops: list[Node], readers: Counter[int], types: 
 
 
 def _is_supported(node: Node) -> bool:
-    """Whether a node is an op that reads one wire a port and is within the limits of the kernel."""
+    """Return whether a node is an op with one wire per port and within the limits of the kernel."""
     if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
         return False
     if isinstance(node.op, Gate):
@@ -134,7 +134,7 @@ def _is_supported(node: Node) -> bool:
 
 
 def _read_alike(nodes: list[Node], ops: list[Node], types: dict[int, Wire | None]) -> bool:
-    """Whether all inputs from outside have the shape of the main one, and whether a stream runs all steps as often."""
+    """Return whether all other inputs have the shape of the main one, and a stream runs all steps equally often."""
     inside = {value for node in nodes for value in node.outputs}
     wires = [types[value] for node in ops for value in node.reads if value not in inside]
     return len({wire and (wire.kind, wire.features, wire.context) for wire in wires}) <= 1

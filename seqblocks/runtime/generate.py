@@ -137,7 +137,7 @@ def _stops(stop: int | Iterable[int]) -> frozenset[int]:
 def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return the prompts as [batch, seq], and where each begins if they differ in length.
 
-    Shorter ones come last in their row: what is before them is another sequence, which a reset ends.
+    Shorter prompts are right-aligned; a reset separates them from the padding before them.
     """
     rows = [_row(each, device) for each in _rows(prompt)]
     if not rows:
@@ -166,7 +166,7 @@ def _row(tokens: Any, device: torch.device) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(f"a prompt is token ids, not {type(tokens).__name__}") from None
     if row.dim() != 1 or not row.numel() or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
-        raise UsageError(f"a prompt has a token id or more, and this one is {row.dtype} {list(row.shape)}")
+        raise UsageError(f"a prompt must be a sequence of at least one token id, not {row.dtype} {list(row.shape)}")
     return row.long()
 
 
@@ -214,5 +214,5 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most likely tokens with total probability `top_p` (arXiv:1904.09751)."""
     ordered, index = scores.sort(-1, descending=True)
     probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # of the likelier tokens
+    before = probability.cumsum(-1) - probability  # total probability of the more likely tokens
     return scores.masked_fill((before >= top_p).gather(-1, index.argsort(-1)), -torch.inf)

@@ -11,9 +11,9 @@ Types = Mapping[int, Wire | None]
 
 
 def grid_sources(body: Graph, types: Types) -> dict[int, int]:
-    """Return by value, where its tokens have rows and columns, the value that had them first.
+    """Map each value whose tokens have rows and columns to the value that its grid comes from.
 
-    Left out are values whose grid has more than one source, and those that a scan reads column by column.
+    Values whose grid has more than one source are left out, and so are those that a scan reads column by column.
     """
     found = {value: value for value in body.reads if has_grid(types.get(value))}
     _trace(body, types, found)
@@ -28,7 +28,7 @@ def has_grid(wire: Wire | None) -> bool:
 def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
     for node in body.nodes:
         for inner in node.bodies.values():
-            if node.kind == "block":  # other bodies read values by the numbers that these have outside
+            if node.kind == "block":  # other bodies use the value numbers of the enclosing body
                 own = zip(inner.reads, node.reads, strict=True)
                 found |= {value: found[outer] for value, outer in own if outer in found}
             _trace(inner, types, found)
@@ -38,7 +38,7 @@ def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
 
 
 def _source(node: Node, found: dict[int, int]) -> int | None:
-    """Return the first value of the grid of what a step returns, or None."""
+    """Return the value that the grid of a step's output comes from, or None."""
     if node.op and node.op.makes_grid():
         return node.outputs[0]
     results = [found.get(body.result) for body in node.bodies.values()]

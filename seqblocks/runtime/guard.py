@@ -1,4 +1,4 @@
-"""Detect changes of a model since something was prepared from it, fast enough to check at each token."""
+"""Detect changes to a model since a plan was made from it, fast enough to check at each token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 class Guard:
     """Record modules and parameters, and check whether any of them was replaced, modified or hooked.
 
-    The comparisons are one expression, written out and compiled: looping over tables takes twice as long. Tables of
-    hooks are looked at only when a hook was registered somewhere since they were last found empty.
+    The comparisons are compiled as one expression, since looping over tables takes twice as long. Tables of hooks are
+    checked only if a hook was registered anywhere since they were last found empty.
     """
 
     def __init__(self) -> None:
@@ -24,16 +24,16 @@ class Guard:
         self._compare: Callable[[], bool] | None = None
 
     def note_entry(self, table: dict[str, Any], name: str) -> None:
-        """Note what a table of a module holds: the same object, as tensors that are alike are not the same."""
+        """Record the identity of an entry in one of a module's dicts."""
         self._add(f"{self._constant(table)}[{name!r}] is {self._constant(table[name])}")
 
     def note_numbers(self, x: Tensor) -> None:
-        """Note the numbers of a tensor, by its version and its place in memory."""
+        """Record the values of a tensor by its version counter and address."""
         own = self._constant(x)
         self._add(f"{own}._version == {x._version} and {own}.data_ptr() == {x.data_ptr()}")
 
     def note_bypassed(self, module: nn.Module) -> None:
-        """Note a module that is not called, so that its hooks, or a `forward` of its own, would not run."""
+        """Record that a module is bypassed, and must have no hooks and no replaced `forward`."""
         self._add(f"'forward' not in {self._constant(module.__dict__)}")
         self._hooks += [
             module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

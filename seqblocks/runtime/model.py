@@ -40,9 +40,9 @@ class SequenceModel(Body):
     once: 1 unless the spec changes the rate of its tokens.
     """
 
-    _parts: Parts | None = None  # of a model of which each rank computes a part (seqblocks.distributed.tensor_parallel)
-    _routed: dict[str, list[Routed]] | None = None  # what routers chose in the latest call, if it was in training
-    _relay: Relay | None = None  # set while a call runs on a part of a sequence whose other parts other ranks hold
+    _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
+    _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
@@ -66,12 +66,12 @@ class SequenceModel(Body):
         self.frame_size = graph.frame_size(spec.graph)
         self._has_tokens = has_tokens(spec.output)
         self._token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
-        if next(self.parameters(), None) is None:  # a buffer then has the model's device and dtype
+        if next(self.parameters(), None) is None:  # without parameters, a buffer has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self._stepper: Stepper | None = None
-        self._traced: Stepper | None = None  # that of compiled code
+        self._traced: Stepper | None = None  # the stepper for compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -113,7 +113,7 @@ class SequenceModel(Body):
         return (y, states) if return_state else y
 
     def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
-        """Return the state after these tokens, and the output of the last one or of more: a head runs on that alone."""
+        """Return the output of at least the last token and the state after these tokens; a head runs on the last."""
         if self.training or is_hooked(self) or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
         self._check_call(x, "the model", ["batch", "seq"], resets)
@@ -127,11 +127,11 @@ class SequenceModel(Body):
         return self._run_explained({self.graph.input: x}, call)
 
     def _run_with_context(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
-        """Run the steps of a model with several inputs; in a stream, first those that depend only on the context."""
+        """Run the steps of a model with several inputs. A stream first runs those that depend on the context only."""
         if call.state is None:
             arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs)))
         elif inputs:
-            raise RunError(f"the state holds what depends on {next(iter(inputs))}: leave that input out, or the state")
+            raise RunError(f"the state already depends on {next(iter(inputs))}: pass either that input or the state")
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
         call.state = self._context_state(inputs) if call.state is None else call.state
@@ -144,7 +144,7 @@ class SequenceModel(Body):
         return {self.graph.ports[name]: x for name, x in inputs.items()}
 
     def _context_state(self, inputs: dict[str, Tensor]) -> States:
-        """Run the steps that depend only on the context, and return the values that a stream keeps."""
+        """Run the steps that depend on the context only, and return the values that the state holds."""
         call = Call(self.training, grid=self._grid(), phase="context", routed=self._routed)
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
@@ -159,7 +159,7 @@ class SequenceModel(Body):
 
     def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
         arguments.check_input(self.spec.input, x, who, axes)
-        if x.is_meta:  # some steps read nothing but its shape, and would run
+        if x.is_meta:  # a model that reads only the shape would run without an error
             self._check_device(x)
         if resets is not None or cu_seqlens is not None:
             if self._resets_obstacle:
@@ -171,19 +171,19 @@ class SequenceModel(Body):
             raise RunError(self._obstacle)
         size = self.frame_size
         if size > 1 and x.shape[1] % size:
-            raise RunError(f"the model streams {size} tokens at a time: give it a multiple, not {x.shape[1]}")
+            raise RunError(f"the model streams {size} tokens at a time: pass a multiple, not {x.shape[1]}")
         if state is not None:
             check_state(self._declared_state, state, x.shape[0], x.device)
 
     def _run_explained(self, values: dict[int, Tensor], call: Call) -> tuple[Any, States]:
-        """Run the steps. An error of torch that comes from the input's device or dtype becomes a RunError.
+        """Run the steps. A torch error caused by the input's device or dtype becomes a RunError.
 
-        Comparing them with those of all parameters before each call would cost time.
+        Checking these against all parameters before each call would take time.
         """
         if call.compiling:
             return self._run(values, call)
         inputs = tuple(values.values())
-        if self._exact:  # its steps convert what is float32, and would convert the input
+        if self._exact:  # steps convert float32 values, so that torch would not report an input of the wrong dtype
             self._check_dtype(inputs)
         try:
             return self._run(values, call)
@@ -230,7 +230,7 @@ class SequenceModel(Body):
         return y.squeeze(1), states
 
     def _of_one_token(self, y: Any) -> Any:
-        """Return the output of one token, or the outputs by name: without the axis of tokens where they have it."""
+        """Return the output of one token, or the outputs by name, without the time axis."""
         if not isinstance(y, dict):
             return y
         return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
@@ -238,7 +238,7 @@ class SequenceModel(Body):
     def _run_planned(
         self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
     ) -> tuple[Tensor, States] | None:
-        """Return the result of a step, or None where the state is not quite what the stepper was made for."""
+        """Return the result of a step, or None if the state does not match the stepper's declaration."""
         if self._has_experts:
             self._routed = None
         if state is None:
@@ -253,7 +253,7 @@ class SequenceModel(Body):
             raise
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
-        """Return what runs a token of this kind without gradients, planned anew where the model has changed."""
+        """Return the stepper for a token like x without gradients, rebuilt if the model has changed, or None."""
         if torch.is_grad_enabled() or self.training or type(x) is not Tensor or not x.is_cpu:
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
@@ -275,7 +275,7 @@ class SequenceModel(Body):
         return self._stepper
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is planned for the next token and what is left of the latest call: neither can be copied."""
+        """Return the state without steppers and results of the latest call, which cannot be copied."""
         return {**self.__dict__, "_stepper": None, "_traced": None, "_routed": None}
 
     def init_state(
@@ -310,7 +310,7 @@ class SequenceModel(Body):
         Raises UsageError.
         """
         if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
-            raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}")
+            raise UsageError(f"weight_decay must be a number, at least 0, not {weight_decay!r}")
         decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph) if not item.tied}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
@@ -329,12 +329,12 @@ class SequenceModel(Body):
         if kind not in LOSSES:
             raise UsageError(f"there is no auxiliary loss {kind!r}: it is one of {listing(LOSSES)}")
         if self._has_experts and self._routed is None:
-            raise RunError("auxiliary losses are those of a call in training: call model.train(), then the model")
+            raise RunError("auxiliary losses need a call in training mode: call model.train(), then the model")
         return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
 
     @property
     def _whole_spec(self) -> ModelSpec:
-        """The spec of the whole model: `spec`, unless this is a rank's part of it."""
+        """Spec of the whole model: `spec`, unless this is a rank's part of it."""
         return self._parts.spec if self._parts else self.spec
 
     @torch.no_grad()
@@ -353,18 +353,18 @@ class SequenceModel(Body):
         tie(self, self.graph)
 
     def _some_tensor(self) -> Tensor:
-        """A tensor on the model's device; where the spec has no parameters, also in the model's dtype."""
+        """Return a tensor on the model's device; if the spec has no parameters, also in the model's dtype."""
         like = self._buffers.get("_like")
         return next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
 
     def _own_dtype(self) -> torch.dtype:
-        """The dtype that the model was built in. Some parameters of a half-precision model are float32."""
+        """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
         kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
         like = self._buffers.get("_like")
         return min(kinds, key=lambda d: d.itemsize, default=torch.float32 if like is None else like.dtype)
 
     def _check_device(self, x: Tensor) -> None:
-        """Raise RunError where no parameter is on the input's device."""
+        """Raise RunError if no parameter is on the input's device."""
         places = dict.fromkeys(p.device for p in self.parameters())
         if places and x.device not in places:
             own = next(iter(places))
@@ -383,12 +383,12 @@ def _resets_obstacle(spec: ModelSpec) -> str | None:
 
 
 def has_tokens(wire: Wire | None) -> bool:
-    """Whether an output has a token for each of the input that streams, or for a few of them."""
+    """Return whether an output has a time axis: a token for each token of the stream, or for several."""
     return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
 def _count(batch_size: Any) -> Any:
-    if isinstance(batch_size, torch.SymInt):  # of a program that is being traced
+    if isinstance(batch_size, torch.SymInt):  # symbolic while a program is traced
         return batch_size
     try:
         count = -1 if isinstance(batch_size, bool) else operator.index(batch_size)
@@ -396,5 +396,5 @@ def _count(batch_size: Any) -> Any:
         count = -1
     if count < 0:
         shown = repr(batch_size) if isinstance(batch_size, (str, int, float)) else type(batch_size).__name__
-        raise UsageError(f"a state is that of a number of sequences, not of {shown}")
+        raise UsageError(f"batch_size must be a number of sequences, not {shown}")
     return count

@@ -1,4 +1,4 @@
-"""The module of a parallel, and how several results are merged."""
+"""The module of a parallel, and merging of several results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqblocks.state import States
 
 @makes("parallel")
 class Parallel(StepModule):
-    """Branches that read the same input, and whose results are merged."""
+    """Run branches that read the same input, and merge their results."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()

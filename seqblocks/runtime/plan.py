@@ -19,9 +19,9 @@ from seqblocks.types import Wire
 
 @dataclass(slots=True)
 class Step:
-    """A step that uses a kernel. `names` are its paths: several where layers of a repeat agree.
+    """A step that uses a kernel. `names` are its paths, several if layers of a repeat use the same kernel.
 
-    `implementation` is the one that would run, or None where the one requested by name cannot.
+    `implementation` is the one that would run, or None if the requested one cannot.
     """
 
     names: list[str]
@@ -33,12 +33,12 @@ class Step:
 
     @property
     def pattern(self) -> str:
-        """One path for all names, with `*` where they differ."""
+        """Return one path for all names, with `*` where they differ."""
         rows = [name.split(".") for name in self.names]
         return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*rows, strict=True))
 
     def reasons(self) -> list[str]:
-        """Why the implementations preferred by `auto` are not used."""
+        """Return why the implementations preferred by `auto` are not used."""
         preferred = takewhile(lambda verdict: verdict.implementation != self.implementation, self.verdicts)
         return [f"{verdict.implementation}: {verdict.reason}" for verdict in preferred if not verdict.can]
 
@@ -68,13 +68,13 @@ def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: 
     return [*found.values()]
 
 
-Path = tuple[tuple[str, bool], ...]  # labels, and whether each is that of a repeat's layer
+Path = tuple[tuple[str, bool], ...]  # labels, and for each whether it is the index of a repeat's layer
 
 
 def _walk(
     body: Graph, types: dict[int, Wire | None], path: Path, following: Fused | None = None
 ) -> Iterator[tuple[Path, Node, Fused | None]]:
-    """Yield the nodes that use a kernel. following: what the last step of the body is computed together with."""
+    """Yield the nodes that use a kernel. following: the steps that are fused with the body's last step."""
     found = find(body, types)
     for at, node in enumerate(body.nodes):
         own_path = (*path, (node.name, False))

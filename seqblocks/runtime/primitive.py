@@ -25,15 +25,15 @@ from seqblocks.state import States, compact
 
 @makes("op")
 class Primitive(StepModule, Holder):
-    """Owns the parameters that an op declares, and calls the op."""
+    """Hold the parameters that an op declares, and call the op."""
 
-    _reduction: str | None = None  # in a sharded model: how gradients of parameters that each rank has are reduced
+    _reduction: str | None = None  # in a sharded model: how gradients of replicated parameters are reduced
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
         assert node.op is not None
         self.op, self._path = node.op, place.path
-        self._stateful = type(node.op).state is not Op.state  # then the op returns (output, state)
+        self._stateful = type(node.op).state is not Op.state  # a stateful op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
@@ -49,9 +49,9 @@ class Primitive(StepModule, Holder):
             self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
-        """Return the op's parameters, with those that another step or the present direction of a scan holds.
+        """Return the op's parameters, including those that another step or the current direction of a scan holds.
 
-        They are attributes, not registered parameters alone: parametrizations, pruning and sharding replace those.
+        They are read as attributes, since parametrizations, pruning and sharding replace registered parameters.
         """
         found: dict[str, Any] = {name: getattr(self, name) for name in self._own}
         if self._elsewhere:
@@ -81,11 +81,11 @@ class Primitive(StepModule, Holder):
 
     @property
     def takes_plain_tokens(self) -> bool:
-        """Whether nothing but a state goes with a token: no grid, and no vector that meets it."""
+        """Return whether a token can run with nothing but its state: the op reads no grid and no vectors."""
         return self._gridded is None and self._vectors is None and self._reduction is None
 
     def checked(self, out: Any, call: Call) -> tuple[Tensor, States]:
-        """Return the output and the state of what the op's `forward` returned. Raises UsageError."""
+        """Split the result of the op's `forward` into output and state. Raises UsageError if it has none."""
         if not self._stateful:
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:
@@ -97,7 +97,7 @@ class Primitive(StepModule, Holder):
         return y, state
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """The inputs by port: joined where a port reads several wires, None where it reads none."""
+        """Return one input per port: several wires are joined, a port without wires gets None."""
         inputs: list[Any] = []
         at = 0
         if self._vectors:
@@ -109,7 +109,7 @@ class Primitive(StepModule, Holder):
         return inputs
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
-        """Compute a norm of a sum that is not added yet."""
+        """Compute the norm of a deferred sum."""
         x = inputs[0]
         if isinstance(x, Sum) and isinstance(self.op, Norm) and dispatch.saves_launches(x.x):
             parameters = self.parameters_by_name(call)
@@ -118,7 +118,7 @@ class Primitive(StepModule, Holder):
         return self.forward(added_up(x), *inputs[1:], call=call)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
-        """Compute this step and those that follow it by one kernel."""
+        """Compute this step and the following ones by one kernel."""
         first: Part = (self.op, self.parameters_by_name(call), tensors)
         return following.run([first, *following.parts]), {}
 
@@ -136,5 +136,5 @@ def _plain_parameter(node: Node) -> str | None:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what an op with `exact` may have made, in a dtype of 16 bits; in a wider dtype, return it as it is."""
+    """Convert the output of an op with `exact` to the model's dtype if that has 16 bits; else return it unchanged."""
     return x.to(dtype) if dtype.itemsize <= 2 < x.dtype.itemsize and x.is_floating_point() else x

@@ -21,7 +21,7 @@ from seqblocks.state import States
 class Repeat(StepModule):
     """Consecutive layers, indexed like an nn.ModuleList: `model.blocks[0]`."""
 
-    _checkpointing: Callable[..., Any] | None = None  # by which layers are called while gradients are recorded
+    _checkpointing: Callable[..., Any] | None = None  # calls the layers while gradients are recorded
     _checkpoint_stride = 1
 
     def __init__(self, node: Node, place: Place) -> None:
@@ -69,15 +69,15 @@ class Repeat(StepModule):
         return iter(self._modules.values())
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a layer, or the list of those of a slice."""
+        """Return a layer, or a list of layers for a slice."""
         return list(self._modules.values())[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        """Replace a layer: by a wrapper that passes on its arguments, or by a module that maps x."""
+        """Replace a layer by a wrapper that passes on its arguments, or by a module that maps x."""
         self.register_module(list(self._modules)[index], layer)
 
     def __repr__(self) -> str:
-        """List layers that are alike once."""
+        """Return a listing that shows equal layers once."""
         groups: dict[str, list[str]] = {}
         for label, layer in self._modules.items():
             groups.setdefault(repr(layer), []).append(label)
@@ -105,12 +105,12 @@ def checkpoint_layers(model: nn.Module, function: Callable[..., Any] | None, str
 
 
 def outer_repeats(model: nn.Module) -> list[Repeat]:
-    """Return the repeats of a model that are in no other one, in order."""
+    """Return the outermost repeats of a model, in order."""
     repeats = [module for module in model.modules() if isinstance(module, Repeat)]
     inner = {id(each) for module in repeats for each in module.modules() if each is not module}
     return [module for module in repeats if id(module) not in inner]
 
 
 def has_checkpointed_layers(model: nn.Module) -> bool:
-    """Return whether `checkpoint_layers` is in force."""
+    """Return whether `checkpoint_layers` is enabled for the model."""
     return any(isinstance(module, Repeat) and module._checkpointing for module in model.modules())

@@ -1,4 +1,4 @@
-"""The modules of a scan, by what its orders share: all parameters, none, or some."""
+"""The modules of a scan, whose orders share all parameters, none, or some."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _scan(node: Node, place: Place) -> StepModule:
 
 
 class Scan(Body):
-    """The steps in another order, or in several orders that share all parameters and whose results are merged."""
+    """Run the steps in another order, or in several orders that share all parameters, and merge the results."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
@@ -55,11 +55,11 @@ class Scan(Body):
         return merged(results, self._merge), states
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
-        """Run one direction on tensors that are in its order."""
+        """Run the steps on tensors that are already in the given order."""
         return super().forward(*tensors, call=call)
 
     def _in_order(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
-        """Return the call and the tensors in an order. Steps that run in reverse themselves need no flipped copies."""
+        """Return the call and the tensors in an order. Steps that support reverse order need no flipped copies."""
         if order.startswith("columns"):
             rows, columns = self._grid_of(tensors[0], call)
             tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
@@ -74,7 +74,7 @@ class Scan(Body):
         return replace(call, resets=resets), self._each(tensors, lambda x: x.flip(1))
 
     def _restored(self, order: str, y: Tensor, call: Call) -> Tensor:
-        """Return an output in the order of the input."""
+        """Return an output, restored to the order of the input."""
         if order.endswith("reverse") and not self._in_place:
             y = y.flip(1)
         if order.startswith("columns"):
@@ -96,7 +96,7 @@ class Scan(Body):
 
 
 class SeparateScan(Scan):
-    """Several orders that share no parameter: each is a child that runs all steps."""
+    """Run several orders that share no parameters, each as a child with all steps."""
 
     def __init__(self, node: Node, place: Place) -> None:
         StepModule.__init__(self)
@@ -111,7 +111,7 @@ class SeparateScan(Scan):
 
 
 class PartlySharedScan(Scan):
-    """Several orders that share some parameters: a child of each direction's name holds those of its own."""
+    """Run several orders that share some parameters. A child named after each order holds its own parameters."""
 
     def __init__(self, node: Node, place: Place) -> None:
         own = _directed(node)
@@ -129,14 +129,14 @@ class PartlySharedScan(Scan):
 
 
 def _directed(node: Node) -> dict[str, Named]:
-    """Return the parameters that each direction of a scan has for itself, by their names in its steps."""
+    """Return the parameters that each direction of a scan has of its own, by their names in its steps."""
     inside = list(graph.parameters(node.bodies[""], shared=True))
     names = set(graph.directed(node, inside))
     return {item.name: item for item in inside if item.name in names}
 
 
 def _holder(parameters: dict[str, Named], place: Place) -> Holder:
-    """Return the parameters of one direction of a scan, under the names of their steps."""
+    """Build the module that holds the parameters of one direction of a scan, under the names of their steps."""
     root = Holder()
     for name, item in parameters.items():
         module: nn.Module = root
@@ -149,12 +149,12 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
 
 
 def _is_ordered(wire: Wire | None, node: Node) -> bool:
-    """Whether a scan re-orders what it reads: sequences, but not those of the context of a stream."""
+    """Return whether a scan reorders a value: it reorders sequences, except a stream's context."""
     return wire is not None and wire.kind in ("sequence", "tokens") and wire.context == graph.is_context(node)
 
 
 def _is_reversible(body: Graph) -> bool:
-    """Whether each step computes the reverse order itself."""
+    """Return whether all steps support reverse order."""
     return all(
         node.kind != "scan" and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
@@ -162,9 +162,9 @@ def _is_reversible(body: Graph) -> bool:
 
 
 def _reversed_resets(resets: Tensor | None, next_begins: Tensor | None) -> Tensor | None:
-    """Mark first tokens as seen from the right: t is one if another sequence begins at t + 1.
+    """Return the resets of a scan from the right, which are true at t if a sequence begins at t + 1.
 
-    next_begins [batch]: whether one begins after the last token; None for no.
+    next_begins [batch]: whether a sequence begins after the last token; None means no.
     """
     if resets is None:
         return None
@@ -173,6 +173,6 @@ def _reversed_resets(resets: Tensor | None, next_begins: Tensor | None) -> Tenso
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the tokens of a grid, given row by row, column by column."""
+    """Reorder the tokens of a grid from row-major to column-major order."""
     pattern = "batch (rows columns) features -> batch (columns rows) features"
     return rearrange(x, pattern, rows=rows, columns=columns)

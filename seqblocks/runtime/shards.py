@@ -1,4 +1,4 @@
-"""Parameters that are spread over several devices (DTensors): filling them, gathering them, reading replicated ones."""
+"""Fill, gather and read parameters that are sharded over several devices (DTensors)."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ ORDINARY = (nn.Parameter, Tensor)
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
-    """Return whether a tensor is a DTensor: one part of it, or a copy, is on each rank."""
+    """Return whether a tensor is a DTensor, of which each rank has a part or a copy."""
     if type(tensor) in ORDINARY or not torch.distributed.is_available():
         return False
-    from torch.distributed.tensor import DTensor  # takes a second to import, and few models need it
+    from torch.distributed.tensor import DTensor  # imported here because it takes a second and few models need it
 
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: the tensor itself unless it is a DTensor."""
+    """Return this rank's part of a tensor; the tensor itself unless it is a DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class Cut(NamedTuple):
-    """How a parameter is cut: along an axis, each of the sections that follow one another there by itself."""
+    """How a parameter is cut over ranks: each of its consecutive sections along an axis is cut separately."""
 
     axis: int
     sections: tuple[int, ...]
 
     def pieces(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield start and length of what a rank has, in the whole parameter."""
+        """Yield start and length of each piece of a rank in the whole parameter."""
         start = 0
         for size in self.sections:
             yield start + rank * (size // ranks), size // ranks
             start += size
 
     def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return what a rank has of a tensor."""
+        """Return a rank's part of a tensor."""
         return torch.cat([whole.narrow(self.axis, *piece) for piece in self.pieces(rank, ranks)], self.axis)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return the tensor that ranks have these parts of."""
+        """Return the whole tensor, joined from the parts of all ranks."""
         sizes = [size // len(parts) for size in self.sections]
         pieces = zip(*(part.split(sizes, self.axis) for part in parts), strict=True)
         return torch.cat([piece for section in pieces for piece in section], self.axis)
 
 
 class Parts(NamedTuple):
-    """What a rank has of a model that is computed in parts: which rank it is, the cuts by parameter, the whole spec."""
+    """A rank's share of a tensor-parallel model: the rank, the cuts by parameter, and the whole spec."""
 
     group: Any
     rank: int
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
         return cut.part(whole, self.rank, self.ranks) if cut else whole
 
     def join(self, name: str, part: Tensor) -> Tensor:
-        """Return a whole parameter. All ranks must ask for it."""
+        """Return a whole parameter. All ranks must call this."""
         cut = self.cuts.get(name)
         if cut is None:
             return part
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter; of a DTensor each rank copies its own part, without communication."""
+    """Copy a whole tensor into a parameter. For a DTensor, each rank copies its own part, without communication."""
     if not is_sharded(target):
         target.copy_(whole)
         return
@@ -92,7 +92,7 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def gathered(tensors: dict[str, Tensor], groups: Groups, parts: Parts | None) -> dict[str, Tensor]:
-    """Return whole parameters on the first rank's CPU, and nothing on others. All ranks must call it."""
+    """Return whole parameters on the first rank's CPU, and an empty dict on others. All ranks must call this."""
     first = _is_first(groups)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -109,7 +109,7 @@ Groups = list[Any]
 
 
 def groups_of(tensors: Iterable[Tensor], parts: Parts | None) -> Groups:
-    """Return the groups that a model's tensors are spread over."""
+    """Return the process groups over which a model's tensors are sharded."""
     mesh = next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
     return [*(mesh.get_all_groups() if mesh else ()), *([parts.group] if parts else ())]
 
@@ -119,7 +119,7 @@ def _is_first(groups: Groups) -> bool:
 
 
 def on_first_rank(groups: Groups, work: Callable[[], None]) -> None:
-    """Call `work` on the first of all ranks; the others wait for it. Its error is raised there, a RunError here."""
+    """Call `work` on the first rank while the others wait. If it fails, the other ranks raise RunError."""
     if _is_first(groups):
         failed: list[str | None] = [None]
         try:
@@ -143,7 +143,7 @@ def _broadcast(groups: Groups, values: list[Any]) -> None:
 
 
 class _Replicated(torch.autograd.Function):
-    """The local copy of a replicated DTensor. Its gradient is reduced over all ranks of the mesh."""
+    """Local copy of a replicated DTensor, whose gradient is reduced over all ranks of the mesh."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any, op: str) -> Tensor:
@@ -159,5 +159,5 @@ class _Replicated(torch.autograd.Function):
 
 
 def replicated(parameter: Any, op: str) -> Tensor:
-    """Return the local copy of a parameter that each rank has; `op` (avg or sum) reduces its gradient over them."""
+    """Return the local copy of a replicated parameter; `op` (avg or sum) reduces its gradient over the ranks."""
     return _Replicated.apply(parameter, op) if is_sharded(parameter) else parameter

@@ -1,7 +1,7 @@
 """Modules of steps with `share:`, which use the parameters of another step.
 
-Such modules have no parameters. They keep an unregistered reference to the module that owns them and read them in each
-call, so that a replaced parameter of the owner is used by all.
+Such modules have no parameters. They hold an unregistered reference to the module that owns the parameters and
+read them in each call, so that replacing a parameter of the owner affects all of them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
 class Holder(nn.Module):
     """A module with parameters, some of which may be read from others.
 
-    It has no public names but those of torch, since steps may be below it.
+    It has no public names besides torch's, since step names may be its attributes.
     """
 
-    _owners: Mapping[str, tuple[nn.Module, str]] = NONE  # by parameter: the module that has it, and its name there
+    _owners: Mapping[str, tuple[nn.Module, str]] = NONE  # by parameter: its owner, and its name there
 
 
 def shared_parameters(holder: Holder) -> dict[str, Any]:
-    """Return the parameters of a module that other modules have."""
+    """Return the parameters of a module that other modules own."""
     return {name: getattr(owner, there) for name, (owner, there) in holder._owners.items()}
 
 
 def tie(model: nn.Module, body: Graph) -> None:
-    """Let the tied names of a graph have one parameter."""
+    """Make all tied names of a graph refer to one parameter."""
     for item in parameters(body):
         if item.tied is not None:
             holder, _, leaf = item.name.rpartition(".")
@@ -40,7 +40,7 @@ def tie(model: nn.Module, body: Graph) -> None:
 
 
 def connect(model: nn.Module, shared: Iterable[Named]) -> None:
-    """Let the modules of steps that share parameters read them from those that own them."""
+    """Connect modules that share parameters to the modules that own them."""
     for item in shared:
         path, _, name = item.name.rpartition(".")
         owner, _, there = str(item.tied).rpartition(".")

@@ -1,7 +1,7 @@
-"""What the modules of all nodes have in common: how they are made and called.
+"""Base of the modules of all nodes: how they are built and called.
 
-A module is called with the values that its node reads, in the order of `Node.reads`, and with the Call; it returns
-(output, states). Whatever a user puts in place of a step is called as an ordinary module.
+A module is called with the values that its node reads, in the order of `Node.reads`, and with the Call. It returns
+(output, states). A user's replacement for a step is called as an ordinary module.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from seqblocks.types import Wire
 class StepModule(nn.Module):
     """Base of the modules of nodes and bodies: `forward(*tensors, call=call)` returns (output, states)."""
 
-    _type: Wire | None = None  # of the output, as the analysis has it
+    _type: Wire | None = None  # type of the output, from the analysis
 
 
 class Place(NamedTuple):
-    """Where a module is made: the types of all values, its path in the model, parameters held by another module.
+    """The context in which a module is built: types of all values, path in the model, parameters in other modules.
 
-    sources: the first values of the grids of others (`grid_sources`).
+    sources: for each value with a grid, the value that the grid comes from (`grid_sources`).
     """
 
     types: dict[int, Wire | None]
     sources: Mapping[int, int]
     path: str = ""
     held_elsewhere: frozenset[str] = frozenset()
-    streams: bool = False  # whether the model has context, and the module reads more than that
-    exact: bool = False  # whether some steps of the model return float32 where it has 16 bits
+    streams: bool = False  # whether the model has context, and the module reads more than the context
+    exact: bool = False  # whether some steps of a 16-bit model return float32
 
     def at(self, node: Node) -> Place:
         """Return the place of a node of this body."""
@@ -59,7 +59,7 @@ MAKERS: dict[str, Maker] = {}
 
 
 def makes(kind: graph.NodeKind) -> Callable[[M], M]:
-    """Register what makes the module of a node of this kind."""
+    """Register a function that builds the module of a node of this kind."""
 
     def register(maker: M) -> M:
         MAKERS[kind] = maker
@@ -69,14 +69,14 @@ def makes(kind: graph.NodeKind) -> Callable[[M], M]:
 
 
 def make(node: Node, place: Place) -> StepModule:
-    """Return the module of a node."""
+    """Build the module of a node."""
     module = MAKERS[node.kind](node, place)
     module._type = node.type
     return module
 
 
 def gridded(node: Node, place: Place) -> Gridded | None:
-    """Return which rows and columns a step reads and makes, or None."""
+    """Return how a step uses rows and columns of tokens, or None if it does not."""
     made = node.outputs[0] if node.op and node.op.makes_grid() else None
     read = next((value for value in node.reads if has_grid(place.types[value])), None)
     if read is None:
@@ -89,12 +89,12 @@ def gridded(node: Node, place: Place) -> Gridded | None:
 def call_child(
     child: nn.Module | None, tensors: Sequence[Tensor], call: Call, name: str, node: Node | None = None
 ) -> tuple[Tensor, States]:
-    """Call a child: one of our modules, a wrapper of one, or a user's replacement. `node` is None for layers.
+    """Call a child: a module of a node, a wrapper of one, or a user's replacement. `node` is None for layers.
 
-    RunError where the call carries state and a replacement cannot.
+    Raises RunError if the call carries state and a replacement does not support it.
     """
     if call.phase == "context" and child is not None and not _takes_call(type(child)):
-        return None, {}  # type: ignore[return-value]  # a replacement computes nothing of the context
+        return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
     if isinstance(child, StepModule):
         done: tuple[Tensor, States] = child(*tensors, call=call)
         return done
@@ -112,7 +112,7 @@ def call_child(
 
 @constant
 def _takes_call(kind: type[nn.Module]) -> bool:
-    """Whether a module passes on what it is called with, as wrappers do, and what torch.compile returns."""
+    """Return whether a module passes on its arguments, like wrappers and the result of torch.compile."""
     if kind.forward is nn.Module.forward:
         return True
     parameters = inspect.signature(kind.forward).parameters
@@ -120,7 +120,7 @@ def _takes_call(kind: type[nn.Module]) -> bool:
 
 
 def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
-    """The arguments of a replacement: of an op its inputs, each joined; of a block all; of a layer the first."""
+    """Return the arguments of a replacement: an op's inputs, each joined; all inputs of a block; a layer's first."""
     if node is None:
         return tensors[:1]
     if node.op is None:
@@ -132,21 +132,21 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
 
 
 def joining_axis(node: Node) -> int:
-    """Return the axis along which an op's inputs are joined: the one of the features."""
+    """Return the axis along which an op's inputs are joined, that of the features."""
     assert node.op is not None
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)
 
 
 class Vectors(NamedTuple):
-    """Which of an op's inputs are vectors that meet each token of the others, and one of those others."""
+    """Indices of an op's inputs that are vectors, applied to each token of the others, and of one of the others."""
 
     places: tuple[int, ...]
     longer: int
 
 
 def vectors_of(node: Node) -> Vectors | None:
-    """Return the vectors that meet each token of an op's other inputs, by their places among all; None without any."""
+    """Return the indices of vectors that apply to each token of an op's other inputs, or None if there are none."""
     if not node.vectors:
         return None
     assert node.op is not None
@@ -157,7 +157,7 @@ def vectors_of(node: Node) -> Vectors | None:
 
 
 def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
-    """Return an op's inputs, each vector [batch, features] expanded to the tokens or the image that it meets."""
+    """Return an op's inputs, with each vector [batch, features] expanded to the tokens or image it applies to."""
     wide = list(tensors)
     longer = tensors[vectors.longer]
     for at in vectors.places:
@@ -169,7 +169,7 @@ def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks observe what a module is called with or returns, or its `forward` was replaced."""
+    """Return whether a module has hooks on its calls or a replaced `forward`."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         or "forward" in module.__dict__

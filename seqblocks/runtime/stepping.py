@@ -1,11 +1,11 @@
 """One token of a stream, planned once and run many times.
 
-A token of a small model takes less time than looking up how to run it. So the first step without gradients makes a
-`Stepper`: one function that runs all steps of the model in a row, with their parameters at hand in the layout that one
-token wants, and checks the state as it goes. Its source is written from the graph and holds nothing of the user's but
-names in quotes. Ops may provide a function of their own for it (`Op.prepare_step`); for all others their `forward`
-runs. A stepper is used as long as modules, hooks and parameters are those that it was made of, and is made anew for
-each stream (`init_state`), since a change through `parameter.data` leaves no trace.
+In a small model, the computation of one token takes less time than the Python code that dispatches it. The first step
+without gradients therefore builds a `Stepper`: one function that runs all steps of the model in order, with parameters
+already in the layout that one token needs, and checks the state. Its source is generated from the graph; the only user
+input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
+runs. A stepper is valid while modules, hooks and parameters are unchanged. It is rebuilt for each stream
+(`init_state`), since changes through `parameter.data` cannot be detected.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from seqblocks.runtime.step import call_child, is_hooked
 from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
 
-POINTWISE = ("vector", "tokens")  # a port that takes one of these takes a token without an axis of time
-DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes, which `forward` sorts out
+POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
+DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
 
 Path = tuple[str, ...]
 
 
 def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] | None = None) -> Stepper | None:
-    """Return the stepper of a model, or None where its steps depend on more than a stepper knows.
+    """Return the stepper of a model, or None if some step is not supported.
 
-    declared: the states of its steps, nested as they are. kind: the class of the stepper, default Stepper.
+    declared: the declared states of the steps, nested by name. kind: the class of the stepper, default Stepper.
     """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
@@ -54,12 +54,12 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
 
 
 class Stepper:
-    """Runs one token, x [batch, features] or token ids [batch], through a model.
+    """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x) returns (y, state), or None where the state is not as declared.
+    run(state, x) returns (y, state), or None if the state does not match its declaration.
     """
 
-    calls_experts = True  # each by a function, as their numbers are known
+    calls_experts = True  # each chosen expert by its own function, since their indices can be read
 
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
         self.dtype = next(model.parameters()).dtype
@@ -77,14 +77,14 @@ class Stepper:
         with of_model(sum(x.numel() * x.element_size() for x in model.parameters())):
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
-        self.holds = self._guard.holds  # whether the model is still the one that this was made of
+        self.holds = self._guard.holds  # returns whether the model is unchanged
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether x is a token of each sequence, so that it needs no other check."""
+        """Return whether x is a valid token for each sequence, so that no other check is needed."""
         return x.dtype in self._dtypes and x.shape[1:] == self._sizes
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
-        """Yield the variables of the inputs that do not stream; None of those that no step of the stream reads."""
+        """Yield variables of the inputs that do not stream, 'None' for those that no step of the stream reads."""
         for name in body.ports:
             yield self._source.carry_over(("input", name)) if name in body.kept else "None"
 
@@ -102,7 +102,7 @@ class Stepper:
             values |= self._context_outputs(node, (*path, node.name))
         nodes = [node for node in body.nodes if not is_context(node)]
         for at, node in enumerate(nodes):
-            if node.outputs[0] in values:  # a product with a step before it
+            if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
             read = [values[value] for value in node.reads]
             alike = [other for other in nodes[at:] if other.reads == node.reads and not other.split]
@@ -120,7 +120,7 @@ class Stepper:
         return values[body.result]
 
     def _context_outputs(self, node: Node, path: Path) -> dict[int, str]:
-        """Return the variables of the outputs of a step of the context: None, unless they are kept."""
+        """Return the variables of a context step's outputs, 'None' unless the state holds them."""
         if not node.kept:
             return dict.fromkeys(node.outputs, "None")
         y = self._source.carry_over((*path, "output"))
@@ -130,7 +130,7 @@ class Stepper:
         return dict(zip(node.outputs, self._source.split(y, node.split, node.type.feature_axis), strict=True))
 
     def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
-        """Compute linear maps that read the same together. Returns the variables of their outputs, by number."""
+        """Compute linear maps of the same input in one product. Return the variables of their outputs by value."""
         found = [(node, matrix) for node in nodes if (matrix := self._matrix(module._modules[node.name], node))]
         if len(found) < 2 or found[0][0] is not nodes[0]:
             return None
@@ -169,7 +169,7 @@ class Stepper:
     def _call_module(
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
-        """Call a module with sequences of one token."""
+        """Call a module with sequences of length one."""
 
         def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
             tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
@@ -183,7 +183,7 @@ class Stepper:
         return self._op(module, node, inputs, path) if _as_declared(module, node) else None
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
-        """Call the op's own function, or its `forward` where a token without an axis of time will do."""
+        """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
         run, derived = op.prepare_step(parameters), True
         if run is None:
@@ -194,7 +194,7 @@ class Stepper:
         return self._source.call(self._source.constant(run), self._source.at_ports(node, inputs), path, [*node.state])
 
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
-        """Return what computes a token by the op's `forward`, as a sequence of one; None where the module has to."""
+        """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""
         if not module.takes_plain_tokens:
             return None
         assert node.op is not None
@@ -204,7 +204,7 @@ class Stepper:
 
         def run(*given: Any) -> Any:
             inputs = [x.unsqueeze(1) if time else x for x, time in zip(given[len(names) :], timed, strict=True)]
-            state = dict(zip(names, given, strict=False))  # inputs follow it
+            state = dict(zip(names, given, strict=False))  # the state comes first, then the inputs
             call = Call(False, state, True, None, False, True, self._grid, phase=self._phase)
             y, after = module.checked(module.op.forward(parameters, call, *inputs), call)
             y = y.squeeze(1) if made else y
@@ -216,11 +216,11 @@ class Stepper:
         return self._body(module, node.bodies[""], inputs, path)
 
     def _scan(self, module: Scan, node: Node, inputs: Sequence[str], path: Path) -> str | None:
-        """A scan in the order of the tokens is a block."""
+        """Run a scan in token order as a block; other scans are not supported."""
         return self._body(module, node.bodies[""], inputs, path) if node.arguments.orders == ("forward",) else None
 
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
-        """Run the chosen experts, each a function of its own."""
+        """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
         if not self.calls_experts or type(router) is not Primitive or is_hooked(router):
             return None
@@ -242,7 +242,7 @@ class Stepper:
         return self._source.call(self._source.constant(run), [f"({', '.join(experts)},)", logits, *read], path, [])
 
     def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
-        """Write the function of an expert of `count` inputs. Returns its name."""
+        """Write the function of an expert with `count` inputs and return its name."""
         layer, inputs = self._child(module, label), [self._source.variable() for _ in range(count)]
         self._guard.note_bypassed(layer)
         return self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
@@ -281,7 +281,7 @@ _MAKERS: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path
 
 
 def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., Any] | None:
-    """Return what computes a token of an op that has no function for it, if an axis of time is not needed."""
+    """Return a function for one token of an op without `prepare_step`, or None if it needs a time axis."""
     matrix = op.matrix(parameters)
     if matrix is not None:
         return prepare_joined([Matrix(*matrix)])
@@ -289,41 +289,41 @@ def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., 
 
 
 def _as_declared(module: Primitive, node: Node) -> bool:
-    """Whether a module has the op of its node, and plain parameters as declared, its own or those of another step."""
+    """Return whether a module has its node's op and plain parameters as declared, whether owned or shared."""
     held = holders(module)
     plain = all(isinstance(table.get(name), nn.Parameter) for table, name in held.values())
     return type(module.op) is type(node.op) and held.keys() == node.parameters.keys() and plain
 
 
 def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the table that holds each parameter, and its name there."""
+    """Return, for each parameter, the dict that holds it and its name there."""
     shared = {name: (owner._parameters, there) for name, (owner, there) in module._owners.items()}
     return {name: (module._parameters, name) for name in module._parameters} | shared
 
 
 def _is_sequence(wire: Wire | None) -> bool:
-    """Whether a wire has a token of the stream, not all of those of the context."""
+    """Return whether a wire holds tokens of the stream rather than of the context."""
     return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
 def is_pointwise(op: Op) -> bool:
-    """Whether `forward` computes a token without an axis of time: it takes vectors too, or token ids."""
+    """Return whether `forward` accepts a token without a time axis, because it also takes vectors or token ids."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
 
 
 class _Source:
-    """The source of a stepper's function, in the making. Variables are numbered; states are found by their path."""
+    """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._names: dict[str, Any] = {"cat": torch.cat}
-        self._constants: dict[int, str] = {}  # the names of values, by identity
-        self._joined: dict[str, str] = {}  # the variables of inputs that were joined
+        self._constants: dict[int, str] = {}  # names of constants by the id of the value
+        self._joined: dict[str, str] = {}  # variables of concatenated inputs
         self._functions: list[str] = []
         self._count = 0
-        self._given: dict[Path, str] = {(): "state"}  # the variables of the state that comes in, by path
-        self._made: dict[Path, str] = {}  # and of the one that is returned
+        self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
+        self._made: dict[Path, str] = {}  # variables of the returned state
 
     def variable(self) -> str:
         self._count += 1
@@ -333,7 +333,7 @@ class _Source:
         self._lines.append(line)
 
     def define(self, arguments: Sequence[str], write: Callable[[], str]) -> str:
-        """Write a function whose lines and result `write` makes. Returns its name."""
+        """Write a function, whose lines are added and whose result is returned by `write`, and return its name."""
         outer, self._lines = self._lines, []
         y = write()
         name = f"f{len(self._functions)}"
@@ -358,7 +358,7 @@ class _Source:
         return self._constants[id(value)]
 
     def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
-        """Give each part of the state a variable, and check it."""
+        """Assign each part of the state to a variable and check it against its declaration."""
         own = self._given[path]
         self.add(f"if len({own}) != {len(declared)}: return None")
         for key, item in declared.items():
@@ -375,12 +375,12 @@ class _Source:
                 self.unpack(item, inside, dtype)
 
     def carry_over(self, path: Path) -> str:
-        """Return the variable of a part of the state that stays as it is."""
+        """Return the variable of a part of the state, and mark that part as unchanged."""
         self._made[path] = self._given[path]
         return self._given[path]
 
     def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
-        """Return an argument for each port: joined where it reads several wires, None where it reads none."""
+        """Return an argument for each port: several wires are concatenated, a port without wires gets None."""
         assert node.op is not None
         arguments = []
         at = 0
@@ -397,7 +397,7 @@ class _Source:
         return self._joined[whole]
 
     def call(self, run: str, inputs: Sequence[str], path: Path, state: list[str]) -> str:
-        """Call the function of a variable with the parts of a step's state and inputs; return that of its output."""
+        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output."""
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
@@ -405,20 +405,20 @@ class _Source:
         return y
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the parts of a state that a step has made."""
+        """Apply a function to the parts of a state that a step has returned."""
         for part in state:
             whole = (*path, part)
             self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
 
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
-        """Call a function with the state of everything at a path, a dict, or None where there is none."""
+        """Call a function with the whole state at a path, a dict, or None if there is no state."""
         y, made = self.variable(), self.variable()
         self._made[path] = made
         self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
         return y
 
     def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
-        """Return the function whose result is the variable `y`."""
+        """Compile and return the function whose result is the variable `y`."""
         lines = ["batch, device = x.shape[0], x.device", *self._lines]
         lines.append(f"return {y}, {self._packed(declared, ())}")
         exec("\n".join([*self._functions, _function("run(state, x)", lines)]), self._names)  # noqa: S102
@@ -437,7 +437,7 @@ def _function(header: str, lines: list[str]) -> str:
 
 
 def reset(declared: States, state: States, resets: Tensor) -> States:
-    """Return the state where sequences of which `resets` [batch] is True start anew."""
+    """Return the state with the initial values for sequences where `resets` [batch] is True."""
 
     def fresh(item: Any, given: Any) -> Any:
         if isinstance(item, State):

@@ -32,8 +32,8 @@ class Stream:
 
     def __init__(self, model: Streams, state: States) -> None:
         self._model, self._state = model, state
-        self._record: Recorder | None = None  # by which steps are captured
-        self._captured: dict[bool, CapturedStep] = {}  # by whether it takes resets; all write to `_state`
+        self._record: Recorder | None = None  # records the steps, if they are captured
+        self._captured: dict[bool, CapturedStep] = {}  # by whether the step takes resets; all write to `_state`
 
     @property
     def state(self) -> States:
@@ -59,7 +59,7 @@ class Stream:
         marked = resets is not None
         if marked not in self._captured or not self._captured[marked].fits(x, resets):
             if not self._captured:
-                self._state = tree_map(torch.clone, self._state)  # the caller may hold what it was set to
+                self._state = tree_map(torch.clone, self._state)  # the caller may still use the state that was set
             self._captured[marked] = CapturedStep(self._model.step, self._state, x, resets, record)
         return self._captured[marked].run(x, resets)
 

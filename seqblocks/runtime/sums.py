@@ -1,8 +1,8 @@
 """The sum of a residual and the norm that follows it, in one kernel on a device.
 
-A residual ends with x + y, and what reads the sum begins with a norm in most models: the next residual, or the model's
-last norm. Which steps are so is found when a body is built. On a device such a residual returns a `Sum` that is not
-added yet, and the norm adds it. Modules that are hooked, replaced or checkpointed are handed the sum itself.
+A residual ends with x + y. In most models its reader, the next residual or the final norm, begins with a norm. Such
+pairs of steps are found when a body is built. On a device, the residual then returns a `Sum` whose addition is
+deferred, and the norm performs it. Hooked, replaced or checkpointed modules receive the computed sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqblocks.state import States
 
 
 class Sum:
-    """x + added. `total` is what it is once it is computed."""
+    """A deferred sum x + added, computed by `total` or `normed`."""
 
     __slots__ = ("_total", "added", "x")
 
@@ -36,7 +36,7 @@ class Sum:
         return torch.promote_types(self.x.dtype, self.added.dtype)
 
     def normed(self, norm: Norm, p: dict[str, Any]) -> Tensor:
-        """Return the norm of the sum, and note the sum."""
+        """Return the norm of the sum, and store the sum, which the same kernel computes."""
         y: Tensor
         y, self._total = norm.of_sum(p, self.x, self.added)
         return y
@@ -48,23 +48,23 @@ class Sum:
 
 
 def added_up(x: Any) -> Any:
-    """Return a tensor, of a sum or as it is."""
+    """Return the value of a `Sum`, or x itself if it is a tensor."""
     return x.total() if isinstance(x, Sum) else x
 
 
 def wanted(values: dict[int, Any], call: Call) -> bool:
-    """Whether a call runs where a kernel computes sum and norm."""
+    """Return whether a call runs on a device with a fused kernel for sum and norm."""
     if call.phase or call.relay or not saves_launches(next(iter(values.values()))):
         return False
     return not nn.modules.module._has_any_global_hook()
 
 
 class Ends:
-    """Where a body has steps that sums enter or leave.
+    """The steps of a body that accept or return a `Sum`.
 
-    leaves: by the name of a step whether its result is read by one step alone, which begins with a norm. Steps that
-    only take a sum are there too, with False. last: the step that makes the body's result, if that may be a sum.
-    input: whether the body's first input may be a sum.
+    leaves: by step name, whether the step may return a sum, because its only reader begins with a norm; False for
+    steps that only accept one. last: the step that computes the body's result, if that may be a sum. input: whether
+    the body's first input may be a sum.
     """
 
     def __init__(self, body: Graph, fused: set[str]) -> None:
@@ -80,7 +80,7 @@ class Ends:
 
 
 def _takes(node: Node) -> bool:
-    """Whether a step begins with a norm of its first input, and reads that nowhere else but in a residual's sum."""
+    """Return whether a step begins with a norm of its first input and uses it nowhere else but in a residual's sum."""
     if isinstance(node.op, Norm):
         return node.op.adds_before and len(node.reads) == 1
     if node.kind not in ("residual", "block", "repeat"):
@@ -97,7 +97,7 @@ def body_takes(body: Graph) -> bool:
 
 
 def _makes(node: Node) -> bool:
-    """Whether a step's result is the sum of a residual."""
+    """Return whether a step's result is the sum of a residual."""
     if node.kind == "residual":
         return True
     bodies = [*node.bodies.values()] if node.kind in ("block", "repeat") else []
@@ -112,7 +112,7 @@ def _body_makes(body: Graph) -> bool:
 def call_open(
     child: nn.Module | None, inputs: Sequence[Any], call: Call, name: str, node: Node | None, leaves: bool
 ) -> tuple[Any, States]:
-    """Call a child whose first input may be a `Sum`; with `leaves` its result may be one."""
+    """Call a child whose first input may be a `Sum`. leaves: its result may be one too."""
     run = getattr(child, "_forward_open", None)
     if run is not None and isinstance(child, StepModule) and not is_hooked(child):
         done: tuple[Any, States] = run(inputs, call, leaves)

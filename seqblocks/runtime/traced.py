@@ -1,8 +1,8 @@
-"""One token of a stream, for a compiler: the function of a stepper, in which weights are read and not prepared.
+"""One token of a stream under torch.compile: a stepper's function that reads weights instead of preparing them.
 
-A compiler traces each call on the way to an operation and guards each attribute that is read there, which took longer
-than all it does for the operations. So it traces the function that a stepper writes. What is derived from parameters is
-derived in the graph, since compiled code runs on after they have changed.
+A compiler traces every Python call that leads to an operation and guards every attribute read there, which took longer
+than compiling the operations themselves. Tracing a stepper's function avoids this. Values derived from parameters are
+computed in the graph, since compiled code continues to run after the parameters have changed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from seqblocks.state import States, compact
 
 
 class TracedStepper(Stepper):
-    """A stepper whose function reads parameters from the tables of their modules."""
+    """A stepper whose function reads parameters from their modules' dicts."""
 
-    calls_experts = False  # a compiler does not know which are chosen
+    calls_experts = False  # the chosen experts are unknown at compile time
 
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
         return super()._child(parent, name)
 
     def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
-        return None  # it would copy the matrices for each token
+        return None  # concatenating the matrices would copy them for each token
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source
@@ -54,7 +54,7 @@ class TracedStepper(Stepper):
 
 
 class Traceable(Protocol):
-    """What is needed of a model."""
+    """The interface of a model that a traced stepper uses."""
 
     spec: ModelSpec
     _declared_state: States
@@ -63,7 +63,7 @@ class Traceable(Protocol):
 
 @constant
 def is_traceable(model: Traceable) -> bool:
-    """Return whether a stepper serves a compiled step of this model; it is then `model._traced`."""
+    """Return whether a compiled step of this model can use a stepper, which is then `model._traced`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
     if model._traced is None or not model._traced.holds():
@@ -73,4 +73,4 @@ def is_traceable(model: Traceable) -> bool:
 
 @constant
 def _watch(module: nn.Module) -> None:
-    """Have a compiler guard the identity of a module, as it does for what it passes to a function it does not trace."""
+    """Make a compiler guard the identity of a module, as it does for arguments of a function that it does not trace."""

@@ -65,9 +65,9 @@ def test_a_stream_of_a_changed_rate_runs_by_frames() -> None:
     assert y.shape == (2, 3, 4)
     torch.testing.assert_close(torch.cat([y, model.step(x[:, 6:], state)[0]], 1), model(x))
     for call, why in (
-        (lambda: model(x[:, :8], return_state=True), "streams 6 tokens at a time: give it a multiple, not 8"),
+        (lambda: model(x[:, :8], return_state=True), "streams 6 tokens at a time: pass a multiple, not 8"),
         (lambda: model.step(x[:, 0]), r"a step reads \[batch, 6, 4\], not \[2, 4\]"),
-        (lambda: model.step(x[:, :5]), "streams 6 tokens at a time: give it a multiple, not 5"),
+        (lambda: model.step(x[:, :5]), "streams 6 tokens at a time: pass a multiple, not 5"),
         (lambda: check_law(model, resets=[(0, 1)]), "may span two sequences"),
     ):
         with pytest.raises(seqblocks.RunError, match=why):

@@ -164,9 +164,9 @@ def test_nothing_to_do() -> None:
     ("given", "options", "message"),
     [
         ("text", {}, "a prompt is token ids, in a tensor or in lists, not str"),
-        ([[1, 2], []], {}, "has a token id or more"),
-        (torch.zeros(1, 3), {}, "has a token id or more, and this one is torch.float32"),
-        (torch.tensor(3), {}, r"has a token id or more, and this one is torch.int64 \[\]"),
+        ([[1, 2], []], {}, "at least one token id"),
+        (torch.zeros(1, 3), {}, "must be a sequence of at least one token id, not torch.float32"),
+        (torch.tensor(3), {}, r"must be a sequence of at least one token id, not torch.int64 \[\]"),
         ([["a"]], {}, "a prompt is token ids, not list"),
         ([1], {"temperature": -1}, "temperature must be a number, at least 0, not -1"),
         ([1], {"temperature": "x"}, "temperature must be a number, at least 0, not 'x'"),

@@ -279,7 +279,7 @@ def _plain_call() -> Any:
         (lambda m, x, c: m(x, **c | {"notes": c["notes"][0]}), "the input notes reads [batch, notes, 5], not [3, 5]"),
         (lambda m, x, c: m(x, **c | {"image": c["notes"]}), "the input image reads images [batch, 3, height, width]"),
         (lambda m, x, c: m(x, **c | {"image": None}), "the input image reads a tensor, not NoneType"),
-        (lambda m, x, c: m(x, state=m.init_state(2, **c), **c), "the state holds what depends on image"),
+        (lambda m, x, c: m(x, state=m.init_state(2, **c), **c), "the state already depends on image"),
         (lambda m, x, c: m.step(x[:, 0]), "state = model.init_state(batch, image=…, notes=…)"),
         (lambda m, x, c: m.step(x[:1, 0], m.init_state(2, **c)), "holds 2 sequences and the input 1"),
         (lambda m, x, c: m.init_state(2), "the input image is missing"),

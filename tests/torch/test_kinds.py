@@ -154,7 +154,7 @@ def test_an_empty_sequence_cannot_be_pooled(mode: str) -> None:
 
 @pytest.mark.parametrize("size", ["x", 2.0, None, True, -1, torch.tensor([1, 2])])
 def test_a_state_is_of_a_number_of_sequences(size: object) -> None:
-    with pytest.raises(seqblocks.UsageError, match="a state is that of a number of sequences"):
+    with pytest.raises(seqblocks.UsageError, match="batch_size must be a number of sequences"):
         built(CARRIES).init_state(size)  # type: ignore[arg-type]
 
 
