@@ -259,9 +259,9 @@ class SequenceModel(Body):
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
         if torch.compiler.is_compiling():
-            found = self._traced if is_traceable(self) else None
+            found = self._traced if is_traceable(self) and x.numel() else None
         else:
-            found = self._stepper_of_now()
+            found = self._stepper_of_now() if x.numel() else None  # planned functions take a token or more
         if found is None or (x.is_floating_point() and x.dtype != found.dtype):
             return None
         return found

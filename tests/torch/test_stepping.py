@@ -184,6 +184,17 @@ def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.Monkey
     torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("verb", ["rotary: {heads: 2}", "rms_norm: {groups: 2}", VERBS[-3]])
+def test_tokens_of_no_sequence(verb: str) -> None:
+    """A server may have a batch that is empty: the step is that of the whole, and so is the state."""
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{linear: {{features: 8, as: a}}}}, {{{verb}}}]}}"
+    model, x = seqblocks.build_text(text, dtype=torch.float64, seed=0).eval(), torch.zeros(0, 8, dtype=torch.float64)
+    with torch.no_grad():
+        y, state = model.step(x)
+        torch.testing.assert_close(model.step(x, state), (y, state))
+    assert y.shape == (0, 8)
+
+
 def test_an_expert_that_is_replaced_or_hooked_is_called() -> None:
     text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [experts: {count: 3, top: 3, steps: [{linear: 8}]}]}"
     model, x = seqblocks.build_text(text, seed=0).eval(), torch.ones(2, 8)
