@@ -100,8 +100,10 @@ def _bank(
 
 
 def _zoh(A_real: Tensor, A_imag: Tensor, step: Tensor, decay: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the real and imaginary parts of (exp(dt A) - 1) / A, or dt where A is 0, without cancellation for small
-    dt A."""
+    """Return the real and imaginary parts of (exp(dt A) - 1) / A, or dt where A is 0.
+
+    Avoids cancellation for small dt A.
+    """
     grown = torch.exp(decay)
     re = torch.expm1(decay) - 2 * grown * torch.sin(turn / 2) ** 2
     im = grown * torch.sin(turn)

@@ -532,7 +532,7 @@ def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, return_state: bool,
     plan: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the layer, with the arguments of `centaurus_torch.run` and x in its own dtype; a given plan uses torch."""
+    """Run the layer, with the arguments of `centaurus_torch.run`. x has any dtype; a given `plan` selects torch."""
     if plan is not None or x.numel() == 0:
         return centaurus_torch.run(bank, x, state, resets, reverse, return_state, plan)
     H = x.shape[2]

@@ -21,8 +21,8 @@ def cleaned(
 ) -> tuple[list[Any], nonfinite.Found | None]:
     """Replace nonfinite values by zeros in q, k, v, other tensors per token and the state.
 
-    Returns the tensors and which outputs depend on nonfinite values, or unchanged tensors and None if there are no
-    resets or all values are finite. A decay of -inf counts as finite.
+    Returns the tensors and a record of the outputs that depend on nonfinite values, or the unchanged tensors and None
+    if there are no resets or all values are finite. A decay of -inf counts as finite.
     """
     if resets is None or not resets.numel() or not nonfinite.suspected(*tensors):
         return list(tensors), None

@@ -66,7 +66,7 @@ def _masks(resets: Tensor) -> Masks:
 
 
 def _seen(pairs: Tensor, masks: Masks | None, itself: bool, tracked: bool) -> Tensor:
-    """Zero all pairs [..., L, L] but those of a token and earlier ones of its sequence, and with `itself` itself."""
+    """Zero all pairs [..., L, L] except a token with earlier ones of its sequence, and with itself if `itself`."""
     diagonal = 0 if itself else -1
     if masks is None:
         return pairs.tril(diagonal) if tracked else pairs.tril_(diagonal)

@@ -75,7 +75,7 @@ class Found(NamedTuple):
         for x in dlast:
             if x is not None:
                 last = last | _any(~x.isfinite(), 2) | (self.last & _any(x != 0, 2))
-        ends = torch.zeros_like(self.resets)  # of sequences, the resets of a scan in the opposite direction
+        ends = torch.zeros_like(self.resets)  # ends of sequences, the resets of the opposite scan
         if self.reverse:
             ends[:, 1:] = self.resets[:, :-1]
         else:
