@@ -1,4 +1,4 @@
-"""Chunks of a chunkwise pass of the mLSTM: views of the operands, and their gates. Symbols are those of torch.py."""
+"""Chunks of the chunkwise mLSTM: views of the operands, and their gates. For symbols see torch.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqblocks.kernels.mlstm.gates import BLOCK, Chunk, Gates, Plan, blocks_of, exp2_
 
-PAIRS = 1 << 17  # weights of pairs of tokens that are made in the same operations
+PAIRS = 1 << 17  # weights of pairs of tokens that are computed in the same operations
 
 
 def cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
@@ -25,20 +25,20 @@ def cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
 
 
 def rows_of(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [G, H, L, D] as [N, L, D], without a copy if G is 1 and the dtype is this."""
+    """Return [G, H, L, D] as [N, L, D] in this dtype, without a copy if G is 1 and the dtype matches."""
     return part.flatten(0, 1).to(dtype)
 
 
 def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products are written into `part` itself.
+    """Return whether products are written directly into `part`.
 
-    With one block of queries they are not: into memory that is not contiguous, torch multiplies one head after another.
+    Not with one block of queries, because torch multiplies one head at a time if the result is not contiguous.
     """
     return part.shape[0] == 1 and part.shape[2] > BLOCK and part.dtype == dtype
 
 
 def rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for [N, L, D]: that of `part` [G, H, L, D] itself, or new."""
+    """Return a tensor [N, L, D] to fill: a view of `part` [G, H, L, D], or new memory."""
     if _fills_in_place(part, dtype):
         return part[0]
     return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
@@ -59,7 +59,7 @@ class ChunkGates(NamedTuple):
     """The gates of one chunk of one group, N = G * H rows."""
 
     D: Sequence[Tensor]  # [N, queries, keys] of each block
-    us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None where no chunk reads a state
+    us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None if no chunk reads a state
     floor: Tensor  # [N, L, 1]
     write: Tensor  # [N, L, 1]: D of the chunk's last token
     keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
@@ -68,7 +68,7 @@ class ChunkGates(NamedTuple):
 def chunk_gates(
     gates: Gates, group: tuple[int, int], plan: Plan, decays: Iterable[Sequence[Tensor]], DK: int
 ) -> Iterator[ChunkGates]:
-    """Yield the gates of each chunk of a group, from D of each."""
+    """Yield the gates of each chunk of a group. decays: D of each chunk."""
     last = 0 if plan.reverse else -1
     us: Iterable[Tensor | None] = repeat(None)
     keeps: Iterable[Tensor | None] = repeat(None)
@@ -80,7 +80,7 @@ def chunk_gates(
 
 
 def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
-    """Yield D of each chunk block by block: [N, queries, keys]. Short chunks are made in the same operations."""
+    """Yield D of each chunk as a list of blocks [N, queries, keys]. Short chunks are computed several at a time."""
     N = (group[1] - group[0]) * gates.e.shape[1]
     reverse = plan.reverse
     for few in _runs(plan.chunks, PAIRS // N):
@@ -94,16 +94,16 @@ def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Te
 
 
 def _of_chunks(gate: Tensor, group: tuple[int, int], chunks: Sequence[Chunk]) -> Tensor:
-    """Neighbouring chunks, all of one length, of a group: [B, H, S] to [G, H, T, L], as they lie in memory."""
+    """Return T adjacent chunks of equal length of a group: [B, H, S] to a view [G, H, T, L] in memory order."""
     first, end = min(chunks[0].first, chunks[-1].first), max(chunks[0].end, chunks[-1].end)
     part = gate[group[0] : group[1], :, first:end]
     return part.view(*part.shape[:2], len(chunks), -1)
 
 
 def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
-    """Neighbours of the same length and together of at most so many pairs of tokens, or one chunk."""
+    """Yield runs of adjacent chunks of equal length, with at most this many pairs of tokens, or one chunk."""
     lengths = [chunk.end - chunk.first for chunk in chunks]
-    even = len(chunks) if lengths[-1] == lengths[0] else len(chunks) - 1  # only the last may be short
+    even = len(chunks) if lengths[-1] == lengths[0] else len(chunks) - 1  # Only the last chunk may be shorter.
     together = max(1, pairs // lengths[0] ** 2)
     yield from (chunks[at : min(at + together, even)] for at in range(0, even, together))
     if even < len(chunks):
@@ -113,9 +113,9 @@ def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
 def _decay(
     e: Tensor, x: Tensor, segment: Tensor | None, rows: slice, keys: slice, reverse: bool, dtype: torch.dtype
 ) -> Tensor:
-    """D [N, T, queries, keys] of e, x [G, H, T, L], T chunks."""
+    """Return D [N, T, queries, keys] of T chunks from e, x [G, H, T, L]."""
     weights = exp2_((e[..., None, keys] - x[..., rows, None]).to(dtype))
-    # the other half may be infinite: assigned, not multiplied
+    # The other triangle may be infinite, so it is set to zero rather than multiplied by zero.
     weights = weights.triu_() if reverse else weights.tril_(rows.start)
     if segment is not None:
         weights.masked_fill_(segment[..., None, keys] != segment[..., rows, None], 0.0)

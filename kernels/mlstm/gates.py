@@ -1,4 +1,4 @@
-"""The gates of the mLSTM for a chunkwise pass, and how the pass is cut. Symbols are those of torch.py."""
+"""The gates of the chunkwise mLSTM, and the plan of its chunks. For symbols see torch.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
 
-WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
-BLOCK = 64  # queries that are multiplied with keys at a time: they leave out the keys that all of them must not see
-SUMMED = 512  # tokens over which log f is summed, at most: what is added to a large sum is rounded with it
-LOG2E = math.log2(math.e)  # exp2 takes a quarter of the time of exp on processors that MKL does not serve
-# A log f below it counts as this, so that sums are finite: nothing gets through either way while |log i| and |m| are
-# less than a million.
+WORKING_SET = 1 << 18  # elements of one operand of one step; larger batches are processed in groups of sequences
+BLOCK = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
+SUMMED = 512  # the most tokens over which log f is summed: addends lose precision in a large sum
+LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
+# Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
+# and |m| are less than a million.
 LEAST = -1e6
 
 
 class Chunk(NamedTuple):
-    """Tokens first:end, of which `last` (from first) comes last in the scan.
+    """Tokens first:end. last: index within the chunk of the token that is last in the scan.
 
-    opens, closes: whether the sums of log f begin with it, and whether they end with it.
+    opens, closes: whether the chunk is the first, or the last, of those over which log f is summed.
     """
 
     first: int
@@ -34,7 +34,9 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the work is cut: chunks of L tokens in the order of the scan, log f summed over so many, groups of sequences.
+    """How a pass is divided: chunks of L tokens in the order of the scan, and groups of sequences.
+
+    summed: the number of tokens over which log f is summed.
     """
 
     L: int
@@ -44,14 +46,14 @@ class Plan(NamedTuple):
     reverse: bool
 
     def cut(self, x: Tensor, axis: int) -> list[Tensor]:
-        """Views of x, whose axis is that of tokens, in the order of the chunks."""
+        """Return views of x for each chunk, in the order of the scan. axis: that of the tokens."""
         ordered = -1 if self.reverse else 1
         return [*x.split([chunk.end - chunk.first for chunk in self.chunks[::ordered]], axis)][::ordered]
 
 
 def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
     B, S, H, DK = q.shape
-    # chunks of equal length, if we may choose: 197 tokens are 66 + 66 + 65, not 128 + 69
+    # By default, chunks have equal lengths: 197 tokens are 66 + 66 + 65, not 128 + 69.
     L = min(chunk_size, S) if chunk_size else -(-S // -(-S // _chunk_size(S, max(DK, v.shape[-1]))))
     spans = [(t, min(t + L, S)) for t in range(0, S, L)]
     together = max(1, SUMMED // L)  # chunks
@@ -66,37 +68,37 @@ def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
 
 
 def _chunk_size(S: int, width: int) -> int:
-    """At most so many tokens: a pair of them costs less than a state where all are fewer than two widths."""
+    """Return the length of chunks: S up to twice the width, where a pair of tokens costs less than a state, else 64."""
     return S if 2 * width >= S else 64
 
 
 def blocks_of(n: int, reverse: bool) -> list[tuple[slice, slice]]:
-    """The queries of a chunk of n tokens, some at a time, and the keys that these may see."""
+    """Return blocks of the queries of a chunk of n tokens, each with the keys that these may read."""
     spans = [(a, min(a + BLOCK, n)) for a in range(0, n, BLOCK)]
     return [(slice(a, b), slice(a, n) if reverse else slice(0, b)) for a, b in spans]
 
 
 class Gates(NamedTuple):
-    """The gates of every token, ready for use: [B, H, S], tokens as they lie in memory."""
+    """The gates of all tokens: [B, H, S], tokens in memory order."""
 
-    e: Tensor  # in float64, as x, and times log2(e)
-    x: Tensor
-    u: Tensor | None  # None where no chunk reads a state
+    e: Tensor  # float64, times log2(e)
+    x: Tensor  # float64, times log2(e)
+    u: Tensor | None  # None if no chunk reads a state
     floor: Tensor
-    segment: Tensor | None  # [B, 1, S]: resets met so far in the chunk
+    segment: Tensor | None  # [B, 1, S]: the number of resets so far
 
 
 class Scan(NamedTuple):
-    """What the derivative of the gates also needs: [B, H, K, L], tokens in the order of the scan."""
+    """Further values for the derivative of the gates: [B, H, K, L], tokens in the order of the scan."""
 
-    source: Tensor  # the s that gives max e_s
-    carried: Tensor  # p_t wins the maximum, not e_s
-    unbroken: Tensor | None  # [B, 1, K, L]: no reset in the chunk so far
-    segment: Tensor | None  # [B, 1, K, L]: resets met so far in the chunk
+    source: Tensor  # the s that attains max e_s
+    carried: Tensor  # whether p_t attains the maximum x_t, not e_s
+    unbroken: Tensor | None  # [B, 1, K, L]: no reset so far
+    segment: Tensor | None  # [B, 1, K, L]: the number of resets so far
 
 
 def _to_scan(x: Tensor, L: int, reverse: bool) -> Tensor:
-    """[B, H, S] in memory order to [B, H, K, L] in scan order, padded with zeros at the scan's end."""
+    """Convert [B, H, S] in memory order to [B, H, K, L] in scan order, padded with zeros at the end of the scan."""
     B, H, S = x.shape
     if reverse:
         x = x.flip(2)
@@ -106,7 +108,7 @@ def _to_scan(x: Tensor, L: int, reverse: bool) -> Tensor:
 
 
 def _to_memory(x: Tensor, S: int, reverse: bool) -> Tensor:
-    """The inverse of `_to_scan`."""
+    """Convert [B, H, K, L] to [B, H, S]: the inverse of `_to_scan`."""
     x = x.flatten(2, 3)[:, :, :S]
     return x.flip(2) if reverse else x
 
@@ -115,7 +117,7 @@ def prepare(
     i: Tensor, f: Tensor, m: Tensor | None, resets: Tensor | None, plan: Plan, reverse: bool, input_gate: str,
     enters: bool,
 ) -> tuple[Gates, Scan, Tensor]:
-    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64.
+    """Compute Gates, Scan, and the stabiliser m [B, H] after the last token, in float64, from gate pre-activations.
 
     enters: whether any chunk reads a state.
     """
@@ -150,7 +152,10 @@ def prepare(
 def _stabilisers(
     b: Tensor, best: Tensor, unbroken: Tensor | None, m: Tensor | None, S: int, exponential: bool
 ) -> tuple[Tensor, Tensor]:
-    """The stabiliser before each K [B, H, K, 1], and m [B, H] after the last token. The last K may be short."""
+    """Return the stabiliser [B, H, K, 1] before each of K parts, and m [B, H] after the last token.
+
+    The last part may be shorter.
+    """
     B, H, K, L = b.shape
     m = b.new_zeros(B, H) if m is None else m.to(b.dtype)
     starts = []
@@ -166,7 +171,7 @@ def _stabilisers(
 
 
 def _of_state(p: Tensor, x: Tensor, segment: Tensor | None, L: int) -> Tensor:
-    """log u of each token, for chunks of L tokens."""
+    """Return log u of each token, for chunks of L tokens."""
     u = _before_chunk(p, x, L) - x
     if segment is None:
         return u
@@ -175,7 +180,7 @@ def _of_state(p: Tensor, x: Tensor, segment: Tensor | None, L: int) -> Tensor:
 
 
 def _before_chunk(opening: Tensor, x: Tensor, L: int) -> Tensor:
-    """x [B, H, K, S] of the last token before each token's chunk of L; before the first chunk it is `opening`."""
+    """Return for each token x [B, H, K, S] of the last token before its chunk of L; `opening` in the first chunk."""
     tokens = x.shape[3]
     if tokens <= L:
         return opening
@@ -184,12 +189,12 @@ def _before_chunk(opening: Tensor, x: Tensor, L: int) -> Tensor:
 
 
 def exact_dtype(f: Tensor) -> torch.dtype:
-    """The dtype of sums of log f: float64, on devices that have it. See the top of the file."""
+    """Return the dtype of sums of log f: float64, on devices that have it (see torch.py)."""
     return f.dtype if f.device.type == "mps" else torch.float64
 
 
 def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
-    """Running sums, in float64, of x [B, H, K, L], those of each segment [B, 1, K, L] by themselves."""
+    """Return cumulative sums, in float64, of x [B, H, K, L] within each segment [B, 1, K, L]."""
     sums = x.cumsum(3, dtype=exact_dtype(x))
     starts = torch.ones_like(segment, dtype=torch.bool)
     starts[..., 1:] = segment[..., 1:] != segment[..., :-1]
@@ -198,7 +203,7 @@ def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
 
 
 def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maxima of x [B, H, K, L] and where they were reached, each segment [B, 1, K, L] by itself."""
+    """Return cumulative maxima of x [B, H, K, L] within each segment [B, 1, K, L], and their indices."""
     best, step = x.clone(), 1
     while step < x.shape[3]:
         earlier = torch.where(segment[..., step:] == segment[..., :-step], best[..., :-step], -torch.inf)
@@ -212,9 +217,9 @@ def prepare_backward(
     i: Tensor, f: Tensor, scan: Scan, de: Tensor, dx: Tensor, db: Tensor | None, dp: Tensor | None, dm: Tensor | None,
     L: int, reverse: bool, input_gate: str, starts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of i, f and the initial m from those of e, x, b, p [B, H, S] and of the final m [B, H].
+    """Return the gradients of i, f and the initial m from those of e, x, b, p [B, H, S] and of the final m [B, H].
 
-    starts: whether the gradient of the initial m is wanted; otherwise it may be anything.
+    starts: whether the gradient of the initial m is needed; otherwise its value is undefined.
     """
     B, H, S = de.shape
     de, dx = (_to_scan(g, L, reverse) for g in (de, dx))
@@ -222,7 +227,8 @@ def prepare_backward(
     db = torch.zeros_like(dx) if db is None else db
     exponential = input_gate == "exp"
     if exponential:
-        # x_t goes to whichever made the maximum; the m that leaves a chunk is b + x of its last token
+        # The gradient of x_t goes to the argument that attains the maximum. The m after a chunk is b + x of its last
+        # token.
         of_e = dx.masked_fill(scan.carried, 0.0)
         dp = dx - of_e if dp is None else dp + (dx - of_e)
         de = de.scatter_add(3, scan.source, of_e)
@@ -244,7 +250,10 @@ def prepare_backward(
 def _stabilisers_backward(
     scan: Scan, de: Tensor, db: Tensor, dp: Tensor | None, dm: Tensor | None, S: int, exponential: bool
 ) -> Tensor:
-    """Add to de and db [B, H, K, L] what reaches them through the stabilisers between K; gradient of the initial m."""
+    """Add to de and db [B, H, K, L] the gradients through the stabilisers between parts.
+
+    Returns the gradient of the initial m.
+    """
     B, H, K, L = de.shape
     dm = de.new_zeros(B, H) if dm is None else dm
     if dp is None:
@@ -266,16 +275,16 @@ def _stabilisers_backward(
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp in place, and 0 where that is negligible next to the largest weight, 1.
+    """Replace x by exp(x), or by 0 where that is negligible compared to the largest weight, 1.
 
-    Without it, products with such weights are denormal numbers, which a CPU multiplies many times more slowly: forget
-    gates of 1/2 reach e^-87 within 126 tokens.
+    Otherwise products with such weights are denormal numbers, which are many times slower on a CPU: forget gates of 1/2
+    reach e^-87 within 126 tokens.
     """
     least = -60.0 if x.dtype == torch.float32 else -600.0
     return F.threshold(x, least, -torch.inf, inplace=True).exp_()
 
 
 def exp2_(x: Tensor) -> Tensor:
-    """The same for powers of 2."""
+    """Replace x by 2^x, or by 0 where that is negligible, like `exp_`."""
     least = (-60.0 if x.dtype == torch.float32 else -600.0) * LOG2E
     return F.threshold(x, least, -torch.inf, inplace=True).exp2_()

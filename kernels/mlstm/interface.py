@@ -8,8 +8,8 @@ Per head and token, with ls = log sigmoid and q~ = q / sqrt(DK):
     C' = a C + b k v^T              n' = a n + b k
     h  = q~ C' / (max(|q~ . n'|, exp(-m')) + eps)
 
-Implementations: `reference.py` (this, token by token), `torch.py` (chunkwise), `triton`. Gradients are those of this
-definition: the derivative of the normaliser is in them, and gradients flow into and out of states.
+Implementations: `reference.py` (token by token), `torch.py` (chunkwise), `triton`. Gradients are those of this
+definition: they include the derivative of the normaliser, and flow into and out of states.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ def mlstm(
 ) -> Tensor | tuple[Tensor, MLSTMState]:
     """Run the cell over a sequence.
 
-    q, k [B, S, H, DK] (k as it is: 1/sqrt(DK) is applied to q inside), v [B, S, H, DV],
-    i, f [B, S, H] gate pre-activations. S may be 0, 1 or any number; nothing is padded to a multiple.
+    q, k [B, S, H, DK] (q is multiplied by 1/sqrt(DK) inside), v [B, S, H, DV], i, f [B, S, H]: gate pre-activations.
+    S may be any number, including 0; sequences are not padded.
     state: C [B, H, DK, DV], n [B, H, DK], m [B, H]; zeros if not given.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; the state is
     all zeros, m included, before that token.
-    reverse: scan from right to left; the given state enters at the right end and the returned one leaves at the left.
-    chunk_size: tokens per chunk of the torch implementation (default: equal chunks of up to 64, or one); it changes
-    rounding and speed only.
-    input_gate: "exp", or "sigmoid" (m stays 0); normalize=False, for the sigmoid gate alone, leaves h undivided.
+    reverse: scan from right to left; the given state precedes the rightmost token, the returned one follows the
+    leftmost.
+    chunk_size: tokens per chunk of the torch implementation (default: equal chunks of up to 64, or one); it affects
+    only rounding and speed.
+    input_gate: "exp", or "sigmoid" (m stays 0). normalize=False: do not divide h; only for the sigmoid gate.
 
-    Returns h [B, S, H, DV] in v's dtype, and with return_state the state after the last token.
-    Gates, stabiliser and state are float32 inside, float64 if any of q, k, v, i, f is.
-    The torch implementation has first derivatives only; "reference" can be differentiated any number of times.
+    Returns h [B, S, H, DV] in the dtype of v, and with return_state also the state after the last token.
+    Gates, stabiliser and state are computed in float32, or in float64 if any of q, k, v, i, f is float64.
+    The torch and Triton implementations have first derivatives only; "reference" has derivatives of any order.
 
-    Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
+    Raises ValueError for wrong shapes or unknown options, BackendError (see dispatch).
     """
     _check(q, k, v, i, f, resets, chunk_size, input_gate, normalize)
     dtype = _state_dtype(q, k, v, i, f)
@@ -78,9 +79,9 @@ def mlstm_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | tuple[Tensor, Tensor, Tensor], *,
     eps: float = 1e-6, input_gate: str = "exp", normalize: bool = True, backend: str | None = None,
 ) -> tuple[Tensor, MLSTMState]:
-    """One token: q, k [B, H, DK], v [B, H, DV], i, f [B, H]. Returns h [B, H, DV] in v's dtype and the new state.
+    """Run one token, like `mlstm` with S = 1. Returns h [B, H, DV] in the dtype of v, and the new state.
 
-    The same numbers as `mlstm` with S = 1. Raises ValueError and BackendError as `mlstm` does.
+    q, k [B, H, DK], v [B, H, DV], i, f [B, H]. Raises ValueError and BackendError like `mlstm`.
     """
     h, last = mlstm(
         *(x.unsqueeze(1) for x in (q, k, v, i, f)), state=state, return_state=True, eps=eps, input_gate=input_gate,
@@ -94,7 +95,7 @@ def mlstm_init_state(
     batch: int, heads: int, dk: int, dv: int, *,
     device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
 ) -> MLSTMState:
-    """The state before the first token: zeros."""
+    """Return the state before the first token: zeros."""
     return MLSTMState(
         torch.zeros(batch, heads, dk, dv, device=device, dtype=dtype),
         torch.zeros(batch, heads, dk, device=device, dtype=dtype),
@@ -112,17 +113,17 @@ def _check(
 ) -> None:
     if q.dim() != 4 or q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or v.dim() != 4:
         raise ValueError(
-            "mlstm wants q, k [B, S, H, DK] and v [B, S, H, DV]; "
+            "mlstm expects q, k [B, S, H, DK] and v [B, S, H, DV]; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if i.shape != q.shape[:-1] or f.shape != q.shape[:-1]:
         raise ValueError(
-            f"mlstm wants gates i, f [B, S, H] = {list(q.shape[:-1])}; got i {list(i.shape)}, f {list(f.shape)}"
+            f"mlstm expects gates i, f [B, S, H] = {list(q.shape[:-1])}; got i {list(i.shape)}, f {list(f.shape)}"
         )
     if resets is not None and resets.shape != q.shape[:2]:
-        raise ValueError(f"mlstm wants resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
+        raise ValueError(f"mlstm expects resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is at least 1; got {chunk_size}")
+        raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")
     if input_gate not in INPUT_GATES:
         raise ValueError(f"unknown input_gate {input_gate!r}; choose from {', '.join(INPUT_GATES)}")
     if not normalize and input_gate == "exp":
@@ -143,7 +144,7 @@ def _check_state(
     wanted = ((B, H, DK, DV), (B, H, DK), (B, H))
     if len(state) != 3 or any(s.shape != shape for s, shape in zip(state, wanted, strict=True)):
         raise ValueError(
-            f"mlstm wants a state C, n, m of shapes {', '.join(str(list(s)) for s in wanted)}; "
+            f"mlstm expects a state C, n, m of shapes {', '.join(str(list(s)) for s in wanted)}; "
             f"got {', '.join(str(list(s.shape)) for s in state)}"
         )
     return MLSTMState(*(s.to(dtype) for s in state))

@@ -1,4 +1,4 @@
-"""The mLSTM as a memoroid: an element per token, combined in any grouping.
+"""The mLSTM as a memoroid: one element per token, and an associative operation that combines elements.
 
 B batch, S sequence, H heads, DK width of query and key, DV width of value. Per head, with ls = log sigmoid:
 
@@ -6,8 +6,9 @@ B batch, S sequence, H heads, DK width of query and key, DV width of value. Per 
     a + b     f = fa + fb    m = max(ma + fb, mb)    C = e^(ma + fb - m) Ca + e^(mb - m) Cb    n likewise
     read      h = q~ C / (max(|q~ . n|, floor) + eps),  q~ = q / sqrt(DK)
 
-`paper`: floor = exp(-m), which is 1 for the unscaled state (arXiv:2405.04517). `unit_floor`: floor = 1 on the scaled
-state and q~ = q / DK, as early releases of memorax have it; its h depends on the stabiliser: for compatibility only.
+`paper`: floor = exp(-m), which is 1 for the unscaled state (arXiv:2405.04517). `unit_floor`: floor = 1 for the scaled
+state and q~ = q / DK, as in early releases of memorax. With it h depends on the stabiliser, so it is only for
+compatibility.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class MLSTMElement(NamedTuple):
 
 
 def elements(x: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> MLSTMElement:
-    """One element per token of (q, k, v, i, f)."""
+    """Return one element per token of (q, k, v, i, f)."""
     _, k, v, i, f = x
     return MLSTMElement(F.logsigmoid(f), k.unsqueeze(-1) * v.unsqueeze(-2), k, i)
 
 
 def combine(a: MLSTMElement, b: MLSTMElement) -> MLSTMElement:
-    """a earlier, b later."""
+    """Combine an earlier element a and a later element b."""
     m = torch.maximum(a.m + b.f, b.m)
     old, new = torch.exp(a.m + b.f - m).unsqueeze(-1), torch.exp(b.m - m).unsqueeze(-1)
     C = old.unsqueeze(-1) * a.C + new.unsqueeze(-1) * b.C
@@ -56,20 +57,20 @@ def combine(a: MLSTMElement, b: MLSTMElement) -> MLSTMElement:
 
 # ------------------------------------------------------------------------------------------------ in compiled code
 #
-# The scan as one op, for a graph that serves all lengths, with the derivative of `combine`, the first alone. With G_t
-# and g_t what arrives at C_t and m_t, w the share of the maximum that came from before, and a, b the gradients of the
-# two exponents, of what was and of what is new,
+# The scan as one op, so that a graph is valid for all lengths, with the first derivative of `combine`. With G_t and g_t
+# the gradients of C_t and m_t, w the derivative of the maximum m_t by its first argument, and a, b the gradients of the
+# exponents of the old and the new term,
 #
 #     G_t = dC_t + e^(m_t + f_(t+1) - m_(t+1)) G_(t+1)    g_t = dm_t + a_(t+1) + w_(t+1) (g_(t+1) - a_(t+1) - b_(t+1))
 #
-# which are scans too, from the other end.
+# which are scans too, in the other direction.
 
 
 @custom_op("seqblocks::mlstm_memoroid")
 def _scan(
     f: Tensor, C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states after each element."""
+    """Return the states after each element."""
     with without_autocast(f.device.type):
         states, _ = associative_scan(combine, MLSTMElement(f, C, n, m), resets=resets, backend="torch")
     return tuple(x.clone() for x in states) if f.shape[1] == 1 else tuple(states)
@@ -85,14 +86,14 @@ def _scan_backward(
     df: Tensor, dC: Tensor, dn: Tensor, dm: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None,
     Cs: Tensor, ns: Tensor, ms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of f, C, n, m from those of the states; Cs, ns, ms: the states."""
+    """Return the gradients of f, C, n, m from those of the states Cs, ns, ms."""
     with without_autocast(f.device.type):
         goes_on = torch.ones_like(f[:, 1:], dtype=torch.bool)
         if resets is not None:
             goes_on = goes_on & ~resets[:, 1:, None]
 
         def within(x: Tensor) -> Tensor:
-            """0 across a reset, whatever x is there."""
+            """Return x with zeros at resets, even where it is not finite."""
             return torch.where(goes_on, x, 0.0)
 
         carried = ms[:, :-1] + f[:, 1:]
@@ -113,7 +114,10 @@ def _scan_backward(
 
 
 def _back(decay: Tensor, *values: Tensor) -> list[Tensor]:
-    """G_t = values_t + decay_t G_(t+1), by a scan from the right; decay [B, S - 1, H], values [B, S, H, ...]."""
+    """Return G_t = values_t + decay_t G_(t+1), by a scan from the right.
+
+    decay [B, S - 1, H], values [B, S, H, ...].
+    """
     def step(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
         decays = (b[0].view(*b[0].shape, *[1] * (x.dim() - 3)) for x in a[1:])
         past = (torch.where(decay == 0, 0.0, decay * x) for decay, x in zip(decays, a[1:], strict=True))
@@ -142,7 +146,7 @@ as_an_op[combine] = lambda leaves, resets: list(_scan(*leaves, resets))
 
 
 def mlstm_algebra(readout: str = "paper", eps: float = 1e-6) -> Memoroid:
-    """The memoroid on (q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]), without an initial carry."""
+    """Return the memoroid for inputs (q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]), without initial carry."""
 
     def read(state: MLSTMElement, x: Any) -> Tensor:
         q = x[0] / x[0].shape[-1] ** (0.5 if readout == "paper" else 1)
@@ -167,20 +171,21 @@ def mlstm_memoroid(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, MLSTMState]:
-    """`mlstm`, in parallel over the sequence by an associative scan, with the exponential input gate.
+    """Run `mlstm` with the exponential input gate, in parallel over the sequence by an associative scan.
 
-    Arguments and result as `mlstm`; readout: "paper" or "unit_floor". Without a state the stabiliser starts at -1e9, so
-    that a reset is exactly a fresh start; `mlstm` starts it at 0, which moves h by about eps. A state of either
-    continues in the other. Computes in float32, in float64 if any input is; memory as `associative_scan` says.
+    Arguments and result as for `mlstm`; readout: "paper" or "unit_floor". Without a state, the stabiliser starts at
+    -1e9, so that a reset is equivalent to a new sequence; `mlstm` starts it at 0, which changes h by about eps. States
+    are interchangeable with those of `mlstm`. Computes in float32, or in float64 if any input is float64; for memory
+    see `associative_scan`.
 
-    Raises ValueError for shapes that do not fit and readouts that do not exist, BackendError (see dispatch).
+    Raises ValueError for wrong shapes or an unknown readout, BackendError (see dispatch).
     """
     if readout not in READOUTS:
-        raise ValueError(f"mlstm_memoroid: readout is one of {', '.join(READOUTS)}, not {readout!r}")
+        raise ValueError(f"mlstm_memoroid: readout must be one of {', '.join(READOUTS)}, not {readout!r}")
     B, S, H, DK = q.shape
     if k.shape != q.shape or v.shape[:3] != q.shape[:3] or i.shape != q.shape[:3] or f.shape != q.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, i, f))
-        raise ValueError(f"mlstm_memoroid wants q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; got {shapes}")
+        raise ValueError(f"mlstm_memoroid expects q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; got {shapes}")
     double = any(t.dtype == torch.float64 for t in (q, k, v, i, f))
     dtype = torch.float64 if double else torch.float32
     x = tuple(t.to(dtype) for t in (q, k, v, i, f))

@@ -1,4 +1,4 @@
-"""The mLSTM cell as defined: one token after the other (arXiv:2405.04517, eq. 19-27).
+"""The mLSTM cell by its definition, token by token (arXiv:2405.04517, eq. 19-27).
 
 B batch, S sequence, H heads, DK width of query and key, DV width of value.
 C [B, H, DK, DV] memory, n [B, H, DK] normaliser, m [B, H] stabiliser: C and n are stored divided by exp(m).
@@ -19,7 +19,7 @@ from seqblocks.kernels.resets import nonfinite
 
 
 class MLSTMState(NamedTuple):
-    """What an mLSTM remembers. float32, or float64 where the inputs are."""
+    """The state of an mLSTM. float32, or float64 if the inputs are."""
 
     C: Tensor  # [B, H, DK, DV]
     n: Tensor  # [B, H, DK]
@@ -27,7 +27,7 @@ class MLSTMState(NamedTuple):
 
 
 def largest_exponent(dtype: torch.dtype) -> float:
-    """The largest x for which exp(x) and a few times exp(x) are finite: 87 in float32, 708 in float64."""
+    """Return the largest x for which exp(x) and small multiples of it are finite: 87 in float32, 708 in float64."""
     return 87.0 if dtype == torch.float32 else 708.0
 
 
@@ -35,7 +35,10 @@ def cell(
     q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: MLSTMState, *,
     eps: float, input_gate: str, normalize: bool,
 ) -> tuple[Tensor, MLSTMState]:
-    """One token. q, k [B, H, DK] with q scaled, v [B, H, DV], log_i, log_f [B, H]; all in the state's dtype."""
+    """Return h [B, H, DV] of one token, and the new state.
+
+    q, k [B, H, DK] with q scaled, v [B, H, DV], log_i, log_f [B, H]; all in the dtype of the state.
+    """
     C, n, m = state
     m_new = torch.maximum(log_f + m, log_i) if input_gate == "exp" else torch.zeros_like(m)
     keep = torch.exp(log_f + m - m_new)[..., None]
@@ -43,7 +46,7 @@ def cell(
     # C' = keep C + write k v^T
     C = torch.addcmul(keep[..., None] * C, (write * k)[..., None], v[..., None, :])
     n = keep * n + write * k
-    h = (q[..., None] * C).sum(-2)  # not a matrix product, which autocast would round
+    h = (q[..., None] * C).sum(-2)  # Autocast would round a matrix product.
     if normalize:
         floor = torch.exp((-m_new).clamp(max=largest_exponent(m.dtype)))[..., None]
         h = h / (torch.maximum((q * n).sum(-1, keepdim=True).abs(), floor) + eps)
@@ -51,7 +54,7 @@ def cell(
 
 
 def log_input_gate(i: Tensor, input_gate: str) -> Tensor:
-    """log of the input gate: the pre-activation itself for "exp", log sigmoid of it for "sigmoid"."""
+    """Return the log of the input gate: the pre-activation i for "exp", log sigmoid(i) for "sigmoid"."""
     return i if input_gate == "exp" else F.logsigmoid(i)
 
 
@@ -59,9 +62,10 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None, *,
     reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, MLSTMState | None]:
-    """The scan. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
+    """Run the scan token by token. Arguments as for `mlstm`, checked; i, f and state have the dtype of the state."""
     with without_autocast(q.device.type):
-        # going forward, a reset replaces what it hides; going back, zeros would be multiplied by it
+        # In the forward pass, a reset replaces the old state, even if it is not finite. In the backward pass, zero
+        # gradients would be multiplied by it, which gives NaN.
         forward_alone = not torch.is_grad_enabled() or q.numel() == 0
         if resets is None or forward_alone or not nonfinite.suspected(q, k, v, i, f, *(state or ())):
             return _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)

@@ -17,7 +17,7 @@ from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
 def prepare(heads: int, eps: float, input_gate: str, normalize: bool) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(C [B, H, DK, DV], n [B, H, DK], m [B, H], q, k [B, H * DK], v [B, H * DV], i, f [B, H]).
 
-    It returns h [B, H * DV] and the next C, n, m: the same numbers as `mlstm` for one token.
+    f returns h [B, H * DV] and the next C, n, m: the same values as `mlstm` for one token.
     """
 
     def step(

@@ -1,17 +1,17 @@
-"""The mLSTM chunk by chunk, with its derivative written out.
+"""The mLSTM chunk by chunk, with a handwritten derivative.
 
-Inside a chunk every token reads every earlier token of the chunk through a small matrix (attention-like);
-what came before the chunk is read through the state. Time is linear in S, memory is that of the inputs: nothing
-of size S x S. The backward pass computes the states of chunks again, and W too where it is larger than an input.
+Within a chunk, every token reads the earlier tokens of the chunk through a small matrix, as in attention; earlier
+chunks are read through the state. Time is linear in S, and memory that of the inputs: there is no S x S matrix. The
+backward pass recomputes the states between chunks, and W if it is larger than an input.
 
 B batch, S sequence, H heads, DK / DV head widths, L chunk length, K number of chunks, s <= t two tokens of a chunk
-in the order of the scan. All of it per head:
+in the order of the scan. Per head:
 
     b_t   sum of log f from the chunk's start (or the last reset) to t
     e_s   = log i_s - b_s                so that log i_s + log f_(s+1) + ... + log f_t = b_t + e_s
-    p_t   stabiliser of the state that token t's segment began with: the m before the chunk, or 0 after a reset
+    p_t   stabiliser of the state before the segment of token t: the m before the chunk, or 0 after a reset
     x_t   = max(max_{s<=t} e_s, p_t)     so that m_t = b_t + x_t: exactly the recurrent m
-    D_ts  = exp(e_s - x_t)               weight of token s in token t's view; 0 across a reset
+    D_ts  = exp(e_s - x_t)               weight of token s for token t; 0 across a reset
     u_t   = exp(p_t - x_t)               weight of the chunk's initial state; 0 after a reset
     W     = (q k^T / sqrt(DK)) * D
     num_t = W_t v + u_t q_t C / sqrt(DK)          den_t = sum_s W_ts + u_t q_t n / sqrt(DK)
@@ -20,14 +20,15 @@ in the order of the scan. All of it per head:
 and the state after the chunk is row L of the same: C' = u_L C + sum_s D_Ls k_s v_s^T, m' = m_L.
 A sigmoid input gate has m = 0, that is x_t = -b_t, and the floor 1.
 
-b, e, p and x, a number a token, are float64 whatever the inputs are: what is left of a difference of two e is rounded
-at 2^-53 of the sum, not at 2^-24. D and all that is as large is made of differences, in the dtype of the state.
+b, e, p and x have one value per token and are always float64, so that a difference of two e has a rounding error of
+2^-53 of the sum, not 2^-24. D and other tensors of its size are computed from differences, in the dtype of the state.
 
-So b need not begin with each chunk: it runs over several, and within these p is the x of the last token before the
-chunk. No weight depends on that x, which only says in what scale the state is held; so it has no gradient.
+So b does not have to restart with each chunk. It is summed over several chunks, and within these p is the x of the last
+token before the chunk. That x only determines the scale of the stored state; no weight depends on it, so it has no
+gradient.
 
-The scan may run right to left. Heavy tensors are then read as they lie; only gate vectors, which are small, are
-turned, and D is the transposed triangle.
+The scan may run from right to left. Large tensors are then read in memory order; only the gates, which are small, are
+flipped, and D is upper triangular.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from seqblocks.kernels.resets import along, nonfinite
 
 
 class Options(NamedTuple):
-    """How a pass computes: see `mlstm`."""
+    """Options of a pass, as for `mlstm`."""
 
     reverse: bool
     eps: float
@@ -71,7 +72,7 @@ class Options(NamedTuple):
 def _advance(
     C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The state after a chunk; None is the empty state. in_place: in the memory of C and n."""
+    """Return the state after a chunk from that before it (None: zeros). in_place: overwrite C and n."""
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
         return torch.bmm(written, v), written.sum(2, keepdim=True)
@@ -81,13 +82,13 @@ def _advance(
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps for the backward pass besides its inputs, where memory allows."""
+    """Tensors that the forward pass saves for the backward pass in addition to its inputs, if memory allows."""
 
     gates: Gates
     scan: Scan
     m: Tensor
-    W: list[Tensor]  # of each block, in the order of the forward pass; empty if they would be too large
-    D: list[Tensor]  # likewise
+    W: list[Tensor]  # of each block, in the order of the forward pass; empty if too large
+    D: list[Tensor]  # the same for D
 
     def tensors(self) -> list[Tensor | None]:
         return [*self.gates, *self.scan, self.m, *self.W, *self.D]
@@ -101,7 +102,7 @@ class Kept(NamedTuple):
 
 
 def _may_keep_weights(v: Tensor, plan: Plan) -> bool:
-    """Whether W of all blocks is not larger than an input."""
+    """Return whether W of all blocks is at most as large as an input."""
     pairs = sum(
         (rows.stop - rows.start) * (keys.stop - keys.start)
         for chunk in plan.chunks
@@ -116,7 +117,7 @@ def _mlstm(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h and the last C, n, m, which are empty tensors if not asked for."""
+    """Return h and the last C, n, m, which are empty tensors unless return_state."""
     return _forward(
         q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize, return_state, save=False
     )[0]
@@ -127,7 +128,7 @@ def _forward(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, return_state: bool, save: bool = True,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
-    """As `_mlstm`, and with `save` what is kept for the backward pass."""
+    """Return the outputs of `_mlstm`, and with `save` the tensors of `Kept` for the backward pass."""
     B, S, H, DK = q.shape
     DV = v.shape[-1]
     h = v.new_empty(B, S, H, DV)
@@ -166,7 +167,10 @@ def _group_forward(
     h: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, gates: Gates, plan: Plan,
     group: tuple[int, int], weights: Kept | None, options: Options, return_state: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Write h of a group of sequences. Return the state after them if wanted. weights: where W and D are kept."""
+    """Write h of a group of sequences, and return the last state, which is valid only with return_state.
+
+    weights: collects W and D, if given.
+    """
     dtype = gates.floor.dtype
     parts = (cut(x, group, plan) for x in (q, k, v, h))
     all_gates = chunk_gates(gates, group, plan, decays(gates, group, plan), q.shape[3])
@@ -182,7 +186,7 @@ def _group_forward(
 
 
 def _weights(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
-    """W [N, queries, keys] = (q k^T / sqrt(DK)) * D."""
+    """Return W [N, queries, keys] = (q k^T / sqrt(DK)) * D."""
     return torch.baddbmm(D, q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5).mul_(D)
 
 
@@ -215,7 +219,7 @@ def _chunk_forward(
 
 
 def _rescale(m: Tensor, *parts: Tensor | None) -> None:
-    """C and n of the float64 stabiliser m, in place to those of m as the state holds it: rounded to their dtype."""
+    """Rescale C and n in place, from the float64 stabiliser m to m rounded to their dtype, as the state stores it."""
     for x in parts:
         if x is not None and x.dtype != m.dtype:
             x.mul_(along(torch.exp(m - m.to(x.dtype)).to(x.dtype), x))
@@ -236,7 +240,7 @@ def _mlstm_fake(  # type: ignore[no-untyped-def]
 
 
 class ChunkGrads(NamedTuple):
-    """Gradients of the gates of one chunk [N, L, 1], and of the state before it."""
+    """Gradients of the gates of a chunk, [N, L, 1], and of the state before it."""
 
     e: Tensor
     x: Tensor
@@ -247,7 +251,7 @@ class ChunkGrads(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """den of a chunk, whether |den| wins over the floor, and what num is multiplied with: [N, L, 1]."""
+    """den of a chunk, whether |den| is at least the floor, and the factor of num: [N, L, 1]."""
 
     den: Tensor
     wins: Tensor
@@ -261,9 +265,10 @@ class Normaliser(NamedTuple):
         return cls(den, size >= floor, torch.maximum(size, floor).add_(eps).reciprocal_())
 
     def backward(self, r: Tensor, floor: Tensor, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of x, of b (None: 0) and of den, from r_t = dh_t . num_t / (max + eps).
+        """Return the gradients of x, of b (None: 0) and of den, from r_t = dh_t . num_t / (max + eps).
 
-        dden = -sign(den) r / (max + eps) where |den| wins, else 0; m itself gets what eps leaves of it.
+        dden = -sign(den) r / (max + eps) where |den| attains the maximum, else 0. The gradient of m is not zero only
+        because of eps.
         """
         share = r * self.inverse
         dden = torch.sign(self.den).mul_(share).mul_(self.wins).neg_()
@@ -285,10 +290,10 @@ def _chunk_backward(
     given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Tensor], chunk: Chunk,
     options: Options,
 ) -> ChunkGrads:
-    """Write the gradients of a chunk's q, k and v, and return the others.
+    """Write the gradients of q, k and v of a chunk, and return the others.
 
-    From those of h and of the state after the chunk (None: zero), which may be overwritten.
-    C, n: the state before it (None: zero).
+    dh, dC, dn: gradients of h and of the state after the chunk (None: zeros); dC and dn may be overwritten.
+    C, n: the state before the chunk (None: zeros).
     """
     q, k, v = given
     us, spans = g.us, blocks_of(q.shape[1], options.reverse)
@@ -296,7 +301,7 @@ def _chunk_backward(
     norm = Normaliser.of(W, qn, g.floor, options.eps) if options.normalize else None
     dnum = dh if norm is None else dh * norm.inverse
 
-    # through num
+    # Gradients through num
     dW = [torch.bmm(part_of(dnum, rows), part_of(v, keys).transpose(1, 2)) for rows, keys in spans]
     r = _side_by_side([(w * d).sum(2, keepdim=True) for w, d in zip(W, dW, strict=True)])
     dread = dp = None
@@ -305,7 +310,7 @@ def _chunk_backward(
         dp = (q * dread).sum(2, keepdim=True).mul_(us)
         r += dp
 
-    # through den and the stabiliser
+    # Gradients through den and the stabiliser
     if norm is None:
         dx, db, dden = -r, None, None
     else:
@@ -316,13 +321,13 @@ def _chunk_backward(
             dread.addcmul_(dden, n.transpose(1, 2))
     dS = [d.mul_(D) for d, D in zip(dW, g.D, strict=True)]
 
-    # to the operands; through the gates of the last token, before dk is complete
+    # Gradients of the operands. Those of the last token's gates are computed before dk is complete.
     _fill_q(grads.q, dread, us, k, zip(spans, dS, strict=True))
     if dC is not None and dn is not None:
         _write_backward(grads, given, dC, dn, g.write)
         _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
     _fill_k_and_v(grads, q, dnum, zip(spans, W, dS, strict=True), dC is not None, options.reverse)
-    de = (k * grads.k).sum(2, keepdim=True)  # each weight times its gradient, over the queries
+    de = (k * grads.k).sum(2, keepdim=True)  # the sums over queries of weights times their gradients
     if C is not None and n is not None and us is not None and g.keep is not None:
         read = (q * us).transpose(1, 2)
         dC = torch.bmm(read, dnum) if dC is None else dC.mul_(g.keep).baddbmm_(read, dnum)
@@ -334,7 +339,7 @@ def _chunk_backward(
 def _fill_q(
     dq: Tensor, dread: Tensor | None, us: Tensor | None, k: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor]]
 ) -> None:
-    """Write dq, from the gradients of u q / sqrt(DK), which reads the state, and of the scores."""
+    """Write dq from the gradients dS of the scores and dread of u q / sqrt(DK), by which the state is read."""
     if dread is not None and us is not None:
         torch.mul(dread, us, out=dq)
     for (rows, keys), dS in blocks:
@@ -342,7 +347,7 @@ def _fill_q(
 
 
 def _write_backward(grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor) -> None:
-    """Write what reaches k and v through the state after the chunk."""
+    """Write the gradients of k and v through the state after the chunk."""
     grads.k.baddbmm_(given.v, dC.transpose(1, 2), beta=0).add_(dn.transpose(1, 2)).mul_(write)
     grads.v.baddbmm_(given.k, dC, beta=0).mul_(write)
 
@@ -351,7 +356,10 @@ def _last_backward(
     dx: Tensor, dp: Tensor | None, dk: Tensor, k: Tensor, state: tuple[Tensor | None, Tensor | None],
     grads: tuple[Tensor, Tensor], keep: Tensor | None, chunk: Chunk,
 ) -> None:
-    """Add to dx and dp of the last token what reaches them through the state after the chunk; dk: only that."""
+    """Add to dx and dp of the last token their gradients through the state after the chunk.
+
+    dk: so far only the gradient through that state.
+    """
     C, n = state
     kept = None
     if C is not None and n is not None and dp is not None and keep is not None and (chunk.opens or chunk.closes):
@@ -366,9 +374,9 @@ def _fill_k_and_v(
     grads: Operands, q: Tensor, dnum: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor, Tensor]],
     filled: bool, reverse: bool,
 ) -> None:
-    """Write dk and dv, or add to them if they are filled, from W and the gradients of the scores."""
+    """Write dk and dv, or add to them if filled, from W and the gradients of the scores."""
     blocks = list(blocks)
-    for (rows, keys), W, dS in blocks if reverse else reversed(blocks):  # the first reaches all keys
+    for (rows, keys), W, dS in blocks if reverse else reversed(blocks):  # The first block contains all keys.
         beta = int(filled)
         part_of(grads.k, keys).baddbmm_(dS.transpose(1, 2), part_of(q, rows), beta=beta, alpha=q.shape[2] ** -0.5)
         part_of(grads.v, keys).baddbmm_(W.transpose(1, 2), part_of(dnum, rows), beta=beta)
@@ -376,14 +384,14 @@ def _fill_k_and_v(
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The queries of all blocks; new memory only if they are several."""
+    """Return the concatenated queries of all blocks, without a copy if there is one block."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _given_or_zeros(
     dC: Tensor | None, dn: Tensor | None, rows: slice, shape: tuple[int, int, int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the last C [N, DK, DV] and n [N, DK, 1]: both or neither."""
+    """Return the gradients of the last C [N, DK, DV] and n [N, DK, 1]: zeros if one is None, None if both are."""
     N, DK, _ = shape
     some = dC if dC is not None else dn
     if some is None:
@@ -394,7 +402,7 @@ def _given_or_zeros(
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a * b over the last two axes: [N, P, Q], [N, P, Q] -> [N, 1]."""
+    """Return the sum of a * b over the last two axes: [N, P, Q], [N, P, Q] -> [N, 1]."""
     return torch.linalg.vecdot(a.flatten(1), b.flatten(1)).unsqueeze(1)
 
 
@@ -405,7 +413,7 @@ def _mlstm_backward(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, i, f and of the initial C, n, m, from those of h and of the last C, n, m."""
+    """Return the gradients of q, k, v, i, f and the initial C, n, m, from those of h and the last C, n, m."""
     return _backward(
         dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize
     )
@@ -417,10 +425,10 @@ def _backward(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `_mlstm_backward`, with what the forward pass kept."""
+    """Run `_mlstm_backward` with the tensors saved by the forward pass, if given."""
     B, S, H, DK = q.shape
     DV = v.shape[-1]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as the fake ones are
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, like the results of the fake op
     dC0, dn0, _ = _empty_state(q, v, f, True)
     if v.numel() == 0 or S == 0:
         state = [f.new_zeros(shape) if g is None else g.clone()
@@ -466,7 +474,7 @@ def _backward(
 
 
 class GateGrads(NamedTuple):
-    """Gradients of e, x, b and p [B, H, S], as they lie in memory. None is zero."""
+    """Gradients of e, x, b and p [B, H, S], in memory order. None: zeros."""
 
     e: Tensor
     x: Tensor
@@ -479,9 +487,9 @@ def _group_backward(
     given: Operands, C: Tensor | None, n: Tensor | None, kept: Kept, plan: Plan, group: tuple[int, int],
     options: Options,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Write the gradients of a group of sequences, from the last chunk to the first. Return those of the first state.
+    """Write the gradients of a group of sequences, from the last chunk to the first.
 
-    W and D that were kept are freed chunk by chunk.
+    Returns those of the initial state. Saved W and D are freed chunk by chunk.
     """
     dtype = kept.gates.floor.dtype
     parts = [cut(x, group, plan) for x in given]
@@ -509,7 +517,7 @@ def _group_backward(
 
 
 def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
-    """Yield D of each chunk, and free it if it was kept."""
+    """Yield D of each chunk: saved ones, which are removed from kept, or new ones."""
     if not kept.D:
         yield from decays(kept.gates, group, plan)
         return
@@ -523,7 +531,7 @@ def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[lis
 
 
 def _kept_or_new_weights(kept: Kept, x: Operands, D: Sequence[Tensor], reverse: bool) -> list[Tensor]:
-    """W of each block of a chunk. The last that were kept are taken away."""
+    """Return W of each block of a chunk: the last saved ones, which are removed from kept, or new ones."""
     if not kept.W:
         spans = blocks_of(x.q.shape[1], reverse)
         return [_weights(part_of(x.q, rows), part_of(x.k, keys), d) for (rows, keys), d in zip(spans, D, strict=True)]
@@ -540,7 +548,7 @@ def _mlstm_backward_fake(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, output, kept=()):  # type: ignore[no-untyped-def]
-    ctx.set_materialize_grads(False)  # an output that nobody used costs nothing
+    ctx.set_materialize_grads(False)  # Unused outputs then cost nothing.
     ctx.save_for_backward(*inputs[:9], *kept)
     ctx.options, ctx.return_state = inputs[9:14], inputs[14]
 
@@ -556,7 +564,7 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
         dC = dn = dm = None
     if dh is None and dC is None and dn is None and dm is None:
         return (None,) * 15
-    tensors = ctx.saved_tensors  # a checkpoint lets them be read once
+    tensors = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
     saved, kept = tensors[:9], tensors[9:]
     arguments: list[Any] = [dh, dC, dn, dm, *saved, *ctx.options]
     if kept and not torch.is_grad_enabled() and not is_seen((dh, dC, dn, dm)):
@@ -575,8 +583,8 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None, *,
     reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, MLSTMState | None]:
-    """The scan, chunk by chunk. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
-    if q.shape[1] == 1 and not torch.compiler.is_compiling():  # one token is no scan: a third of the time
+    """Run the scan chunk by chunk. Arguments as for `mlstm`, checked; i, f and state have the dtype of the state."""
+    if q.shape[1] == 1 and not torch.compiler.is_compiling():  # For one token, the reference takes a third of the time.
         return mlstm_reference.run(
             q, k, v, i, f, state, resets, reverse=reverse, chunk_size=chunk_size, eps=eps, input_gate=input_gate,
             normalize=normalize, return_state=return_state,

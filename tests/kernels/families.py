@@ -539,8 +539,8 @@ MLSTM_MEMOROID = Kernel(
     double_backward=("reference", "torch"),
     reverse_mode_only=(),
     errors=(
-        (lambda x: {"readout": "max"}, "readout is one of paper, unit_floor"),
-        (lambda x: {"k": x["k"][:, :3]}, "mlstm_memoroid wants q, k"),
+        (lambda x: {"readout": "max"}, "readout must be one of paper, unit_floor"),
+        (lambda x: {"k": x["k"][:, :3]}, "mlstm_memoroid expects q, k"),
     ),
 )
 
