@@ -561,7 +561,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     if facts.get("substates", 1) > SUBSTATES:
-        return f"{facts['substates']} sub-states per channel; the maximum is {SUBSTATES}"
+        return f"{facts['substates']} sub-states per channel; at most {SUBSTATES}"
     return ""
 
 

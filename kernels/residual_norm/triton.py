@@ -221,7 +221,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     width = facts.get("width", 1)
-    return f"{width} features; the maximum is {WIDTH}" if width > WIDTH else ""
+    return f"{width} features; at most {WIDTH}" if width > WIDTH else ""
 
 
 def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:
