@@ -1,8 +1,10 @@
-"""bfloat16 and tf32 for triton's interpreter, which keeps bfloat16 as its bits, multiplies those, and cuts off what
-does not fit; and takes dots in tf32 of all digits.
+"""Emulate bfloat16 and tf32 in Triton's interpreter, which multiplies the bits of bfloat16, truncates conversions to
+it,
+and computes tf32 dots with all digits.
 
-Imported for what it does: dots of bfloat16 are taken of the values, and float32 is rounded to the nearest, ties to
-even, as devices do. Dots in tf32 lose the last 13 bits of their operands, as in tensor cores. All other arithmetic on
+Importing this module installs the emulation: dots of bfloat16 use the values, and float32 is rounded to nearest, ties
+to
+even, as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic on
 bfloat16 stays wrong; the kernels convert to float32 first.
 """
 
@@ -16,24 +18,24 @@ from seqblocks.kernels import triton_common
 
 
 def widened(bits: Any) -> Any:
-    """bfloat16 as uint16 -> float32, exactly."""
+    """Convert bfloat16, stored as uint16, to float32 exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrowed(values: Any) -> Any:
-    """float32 -> bfloat16 as uint16, to nearest even; nan stays nan."""
+    """Convert float32 to bfloat16, stored as uint16, to nearest even; nan stays nan."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def cut(values: Any) -> Any:
-    """float32 as tensor cores read it as tf32: without its last 13 bits."""
+    """Return float32 as tensor cores read it as tf32: without its last 13 bits."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def install() -> None:
-    """Teach the interpreter; again is no harm."""
+    """Install the emulation in the interpreter. Repeated calls have no effect."""
     from triton import language as tl
     from triton._C.libtriton.ir import INPUT_PRECISION
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -1,8 +1,9 @@
-"""What a kernel is to the conformance suite: one description, from which test_conformance.py takes every case.
+"""Descriptions of kernels, from which test_conformance.py generates all its cases.
 
-A `Kernel` says how inputs are made, which of them are sequences and which a state, how the kernel may be called
-(`variants`), at which sizes it is compared, and how exact it is. A `Subject` is one variant on one implementation.
-Truth is the reference implementation in float64, given the same rounded numbers.
+A `Kernel` describes how to make its inputs, which of them are sequences and which a state, how to call it (`variants`),
+the sizes to compare at, and its accuracy. A `Subject` is one variant on one implementation. Results are compared with
+the
+reference implementation in float64 on the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from tests.kernels import bfloat16  # noqa: F401  # teaches the interpreter
 
 Tensors = dict[str, Tensor]
 
-UNDERFLOW = 2**-126  # what is smaller may be zero in float32
+UNDERFLOW = 2**-126  # smaller numbers may be zero in float32
 
-# One rounding to nearest, relative to the largest value: half the distance between neighbours. Everything before is
-# float32, and adds 2 % to that at most.
+# One rounding to nearest, relative to the largest value: half the distance between neighbours. All earlier operations
+# are in float32 and add at most 2 %.
 ROUNDING = {torch.float16: 0.51 * 2**-10, torch.bfloat16: 0.51 * 2**-7}
 
 INTERPRETED = pytest.mark.skipif(
@@ -44,17 +45,18 @@ def on_device(test: Any) -> Any:
 
 
 def float32_bar(length: int) -> float:
-    """For recurrences and sums over `length` tokens: each adds a few roundings of 2^-24, none of them grows."""
+    """Return the tolerance of recurrences and sums over `length` tokens: each token adds a few roundings of 2^-24 that
+    do not grow."""
     return (16 + length) * 2**-23
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers in float64, the same on every machine."""
+    """Return normally distributed numbers in float64, the same on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def reset_marks(batch: int, length: int, stride: int = 5) -> Tensor:
-    """Resets at the very ends, next to each other, and here and there."""
+    """Return resets at both ends, adjacent to each other, and at random places."""
     found = draw(batch, length, seed=length).abs() > 1.6
     found[:, ::stride] |= draw(batch, -(-length // stride), seed=1) > 0.5
     if batch and length > 3:
@@ -63,7 +65,7 @@ def reset_marks(batch: int, length: int, stride: int = 5) -> Tensor:
 
 
 def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
-    """Resets of two sequences at the given places (row, token)."""
+    """Return resets of two sequences at the given places (row, token)."""
     resets = torch.zeros(2, seq, dtype=torch.bool)
     for row, at in marks:
         resets[row, at % seq] = True
@@ -74,22 +76,22 @@ def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
 
 
 def sliced(x: Tensor) -> Tensor:
-    """The same numbers as one half of rows twice as long, as a split projection gives them."""
+    """Return the same numbers as one half of rows twice as long, like the output of a split projection."""
     return torch.cat([x, x], -1)[..., : x.shape[-1]]
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with no axis contiguous."""
+    """Return the same numbers with no axis contiguous."""
     return torch.stack([x, x], -1)[..., 0]
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The same numbers with batch and tokens the other way round in memory."""
+    """Return the same numbers with batch and tokens swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first row for the whole batch, with a stride of 0."""
+    """Return the first row for the whole batch, with a stride of 0."""
     return x[:1].expand_as(x)
 
 
@@ -102,7 +104,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Precision(NamedTuple):
-    """The dtype of the inputs that may be narrow, or with `throughout` of all; the others are float32 then."""
+    """The dtype of the 16-bit inputs, or of all inputs with `throughout`; the others are float32 otherwise."""
 
     dtype: torch.dtype
     throughout: bool = False
@@ -121,7 +123,7 @@ SIXTEEN = (Precision(torch.bfloat16), Precision(torch.float16), Precision(torch.
 
 @dataclass(frozen=True)
 class Implementation:
-    """`exact`: the widest dtype it computes in; `precisions`: what it is compared in."""
+    """`exact`: the widest dtype it computes in; `precisions`: those it is compared in."""
 
     name: str
     backend: str
@@ -133,7 +135,7 @@ class Implementation:
 
 SINGLE = (Precision(torch.float32), *SIXTEEN)
 IMPLEMENTATIONS = {
-    "reference": Implementation("reference", "reference", torch.float64, SINGLE),  # of float64 it is the truth
+    "reference": Implementation("reference", "reference", torch.float64, SINGLE),  # in float64 it is the reference
     "torch": Implementation("torch", "torch", torch.float64, (Precision(torch.float64), *SINGLE)),
     "triton": Implementation("triton", "triton", torch.float32, SINGLE, marks=(INTERPRETED,)),
     "gpu": Implementation("gpu", "triton", torch.float32, SINGLE, "cuda", (pytest.mark.gpu, COMPILED)),
@@ -143,8 +145,9 @@ CPU = ("reference", "torch", "triton")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to call a kernel. `sizes`: other sizes than usual; `without`: optional tensors that are left out;
-    `fixed`: sequences that are not (one for all tokens); `on`: the implementations that have it, if not all."""
+    """A way to call a kernel. `sizes`: sizes that differ from the default; `without`: optional tensors to omit;
+    `fixed`:
+    sequences that are the same for all tokens; `on`: the implementations that support it, if not all."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -154,48 +157,48 @@ class Variant:
 
 
 def one_rounding(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Computed in float32, and rounded when it leaves."""
+    """Return the roundings of a kernel that computes in float32 and rounds its results."""
     return 1.0
 
 
 def no_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
-    """Where no result is a difference of larger sums."""
+    """Declare that no result is a difference of larger sums."""
     return {}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A description. All tensors go by the names that `function` has for them."""
+    """A description of a kernel. All tensors have the names of the parameters of `function`."""
 
     name: str
     function: Callable[..., Any]  # (**tensors, **options, backend=) -> y, or y and the state
     make: Callable[..., Tensors]  # (batch=, S=, sizes...) -> float64, optional tensors and the state included
     sequences: tuple[str, ...]  # inputs [batch, S, ...]
-    shapes: tuple[Mapping[str, int], ...]  # sizes to compare at: around what a chunk or a tile holds
+    shapes: tuple[Mapping[str, int], ...]  # sizes to compare at: around the size of a chunk or a tile
     device_shapes: tuple[Mapping[str, int], ...] = ()  # more of them, for a GPU
-    ranges: Mapping[str, Sequence[int]] = field(default_factory=dict)  # sizes that must make no difference
+    ranges: Mapping[str, Sequence[int]] = field(default_factory=dict)  # sizes that must not affect the result
     small: Mapping[str, int] = field(default_factory=dict)  # for numerical derivatives
     states: tuple[str, ...] = ()  # parts of the state, [batch, ...], in its order
-    narrow: tuple[str, ...] = ()  # inputs that may be 16 bits wide beside float32; the sequences, if not given
-    variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})  # the usual one first
+    narrow: tuple[str, ...] = ()  # inputs that may be 16 bits wide next to float32; the sequences by default
+    variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})  # the default one first
     implementations: tuple[str, ...] = ("reference", "torch", "triton", "gpu")
     resets: bool = True
     reverse: bool = True
     min_length: int = 0
-    bar: Callable[[int], float] = float32_bar  # of float32, by length; float64's is as many units of its own
+    bar: Callable[[int], float] = float32_bar  # of float32, by length; float64's is as many of its own units
     roundings: Callable[[str, torch.dtype, int], float] = one_rounding  # of 16 bits, by backend, dtype and length
     double_backward: tuple[str, ...] = ("reference",)  # implementations with derivatives of every order
-    reverse_mode_only: tuple[str, ...] = ("torch",)  # CPU implementations with a derivative for reverse mode alone
-    errors: tuple[tuple[Callable[[Tensors], dict[str, Any]], str], ...] = ()  # what is changed, and what is said
-    facts: Mapping[str, Any] = field(default_factory=dict)  # a call that Triton takes, as `why` is asked
+    reverse_mode_only: tuple[str, ...] = ("torch",)  # CPU implementations with derivatives in reverse mode only
+    errors: tuple[tuple[Callable[[Tensors], dict[str, Any]], str], ...] = ()  # the change and the message
+    facts: Mapping[str, Any] = field(default_factory=dict)  # a call that Triton supports, as passed to `why`
     refused: tuple[tuple[Mapping[str, Any], str], ...] = ()  # facts that differ, and the reason
     # Results that are differences of larger sums which Triton rounds to 16 bits: roundings times the sizes of the sums,
     # from the inputs, the results of the reference, the cotangents of its outputs, and the options of the call.
     cancellation: Callable[..., Mapping[str, float]] = no_cancellation
     first_interpreted: str | None = None  # the mark of the first cases in Triton's interpreter
-    pairs_interpreted: str = "slow"  # the mark of the further cases in Triton's interpreter: long where they are many
-    exact_zeros: bool = False  # such differences may be zero: what is left of them in float32 is rounding too
-    added: tuple[str, ...] = ()  # inputs of whose dtype the choice of an implementation does not depend
+    pairs_interpreted: str = "slow"  # the mark of the further cases in Triton's interpreter: `long` if there are many
+    exact_zeros: bool = False  # such differences may be zero, so that only rounding is left of them in float32 too
+    added: tuple[str, ...] = ()  # inputs whose dtype does not affect the choice of an implementation
 
     def tensors(self, variant: Variant, *, state: bool = True, **sizes: int) -> Tensors:
         made = self.make(**{**variant.sizes, **sizes})
@@ -203,7 +206,7 @@ class Kernel:
         return kept if state else {name: x for name, x in kept.items() if name not in self.states}
 
     def exactness(self, implementation: Implementation, dtype: torch.dtype, length: int) -> float:
-        """How far a result may be off, relative to its largest value."""
+        """Return the tolerance of a result, relative to its largest value."""
         if dtype == torch.float64:
             return self.bar(length) * 2**-29
         rounded = ROUNDING.get(dtype, 0.0) * self.roundings(implementation.backend, dtype, length)
@@ -218,11 +221,11 @@ class Subject(NamedTuple):
     on: Implementation
 
     def inputs(self, *, state: bool = True, **sizes: int) -> Tensors:
-        """In float64, on the CPU."""
+        """Return the inputs in float64, on the CPU."""
         return self.kernel.tensors(self.kernel.variants[self.variant], state=state, **sizes)
 
     def exact(self, *, state: bool = True, **sizes: int) -> Tensors:
-        """Leaves of the widest dtype there is, where the implementation runs."""
+        """Return leaves of the widest supported dtype, on the device of the implementation."""
         return self.leaves(self.inputs(state=state, **sizes), Precision(self.on.exact))
 
     def leaves(self, x: Tensors, precision: Precision) -> Tensors:
@@ -237,7 +240,7 @@ class Subject(NamedTuple):
         }
 
     def tokens(self) -> tuple[str, ...]:
-        """The inputs that have an axis of tokens."""
+        """Return the names of inputs that have a token axis."""
         variant = self.kernel.variants[self.variant]
         return tuple(name for name in self.kernel.sequences if name not in (*variant.fixed, *variant.without))
 
@@ -248,7 +251,7 @@ class Subject(NamedTuple):
         self, x: Tensors, *, backend: str | None = None, resets: Tensor | None = None, reverse: bool = False,
         return_state: bool = True, **options: Any,
     ) -> Tensors:
-        """The output as "out", and the parts of the last state by their names."""
+        """Return the output as "out", and the parts of the last state by their names."""
         kernel = self.kernel
         given: dict[str, Any] = {name: t for name, t in x.items() if name not in kernel.states}
         given |= kernel.variants[self.variant].options
@@ -278,16 +281,17 @@ def floating(tensors: Tensors) -> Tensors:
 
 
 def cotangents(out: Tensors) -> Tensors:
-    """Numbers that no symmetry hides and that bfloat16 can hold: autograd hands them on in the dtype of the output."""
+    """Return asymmetric numbers that bfloat16 represents exactly, since autograd casts them to the dtype of the output.
+    """
     return {name: draw(*x.shape, seed=100 + at).bfloat16() for at, (name, x) in enumerate(floating(out).items())}
 
 
 def with_gradients(out: Tensors, leaves: Tensors) -> Tensors:
-    """Outputs, and each leaf's gradient for the `cotangents` of these."""
+    """Return outputs, and each leaf's gradient for their `cotangents`."""
     given = cotangents(out)
     parts = {name: x for name, x in floating(out).items() if x.requires_grad}
     loss: Any = sum((x.double() * given[name].to(x.device)).sum() for name, x in parts.items())
-    if not isinstance(loss, Tensor):  # nothing depends on a leaf
+    if not isinstance(loss, Tensor):  # no output depends on a leaf
         return out
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
     grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True, materialize_grads=True)
@@ -297,10 +301,10 @@ def with_gradients(out: Tensors, leaves: Tensors) -> Tensors:
 def assert_close(
     found: Tensors, wanted: Tensors, bar: float, smallest: float = 0.0, least: Mapping[str, float] | None = None
 ) -> None:
-    """Each result, to `bar` of its largest value, or of `smallest` where that is smaller: zero may be rounding.
+    """Compare each result to `bar` of its largest value, or of `smallest` if that is smaller: zeros may be rounded.
 
-    `least`: errors that are allowed in any case, by the names of results.
-    """
+    `least`: errors that are always allowed, by the names of results.
+"""
     assert [*found] == [*wanted]
     for name, expected in wanted.items():
         actual = found[name]
@@ -318,8 +322,9 @@ def check(
     subject: Subject, inputs: Tensors, *, precision: Precision = SINGLE[0], layout: str = "contiguous",
     laid_out: Iterable[str] | None = None, bar: float | None = None, **options: Any,
 ) -> None:
-    """Assert that the outputs, states and gradients of `inputs` (float64) are those of the reference in float64, given
-    the same numbers: those that are left after rounding. `laid_out`: whose layout it is, if not of all."""
+    """Assert that the outputs, states and gradients of `inputs` (float64) equal those of the reference in float64 on
+    the same
+    rounded numbers. `laid_out`: names of the inputs that have the layout, if not all."""
     x = subject.rounded(inputs, precision)
     kernel, view = subject.kernel, LAYOUTS[layout]
     if layout == "expanded":
@@ -354,7 +359,7 @@ def check(
 
 
 def assert_equal(found: Tensors, wanted: Tensors) -> None:
-    """The same bits."""
+    """Assert that all bits are equal."""
     assert [*found] == [*wanted]
     for name, expected in wanted.items():
         assert torch.equal(found[name], expected), name
@@ -363,7 +368,7 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 def in_pieces(
     subject: Subject, x: Tensors, cuts: Iterable[int], *, resets: Tensor | None = None, reverse: bool = False
 ) -> Tensors:
-    """What a call returns, from calls between the cuts, with the state carried on."""
+    """Return the result of a call, computed by calls on the pieces between the cuts that pass the state on."""
     length = x[subject.kernel.sequences[0]].shape[1]
     state = {name: x[name] for name in subject.kernel.states}
     outputs: list[Tensor] = []
@@ -378,11 +383,12 @@ def in_pieces(
 def check_poison(
     subject: Subject, poison: float, *, reverse: bool = False, cuts: Iterable[int] = (), **sizes: int
 ) -> None:
-    """Assert that a reset stops what is not finite, forward and backward.
+    """Assert that a reset stops values that are not finite, forward and backward.
 
-    In the first row a reset follows tokens that are not finite, the second begins with a reset on a state that is not
-    finite, the third has neither. The loss reads what follows the resets.
-    """
+    In the first row a reset follows tokens that are not finite. The second begins with a reset on a state that is not
+    finite.
+    The third has neither. The loss reads the tokens after the resets.
+"""
     S, tokens, states = 8, subject.tokens(), subject.kernel.states
     before, after = (slice(5, S), slice(0, 5)) if reverse else (slice(0, 3), slice(3, S))
     marks = torch.zeros(3, S, dtype=torch.bool)
@@ -400,7 +406,7 @@ def check_poison(
         last = in_pieces(subject, leaves, cuts, resets=marks, reverse=reverse)
         out = last.pop("out")
         if subject.kernel.name == "attention":
-            last = {}  # a cache keeps what is no longer read
+            last = {}  # a cache contains tokens that are no longer read
         return with_gradients({"after": out[0, after], "others": out[1:], **last}, leaves)
 
     found = results(poison)
@@ -408,7 +414,7 @@ def check_poison(
         gradient = found.get(f"gradient of {name}")
         if gradient is not None:
             reached = gradient[0, before] if name in tokens else gradient[:2]
-            assert not reached.any(), f"a gradient of {name} comes from after the reset"
+            assert not reached.any(), f"a gradient of {name} depends on tokens after the reset"
     assert_close(found, results(None), subject.kernel.exactness(subject.on, subject.on.exact, S))
 
 
@@ -416,8 +422,9 @@ def check_poison(
 
 
 def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...], bool]]:
-    """Cases in which every value of every axis meets every value of every other, and whether it belongs to the first
-    few, in which each value occurs at least once."""
+    """Return cases in which all pairs of values of different axes occur, with a mark for the first few cases, in which
+    each
+    value occurs at least once."""
     rng = random.Random(name)
     sizes = [len(values) for values in axes]
 
@@ -446,8 +453,9 @@ def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...
 
 
 def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
-    """As one `parametrize` for each axis, of which every value occurs; the cases in which every two values of different
-    axes meet are marked slow. An axis may have several names, with commas between."""
+    """Return one `parametrize` for each axis, in which every value occurs. The cases that cover all pairs of values are
+    marked
+    slow. An axis may have several names, separated by commas."""
     names = [name.strip() for text, _ in axes for name in text.split(",")]
     found = []
     for case, quick in cover([[*values] for _, values in axes], "".join(names)):
@@ -464,10 +472,12 @@ def cases(
     kernels: Iterable[Kernel], on: Sequence[str] = CPU, *, variants: Sequence[str] = tuple(IMPLEMENTATIONS),
     rest: str = "slow", interpreted: str | None = "slow", **axes: Axis,
 ) -> pytest.MarkDecorator:
-    """Parametrise over `subject` and the axes: for each kernel and implementation cases in which every value occurs,
-    and, marked `rest`, as many that every two values meet. On a GPU all of them run. `variants`: the implementations
-    for which the variant is an axis too; the others get the usual one. `interpreted`: the mark of the first cases in
-    Triton's interpreter, which is slow; None for the properties that imply most others."""
+    """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
+    and, marked
+    `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations for which
+    the
+    variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in Triton's
+    interpreter, which is slow; None for the properties that imply most others."""
     out = []
     for kernel in kernels:
         for name in on:
@@ -490,7 +500,7 @@ def cases(
 
 
 def label_of(axis: str, value: Any) -> str:
-    """A value within the name of a test."""
+    """Return a value as part of a test name."""
     if isinstance(value, bool):
         return axis if value else f"no {axis}"
     if isinstance(value, Mapping):

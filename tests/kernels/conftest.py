@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# What torch or its compiler warns of (float32 products without TF32, for one) is no failure of a kernel; that an
-# implementation failed its check is. The last one counts.
+# Warnings of torch or its compiler (about float32 products without TF32, for example) are no failures of a kernel, but
+# a failed check of an implementation is. The last filter takes precedence.
 WARNINGS = ("default", r"ignore:TensorFloat32 tensor cores:UserWarning", r"error:the Triton form of:UserWarning")
 
 
@@ -39,7 +39,8 @@ def no_self_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """A case of every test and kernel, then another of each, in an order that is the same in every process."""
+    """Order tests so that one case of each test and kernel runs first, then another of each. All processes use the same
+    order."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("-")[0]].append(item)
@@ -51,7 +52,7 @@ def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A fault leaves a device useless to its process, where every later test would fail: xdist starts another."""
+    """End the process after a device fault, which would make all its later tests fail; xdist starts another."""
     try:
         return (yield)
     except Exception:
@@ -72,5 +73,5 @@ def _lost() -> bool:
     try:
         torch.cuda.synchronize()
     except Exception:
-        return torch.cuda.is_available()  # without one there is nothing to lose
+        return torch.cuda.is_available()  # without a device nothing can be lost
     return False

@@ -1,4 +1,4 @@
-"""The description of each kernel. A new one is added here, and to `KERNELS` at the end; nothing else is needed."""
+"""Descriptions of the kernels. Add a new one here and to `KERNELS` at the end; nothing else is needed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ def slstm_call(**given: Any) -> Any:
 
 
 def slstm_bar(length: int) -> float:
-    """Each token rounds some forty times, the state divides by n, and the next token reads it."""
+    """Each token rounds about forty times, the state is divided by n, and the next token reads it."""
     return 8 * float32_bar(length)
 
 
 def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The torch implementation and the reference round the results: 1.
+    """Return the roundings. The torch implementation and the reference round the results: 1.
 
     Triton, bfloat16: a dot rounds y and the matrices at each token. The errors of its D products are independent, so
-    that they count once, for the gates; the next token reads them: S. And 4: kept z and o; the gates' gradients and y,
-    for the products of the backward pass; the result.
-    Triton, float16: gates are kept in float32, and tf32, which dots round to, has the digits of float16. 4: y and the
-    matrices together; the gates' gradients; y in the matrices' gradient; the result. What y is off by is not added up
-    over the tokens: forget gates and the division by n let it fade.
-    """
+    they count
+    once, for the gates; the next token reads them: S. Another 4: stored z and o; the gates' gradients and y, for the
+    products of
+    the backward pass; the result.
+
+    Triton, float16: gates are stored in float32, and tf32, to which dots round, has as many digits as float16. 4: y and
+    the
+    matrices together; the gates' gradients; y in the matrices' gradient; the result. Errors of y do not accumulate over
+    the
+    tokens, because forget gates and the division by n reduce them.
+"""
     return (length + 4.0 if dtype == torch.bfloat16 else 4.0) if backend == "triton" else 1.0
 
 
@@ -98,8 +103,8 @@ def positive_steps(**sizes: Any) -> Tensors:
 
 
 def scan_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Triton computes in float32, and rounds the results: 1. The others take u twice, for the scan and for the skip:
-    two gradients that are rounded, and their sum, 3 for u; 1 for the rest."""
+    """Triton computes in float32, and rounds the results: 1. The others use u twice, for the scan and for the skip: two
+    gradients that are rounded, and their sum, 3 for u; 1 for the rest."""
     return 1.0 if backend == "triton" else 3.0
 
 
@@ -157,7 +162,7 @@ SELECTIVE_SCAN = Kernel(
 
 
 def conv_inputs(batch: int = 2, S: int = 9, D: int = 3, K: int = 4, D_out: int = 0) -> Tensors:
-    """With D_out the weight mixes channels."""
+    """Return inputs. With D_out the weight mixes channels."""
     weight = draw(D_out, D, K, seed=1) if D_out else draw(D, 1, K, seed=1)
     return {
         "x": draw(batch, S, D), "weight": weight, "bias": draw(D_out or D, seed=3),
@@ -166,15 +171,18 @@ def conv_inputs(batch: int = 2, S: int = 9, D: int = 3, K: int = 4, D_out: int =
 
 
 def conv_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Triton rounds the results: 1. The reference rounds the sum, and then the activation: 2 for y. Gradients have the
-    sum that the activation's slope is taken of, the gradient of that sum, the result: 3. torch rounds each of K
-    products and each of their sums, 8 with the bias where K = 4; of more taps the rounded parts are smaller."""
+    """Triton rounds the results: 1. The reference rounds the sum, and then the activation: 2 for y. Gradients round the
+    sum at
+    which the activation's slope is evaluated, the gradient of that sum, and the result: 3. torch rounds each of K
+    products
+    and each of their sums, 8 with the bias where K = 4; with more taps the rounded parts are smaller."""
     return {"triton": 1.0, "reference": 3.0}.get(backend, 8.0)
 
 
 def conv_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
-    """The last state is a copy of inputs, so their gradients are sums of two: what comes through y, rounded when it
-    leaves the kernel, and the state's. The sum is rounded again. What comes through y is the sum less the state's."""
+    """The last state is a copy of inputs, so their gradients are sums of two: the gradient through y, rounded when it
+    leaves
+    the kernel, and the state's. The sum is rounded again. The gradient through y is the sum minus the state's."""
     if "state" not in given:
         return {}
     copied = given["state"].abs().max().item() if given["state"].numel() else 0.0
@@ -259,17 +267,19 @@ def centaurus_inputs(
 
 
 def centaurus_bar(length: int) -> float:
-    """Sums over tokens, and over at most 64 channels in the projections."""
+    """Return the tolerance of sums over tokens, and over at most 64 channels in the projections."""
     return 4 * float32_bar(length + 64)
 
 
 def centaurus_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """The torch implementation and the reference compute in float32, and round the results: 1.
 
-    Triton's projections are products of the dtype at hand. B and C are rounded for them, whose errors count once for a
-    sum over channels; so are u, v and y: 4. For a gradient dv, du and dx are: 4. Where products of float16 are added
-    up in float16, as torch lets cuBLAS do, each of the four counts twice.
-    """
+    Triton's projections are products in the dtype of the inputs. B and C are rounded for them, and these errors count
+    once for
+    a sum over channels; so are u, v and y: 4. For a gradient they are dv, du and dx: 4. Where torch lets cuBLAS
+    accumulate
+    float16 products in float16, each of the four counts twice.
+"""
     return 1.0 if backend != "triton" else 8.0 if dtype == torch.float16 else 4.0
 
 
@@ -321,14 +331,16 @@ def norm_inputs(batch: int = 2, S: int = 7, D: int = 24) -> Tensors:
 
 
 def norm_bar(length: int) -> float:
-    """Statistics are sums over a head, the gain's gradient over all tokens of a batch of two or three."""
+    """Statistics are sums over a head, the gain's gradient is a sum over all tokens of a batch of two or three."""
     return float32_bar(3 * length + 300)
 
 
 def norm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Triton computes in float32, and rounds the results: 1. Elsewhere the norm, the product and the sum of the skip,
-    the activation and its product are rounded: 5 for y. The gradient of the gate has those of its factor (3), the
-    product with dy, the activation's slope, and the result: 6; others have fewer."""
+    """Triton computes in float32, and rounds the results: 1. The others round the norm, the product and the sum of the
+    skip,
+    the activation and its product: 5 for y. The gradient of the gate has the roundings of its factor (3), the product
+    with dy,
+    the activation's slope, and the result: 6; others have fewer."""
     return 1.0 if backend == "triton" else 6.0
 
 
@@ -380,7 +392,7 @@ HEAD_NORM = Kernel(
 
 
 def normed_residual(x: Tensor, residual: Tensor | None = None, **rest: Any) -> Tensor:
-    """Both results of residual_norm side by side."""
+    """Return both results of residual_norm side by side."""
     return torch.cat(kernels.residual_norm(x, residual, **rest), -1)
 
 
@@ -390,16 +402,17 @@ def residual_inputs(batch: int = 2, S: int = 7, D: int = 24) -> Tensors:
 
 
 def residual_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The total is rounded before its norm: 1, which the gain carries on. Triton rounds the result: 2. Elsewhere the
-    norm, its product with the gain and the sum with the bias are rounded too: 4, and one more on the way back, where
-    the two gradients of the total are added."""
+    """The total is rounded before its norm: 1, which the gain multiplies. Triton rounds the result: 2. The others also
+    round
+    the norm, its product with the gain and the sum with the bias: 4, and one more in the backward pass, where the two
+    gradients of the total are added."""
     return 2.0 if backend == "triton" else 5.0
 
 
 RESIDUAL_NORM = Kernel(
     name="residual_norm",
     function=normed_residual,
-    implementations=("reference", "triton", "gpu"),  # the one in torch is the same function as the reference
+    implementations=("reference", "triton", "gpu"),  # torch uses the same function as the reference
     make=residual_inputs,
     sequences=("x", "residual"),
     shapes=({"S": 1}, {"S": 37}, {"S": 0}, {"S": 5, "D": 18}, {"S": 3, "D": 600}),
@@ -479,12 +492,12 @@ class Pair(NamedTuple):
 
 
 def linear(a: Pair, b: Pair) -> Pair:
-    """A diagonal linear recurrence: h' = decay h + value."""
+    """Combine a diagonal linear recurrence: h' = decay h + value."""
     return Pair(a.decay * b.decay, b.decay * a.value + b.value)
 
 
 def logarithmic(a: Pair, b: Pair) -> Pair:
-    """The same for positive values, in logarithms (min-GRU): its carry may be -inf."""
+    """Combine the same recurrence for positive values in logarithms (min-GRU): its carry may be -inf."""
     return Pair(a.decay + b.decay, torch.logaddexp(b.decay + a.value, b.value))
 
 
@@ -515,7 +528,7 @@ ASSOCIATIVE_SCAN = Kernel(
     variants={"linear": Variant({"combine": linear}), "logarithmic": Variant({"combine": logarithmic})},
     implementations=("reference", "torch"),
     min_length=1,
-    # nothing widens the elements: a chain of S combinations, each of a few roundings, there and back
+    # The elements stay in their dtype: a chain of S combinations of a few roundings each, forward and backward.
     roundings=lambda backend, dtype, length: 2.0 * length + 8,
     double_backward=("reference", "torch"),
     reverse_mode_only=(),

@@ -1,4 +1,4 @@
-"""Attention, as the conformance tests see it; the other kernels are in families.py."""
+"""The description of attention for the conformance tests; families.py has the other kernels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_ba
 def attention_inputs(
     batch: int = 2, S: int = 9, H: int = 4, G: int = 2, D: int = 6, DV: int = 3, past: int = 160
 ) -> Tensors:
-    """The cache holds 3 tokens for the first row and none for the last; what lies before them is never read."""
+    """Return inputs. The cache holds 3 tokens for the first row and none for the last; older entries are never read."""
     x = {"q": draw(batch, S, H, D), "k": draw(batch, S, G, D, seed=1), "v": draw(batch, S, G, DV, seed=2)}
     x |= {"cached k": draw(batch, past, G, D, seed=3), "cached v": draw(batch, past, G, DV, seed=4)}
     return {**x, "length": 3 * (torch.arange(batch) == 0)}
 
 
 def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The reference computes in float32, but rotated q and k are rounded, and so is their gradient: 2. torch's kernels
-    round scores, of size 6 here, which the weights are off by relatively (6); the weights and the result: 8 for y. For
-    gradients also those of the weights and of the scores, the weights again, and the rotation: 12."""
+    """The reference computes in float32, but rounds rotated q and k, and their gradient: 2. torch's kernels round
+    scores, of
+    size 6 here, which is the relative error of the weights (6); the weights and the result: 8 for y. Gradients also
+    have the
+    roundings of the gradients of weights and scores, the weights again, and the rotation: 12."""
     return 12.0 if backend == "torch" else 2.0
 
 

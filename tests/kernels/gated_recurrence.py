@@ -9,7 +9,7 @@ from tests.kernels.conformance import Kernel, Tensors, draw
 
 
 def gated_recurrence_inputs(batch: int = 2, S: int = 9, E: int = 4) -> Tensors:
-    """Decays from weak to as strong as exp(-50)."""
+    """Return inputs with decays from weak to as strong as exp(-50)."""
     x = {"x": draw(batch, S, E), "decay": -torch.exp(2 * draw(batch, S, E, seed=1) - 2)}
     return {**x, "state": draw(batch, E, seed=2)}
 

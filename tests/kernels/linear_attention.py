@@ -16,7 +16,7 @@ def linear_attention_inputs(
     batch: int = 2, S: int = 9, H: int = 2, K: int = 4, V: int = 3, groups: int = 1, decay: str = "head",
     positive: bool = False, columns: int = 0,
 ) -> Tensors:
-    """Keys of length 1, as delta rules need them; decays from weak to as strong as exp(-50)."""
+    """Return inputs with keys of length 1, as delta rules need them, and decays from weak to as strong as exp(-50)."""
     HV = groups * H
     q, k, v = (draw(batch, S, *shape, seed=at) for at, shape in enumerate([(H, K), (H, K), (HV, V)]))
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -96,7 +96,8 @@ def linear_attention_cancellation(
 
 
 def parts_of_the_quotient(x: Tensors, given: Tensors, **options: Any) -> dict[str, tuple[float, float]]:
-    """The largest gradients through the numerator and through the divisor; in the latter all products are positive."""
+    """Return the largest gradients through the numerator and through the divisor; all products of the latter are
+    positive."""
     leaves = {name: t.detach().double().requires_grad_() for name, t in x.items()}
     values = torch.cat([leaves["v"], torch.ones_like(leaves["v"][..., :1])], -1)
     plain = {**options, "normalize": False, "return_state": True, "backend": "reference"}
@@ -119,7 +120,7 @@ def parts_of_the_quotient(x: Tensors, given: Tensors, **options: Any) -> dict[st
 def flow(
     x: Tensors, given: Tensors, *, resets: torch.Tensor | None = None, reverse: bool = False, **options: Any
 ) -> float:
-    """The largest <S, dS> before any token, with positive products, by the definition."""
+    """Return the largest <S, dS> before any token, with positive products, by the definition."""
     x = {name: t.detach().double() for name, t in x.items()}
     groups, S = x["v"].shape[2] // x["q"].shape[2], x["q"].shape[1]
     q, k = (t.repeat_interleave(groups, 2) for t in (x["q"].shape[3] ** -0.5 * x["q"], x["k"]))

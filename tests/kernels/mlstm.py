@@ -23,9 +23,11 @@ def mlstm_inputs(
 
 
 def mlstm_bar(length: int) -> float:
-    """Sums over the tokens and a few products, each rounded at 2^-24. The division by |q.n| multiplies that by the
-    cancellation in q.n, which the draws keep within a tenth of its terms: ten times in h, and ten times more in
-    gradients, which contain both h and the divisor."""
+    """Return the tolerance of sums over the tokens and a few products, each rounded at 2^-24. The division by |q.n|
+    multiplies
+    that by the cancellation in q.n, which in these draws is at least a tenth of its terms: a factor of ten in h, and of
+    ten
+    more in gradients, which contain both h and the divisor."""
     return 20 * (16 + length) * 2**-24
 
 
@@ -84,8 +86,10 @@ def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: A
 
 class Parts(NamedTuple):
     """numerator, divisor: the loss as a function of the numerator of h and the last C, and of the divisor and the last
-    n; in the second all products of dh . h are positive, because they may cancel. flows: <C, dC> + <n, dn> before each
-    token and after the last, all products positive. of_eps: what eps leaves of dh . h, over all tokens."""
+    n; in the
+    second all products of dh . h are positive, because they may cancel. flows: <C, dC> + <n, dn> before each token and
+    after
+    the last, all products positive. of_eps: the contribution of eps to dh . h, over all tokens."""
 
     numerator: Tensor
     divisor: Tensor
@@ -97,7 +101,7 @@ def mlstm_parts(
     x: Tensors, given: Tensors, *, resets: Tensor | None = None, reverse: bool = False, eps: float = 1e-6,
     input_gate: str = "exp", normalize: bool = True, **options: Any,
 ) -> Parts:
-    """By the definition in float64, with the cotangents `given`."""
+    """Compute the parts by the definition in float64, with the cotangents `given`."""
     B, S, H, DK = x["q"].shape
     log_i, log_f = log_input_gate(x["i"], input_gate), logsigmoid(x["f"])
     shapes = {"C": (DK, x["v"].shape[-1]), "n": (DK,), "m": ()}

@@ -1,6 +1,6 @@
-"""What is special to the associative scan: algebras of all kinds, and the mLSTM as one of them.
+"""Properties specific to the associative scan: various algebras, including the mLSTM.
 
-Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_memoroid.py.
+Common properties are in test_conformance.py, official numbers in tests/torch/test_golden_memoroid.py.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from tests.kernels.conformance import draw, marked
 from tests.kernels.families import Pair, linear, logarithmic
 from tests.kernels.mlstm import mlstm_inputs
 
-# float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
+# float64: a tree of log2(300) combinations against a chain of 300, each with a few roundings of 2^-52 at values of
+# order 1e2.
 ROUNDING = 1e-10
 
 
 def sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Linear attention."""
+    """Return the combination of linear attention."""
     return {key: a[key] + b[key] for key in a}
 
 
 def an_mlstm(S: int, batch: int = 2, dtype: Any = torch.float64, scale: float = 2.0) -> list[Tensor]:
-    """q, k, v, i, f."""
+    """Return q, k, v, i, f."""
     x = mlstm_inputs(batch, S, scale=scale)
     return [x[name].to(dtype).requires_grad_() for name in "qkvif"]
 
 
 def algebras(S: int) -> dict[str, tuple[Any, Any, Any]]:
-    """combine, elements, initial carry."""
+    """Return combine, elements and initial carry of each algebra."""
     mixed = torch.polar(torch.rand(2, S, 3, dtype=torch.float64), draw(2, S, 3))
     cell = elements(tuple(an_mlstm(S)))
     return {
@@ -74,7 +75,7 @@ def test_combine_is_associative(name: str) -> None:
     reverse=st.booleans(),
     carried=st.booleans(),
 )
-def test_the_tree_is_the_chain(
+def test_the_tree_equals_the_chain(
     name: str, seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool
 ) -> None:
     combine, tree, initial = algebras(seq)[name]
@@ -84,7 +85,7 @@ def test_the_tree_is_the_chain(
 
 
 def test_a_reset_starts_afresh_without_nan() -> None:
-    """An infinite carry that a reset drops leaves no trace, in value and gradient."""
+    """An infinite carry before a reset has no effect, neither on values nor on gradients."""
     tree = Pair(-draw(1, 6, 2).exp().requires_grad_(), draw(1, 6, 2, seed=1).requires_grad_())
     carry = Pair(torch.zeros(1, 2, dtype=torch.float64), torch.full((1, 2), -torch.inf, dtype=torch.float64))
     resets = torch.tensor([[False, False, False, True, False, False]])
@@ -104,8 +105,9 @@ def test_a_reset_starts_afresh_without_nan() -> None:
     carried=st.booleans(),
 )
 def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool) -> None:
-    """Against the recurrent definition, value, state and gradient. Where the stabiliser starts matters by about the
-    normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own implementations)."""
+    """Compared with the recurrent definition in value, state and gradient. Different initial stabilisers change results
+    by
+    about the normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own implementations)."""
     x = an_mlstm(seq)
     state = MLSTMState(draw(2, 2, 4, 3), draw(2, 2, 4), draw(2, 2)) if carried else None
     options: dict[str, Any] = {"state": state, "return_state": True, "reverse": reverse}
@@ -125,15 +127,15 @@ def test_extreme_gates_and_low_precision() -> None:
             h, last = mlstm_memoroid(*x, return_state=True, readout=readout)
             grads = torch.autograd.grad(h.sum(), x)
             assert all(torch.isfinite(t).all() for t in (h, *last, *grads))
-    for dtype in (torch.bfloat16, torch.float16):  # float32 inside: only what enters and leaves is rounded
+    for dtype in (torch.bfloat16, torch.float16):  # float32 inside: only inputs and outputs are rounded
         x = an_mlstm(50, dtype=dtype)
         h, last = mlstm_memoroid(*x, return_state=True)
         assert (h.dtype, last.C.dtype, last.m.dtype) == (dtype, torch.float32, torch.float32)
         assert torch.equal(h, mlstm_memoroid(*(t.float() for t in x)).to(dtype))
 
 
-def test_a_memoroid_of_ones_own() -> None:
-    """Linear attention with a running normaliser: whole = pieces, and a reset = a fresh start."""
+def test_a_user_defined_memoroid() -> None:
+    """Linear attention with a running normaliser: whole = pieces, and a reset = a new start."""
     attention = Memoroid(
         elements=lambda x: {"kv": x[1].unsqueeze(-1) * x[2].unsqueeze(-2), "k": x[1]},
         combine=sums,
@@ -160,7 +162,7 @@ def test_a_memoroid_of_ones_own() -> None:
 def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     seq: int, marks: list[tuple[int, int]], scale: float
 ) -> None:
-    """Also where one of the exponents is nothing, and across a reset would be above 1."""
+    """Also where one of the exponents is -inf, and where across a reset it would be above 1."""
     cell = MLSTMElement(*(t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq, scale=scale)))))
     resets = marked(seq, marks) if marks else None
     pairs = []
@@ -171,14 +173,14 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
 
 
 def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
-    """As in the chain; a tree shares it in other pairs."""
+    """The chain does the same; a tree shares it in other pairs."""
     cell = MLSTMElement(draw(1, 5, 2) * 0, draw(1, 5, 2, 4, 3), draw(1, 5, 2, 4), draw(1, 5, 2) * 0)
     cell = MLSTMElement(*(t.requires_grad_() for t in cell))
     chain, _ = associative_scan(mlstm_combine, cell, backend="reference")
     near(*(torch.autograd.grad(sum((x * x + x).sum() for x in states), cell) for states in (_scan(*cell, None), chain)))
 
 
-def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
+def test_the_op_of_compiled_code_satisfies_opcheck() -> None:
     for seq, resets in ((1, None), (6, torch.zeros(2, 6, dtype=torch.bool))):
         cell = [t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq)))]
         torch.library.opcheck(_scan.traced, (*cell, resets))
@@ -202,7 +204,7 @@ def test_one_export_serves_every_length() -> None:
 
 
 @pytest.mark.parametrize("combine", [torch.maximum, lambda a, b: a + b])
-def test_ones_own_operator_compiles(combine: Any) -> None:
+def test_a_user_defined_operator_compiles(combine: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: associative_scan(combine, x)[0], fullgraph=True, backend="aot_eager")
     x = draw(2, 5)

@@ -1,6 +1,6 @@
-"""What is special to attention: an independent truth, memory that stays linear, rotary positions, exports.
+"""Properties specific to attention: an independent implementation, linear memory, rotary positions, exports.
 
-Everything else: test_conformance.py. Layers of models: tests/torch/test_attention_layers.py.
+Common properties are in test_conformance.py, layers of models in tests/torch/test_attention_layers.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqblocks.kernels.positions import rotary
 from tests.kernels.conformance import marked
 from tests.kernels.family_of_attention import attention_inputs
 
-# float64: sums of up to 2,000 terms with weights that add to one, of values of order one
+# float64: sums of up to 2,000 terms with weights that add to one, of values of order one.
 ROUNDING = 1e-12
 
 
@@ -33,7 +33,7 @@ def inputs(S: int, dtype: Any = torch.float64, **sizes: int) -> list[Tensor]:
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None
 ) -> Tensor:
-    """Each query by itself."""
+    """Compute each query separately."""
     B, S, H, D = q.shape
     group = H // k.shape[2]
     rows = []
@@ -84,7 +84,7 @@ def test_by_hand(
 
 
 def test_packed_sequences_in_blocks() -> None:
-    """More queries than a block holds, and no window: the masks are made block by block."""
+    """There are more queries than a block has, and no window: the masks are made block by block."""
     x = inputs(1100, H=2, G=1, D=2)
     resets = marked(1100, [(0, 3), (0, 700), (1, 600)])
     for causal in (True, False):
@@ -96,7 +96,7 @@ def test_packed_sequences_in_blocks() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that is made while it is on."""
+    """Record the largest tensor created while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_a_window_does_not_square_the_length() -> None:
 
 @pytest.mark.parametrize("DV", [4, 12])
 def test_values_of_another_width_do_not_square_the_length_either(DV: int) -> None:
-    """Torch's fused kernels take one width for keys and values; without them all pairs would be written down."""
+    """Torch's fused kernels need keys and values of equal width; the alternative would store all pairs."""
     found = {}
     for S in (512, 1024):
         x = inputs(S, H=2, G=1, D=8, DV=DV, batch=1, dtype=torch.float32)
@@ -136,7 +136,7 @@ def test_values_of_another_width_do_not_square_the_length_either(DV: int) -> Non
 
 
 def test_rotary_turns_by_the_difference_however_far() -> None:
-    """Angles are float64: a billion tokens on, float32 scores are what they were at the start."""
+    """Angles are float64: float32 scores after a billion tokens equal those at the start."""
     q, k, _ = (t.detach() for t in inputs(8, H=1, G=1, dtype=torch.float32))
     place = torch.arange(8).expand(2, 8)
 

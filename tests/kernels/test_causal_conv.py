@@ -1,6 +1,6 @@
-"""What is special to the causal convolution: official numbers, the fast gradient, memory, addresses.
+"""Properties specific to the causal convolution: official numbers, the fast gradient, memory, addresses.
 
-Everything else: test_conformance.py.
+Common properties are in test_conformance.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def test_official_numbers(case: str, dtype: torch.dtype, backend: str) -> None:
 
 
 def test_the_fast_gradient_is_right_on_a_long_sequence() -> None:
-    """Longer than the rows that are summed side by side, and not a multiple of them; float32 takes the fast path."""
+    """The sequence is longer than the rows that are summed side by side, and no multiple of them. float32 uses the fast
+    path."""
     check(TORCH, TORCH.inputs(batch=3, S=203, D=7), bar=CAUSAL_CONV.bar(3 * 203))
 
 
@@ -69,7 +70,7 @@ def test_one_channel_is_depthwise_or_mixing() -> None:
 
 @INTERPRETED
 def test_offsets_beyond_31_bits() -> None:
-    """Tokens 2^30 elements apart, in memory that is promised and never touched."""
+    """Tokens are 2^30 elements apart, in memory that is reserved and never touched."""
     try:
         memory = torch.empty(3 * 2**30 + 3, dtype=torch.float16)
     except RuntimeError:

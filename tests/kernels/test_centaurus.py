@@ -1,6 +1,7 @@
-"""What is special to Centaurus: plans, the zero-order hold, causality in rounding, segments.
+"""Properties specific to Centaurus: plans, the zero-order hold, causal rounding, segments.
 
-Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_centaurus.py. Layers of models:
+Common properties are in test_conformance.py, official numbers in tests/torch/test_golden_centaurus.py, layers of models
+in
 tests/torch/test_centaurus_layers.py.
 """
 
@@ -42,7 +43,7 @@ DOUBLE = Precision(torch.float64)
 
 
 def inputs(mode: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> list[Tensor]:
-    """x, A_real, A_imag, dt, B, C and, but for pointwise, E."""
+    """Return x, A_real, A_imag, dt, B, C and, except for pointwise, E."""
     made = centaurus_inputs(mode=mode, **sizes)
     return [x.to(dtype).requires_grad_() for name, x in made.items() if name != "state"]
 
@@ -54,7 +55,7 @@ def inputs(mode: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> list[
 @pytest.mark.parametrize("mode", MODES)
 def test_the_plans_agree(mode: str, seq: int) -> None:
     subject = TORCH._replace(variant=mode)
-    for batch, reverse in ((1, True), (9, False)):  # a batch larger than all widths is where the published code breaks
+    for batch, reverse in ((1, True), (9, False)):  # the published code fails for a batch larger than all widths
         x = {name: t.requires_grad_() for name, t in subject.inputs(batch=batch, S=seq, state=False).items()}
         results = []
         for options in ({"backend": "reference"}, *({"plan": plan} for plan in ("chunks", "project", "fold"))):
@@ -62,7 +63,7 @@ def test_the_plans_agree(mode: str, seq: int) -> None:
                 out = subject(x, return_state=False, reverse=reverse, **options)
                 results.append(with_gradients(out, x))
         for found in results[1:]:
-            # float64, decays below 1: rounding of a few 2^-52 a step and for the sums over N and M
+            # float64, decays below 1: a few roundings of 2^-52 a step and for the sums over N and M.
             torch.testing.assert_close(found, results[0], rtol=1e-10, atol=1e-10 * 100)
 
 
@@ -75,7 +76,8 @@ def test_derivatives_of_the_plans(mode: str, plan: str) -> None:
 
 
 def test_the_plan_is_counted() -> None:
-    """Few features, many channels and a large batch fold; long sequences of many features go by chunks."""
+    """Few features, many channels and a large batch are folded; long sequences of many features are computed by chunks.
+    """
     def bank_of(mode: str, **sizes: int) -> tuple[Any, Tensor]:
         x, *rest = (t.detach() for t in inputs(mode, torch.float32, **sizes))
         return _bank(*rest[:5], rest[5] if len(rest) > 5 else None, mode, "euler"), x
@@ -84,7 +86,7 @@ def test_the_plan_is_counted() -> None:
     assert cheapest(*bank_of("neck", batch=1, S=2048, H=64, G=64, N=64)) == "chunks"
     assert "fold" not in counts(*bank_of("dws"))
     per_token = [counts(*bank_of("neck", batch=1, S=S, H=8, G=8, N=8))["chunks"] / S for S in (8192, 65536)]
-    assert per_token[1] <= per_token[0]  # linear in the length, but for the matrices made once
+    assert per_token[1] <= per_token[0]  # linear in the length, except for the matrices made once
     assert [fast_length(n) for n in (1, 2, 7, 17, 194, 16385)] == [2, 2, 8, 18, 200, 17280]
 
 
@@ -92,20 +94,21 @@ def test_the_plan_is_counted() -> None:
 
 
 def everything(out: Any, wanted: list[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradients of a weighted sum of them."""
+    """Return outputs, and the gradients of a weighted sum of them."""
     parts = [*out] if isinstance(out, tuple) else [out]
     total = sum((p * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape)).sum() for p in parts)
     return [*parts, *torch.autograd.grad(total, wanted)]
 
 
 def agree(a: list[Tensor], b: list[Tensor]) -> None:
-    """float64, and at most 40 steps with decays below 1."""
+    """Compare float64 results of at most 40 steps with decays below 1."""
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10 * max(1.0, y.abs().max().item()))
 
 
 def test_zero_order_hold_is_the_integral() -> None:
-    """An input held for dt, integrated in 20,000 small Euler steps; the midpoint rule leaves (dt A / n)^2 / 24."""
+    """An input is held for dt and integrated in 20,000 small Euler steps; the midpoint rule has an error of (dt A /
+    n)^2 / 24."""
     steps = 20_000
     A, dt = complex(-0.7, 2.5), 0.4
     x = torch.randn(1, 5, 1, dtype=torch.float64)
@@ -123,7 +126,7 @@ def test_zero_order_hold_is_the_integral() -> None:
 
 
 def test_zero_order_hold_of_an_integrator() -> None:
-    """Where A is 0 the weight is dt, and its gradient finite."""
+    """Where A is 0 the weight is dt, and its gradient is finite."""
     tensors = inputs("neck")
     tensors[1], tensors[2] = (torch.zeros_like(t).requires_grad_() for t in tensors[1:3])
     exact = centaurus(*tensors, hold="euler")
@@ -133,8 +136,9 @@ def test_zero_order_hold_of_an_integrator() -> None:
 
 
 def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
-    """100,000 tokens. Every state forgets at least exp(-0.05) a token: what counts is some hundred tokens, and their
-    phases, whose error is a unit in the last place of an angle below 64 * pi a chunk: 2^-23 * 200."""
+    """100,000 tokens. Every state decays by at least exp(-0.05) a token, so some hundred tokens contribute. The error
+    of their
+    phases is a unit in the last place of an angle below 64 * pi a chunk: 2^-23 * 200."""
     g = torch.Generator().manual_seed(1)
     tensors = [x.detach() for x in inputs("neck", torch.float32, batch=1, S=100_000, H=2, N=2, M=3)]
     tensors[1] = -0.5 - torch.rand(2, 3, generator=g)
@@ -145,9 +149,10 @@ def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
         assert (found.double() - exact).abs().max() <= 200 * 2**-23 * exact.abs().max(), plan
 
 
-def test_the_past_does_not_hear_the_future() -> None:
-    """A million times larger tokens later on change nothing before them, to the bit: chunks are causal in rounding
-    too, where an FFT is not (docs: the plan's header)."""
+def test_later_tokens_do_not_change_earlier_outputs() -> None:
+    """Tokens that are a million times larger leave all bits of earlier outputs unchanged: rounding in chunks is causal,
+    in an
+    FFT it is not (docs: the plan's header)."""
     x, *rest = (t.detach() for t in inputs("neck", torch.float32, S=200))
     louder = x.clone()
     louder[:, 128:] *= 1e6
@@ -165,8 +170,8 @@ def test_extreme_steps_are_finite(mode: str, step: float) -> None:
             assert torch.isfinite(value).all()
 
 
-def what_is_walked(seq: int) -> list[Tensor]:
-    """u, state, and a layer."""
+def scan_arguments(seq: int) -> list[Tensor]:
+    """Return u, state, and a layer."""
     g = torch.Generator().manual_seed(1)
     shapes = ((3, 2, seq), (2, 3, 2, 2))
     drawn = [torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -174,7 +179,7 @@ def what_is_walked(seq: int) -> list[Tensor]:
 
 
 def a_chunk(layer: list[Tensor], reverse: bool) -> Chunk:
-    """Of eight tokens."""
+    """Return a chunk of eight tokens."""
     return _chunk(_bank(*layer, "neck", "zoh"), 8, reverse)
 
 
@@ -187,7 +192,7 @@ def a_chunk(layer: list[Tensor], reverse: bool) -> Chunk:
 def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     seq: int, marks: list[tuple[int, int]], reverse: bool
 ) -> None:
-    u, state, *layer = what_is_walked(seq)
+    u, state, *layer = scan_arguments(seq)
     resets = torch.zeros(2, seq, dtype=torch.bool)
     for row, at in marks:
         resets[row, at % seq] = True
@@ -199,8 +204,8 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     )
 
 
-def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
-    u, state, *layer = what_is_walked(11)
+def test_the_op_of_compiled_code_satisfies_opcheck() -> None:
+    u, state, *layer = scan_arguments(11)
     for reverse, resets in ((False, None), (True, torch.zeros(2, 11).bool())):
         chunk = [t.detach().requires_grad_() for t in a_chunk(layer, reverse)]
         torch.library.opcheck(_scan.traced, (u, state, *chunk, resets, reverse))
@@ -211,7 +216,7 @@ def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
 
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few long sequences are cut, in shorter pieces."""
+    """Cut few long sequences into segments, with shorter pieces than usual."""
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
 
 
@@ -229,7 +234,7 @@ def test_segments(seq: int, reverse: bool, resets: bool, state: bool) -> None:
     check(BY_CHANNEL, x, reverse=reverse, resets=reset_marks(2, seq) if resets else None)
 
 
-def test_enough_sequences_are_not_cut_and_few_no_more_than_helps() -> None:
+def test_only_few_sequences_are_cut_into_segments() -> None:
     tile = centaurus_triton.tiles(512, 4, "sm_90")
     assert centaurus_triton.segments(64, 8192, tile, 512) == 1
     assert centaurus_triton.segments(1, 8192, tile, 512) == 64
@@ -270,7 +275,7 @@ def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch:
 
 
 FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 6, "features": 3, "substates": 3}
-MANY = {"batch": 1 << 16}  # sequences enough to fill a device
+MANY = {"batch": 1 << 16}  # enough sequences to fill a device
 
 
 @INTERPRETED
@@ -288,7 +293,7 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: 
     monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
     facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
     calls = [({}, 3, True), (MANY, 1, False), ({}, 3, False), (MANY, 1, True)]
-    for sizes, segments, keeps in calls if mode == "full" else calls[:2]:  # it alone looks at `keeps`
+    for sizes, segments, keeps in calls if mode == "full" else calls[:2]:  # only this op reads `keeps`
         seen.clear()
         call = self_check.Call("centaurus", {**facts, "keeps": keeps}, sizes=sizes)
         assert self_check.check(call) == ("", True)
@@ -309,13 +314,13 @@ def test_the_check_finds_wrong_whole_launches(monkeypatch: pytest.MonkeyPatch) -
 
 @INTERPRETED
 @pytest.mark.parametrize("decay", [-1e-6, -1e4])
-def test_what_never_forgets_and_what_forgets_at_once(decay: float) -> None:
+def test_states_that_never_decay_and_that_decay_at_once(decay: float) -> None:
     x: Tensors = BY_CHANNEL.inputs(S=20, state=False)
     check(BY_CHANNEL, {**x, "A_real": torch.full_like(x["A_real"], decay)})
 
 
 class Written(TorchDispatchMode):
-    """Counts the numbers that ops return."""
+    """Count the elements of the results of ops."""
 
     numbers = 0
 
@@ -327,7 +332,7 @@ class Written(TorchDispatchMode):
 
 
 def test_the_derivative_by_chunks_takes_time_in_proportion_to_the_length() -> None:
-    """A gradient as large as all chunks for each of them would take four times as long for twice the length."""
+    """A gradient as large as all chunks for each chunk would take four times as long for twice the length."""
     found = []
     for length in (64 * 40, 64 * 80):
         x = torch.randn(1, length, 4, requires_grad=True)

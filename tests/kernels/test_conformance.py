@@ -1,7 +1,8 @@
-"""What every implementation of every kernel owes its caller. What is special to one kernel is in a file of its own.
+"""Properties that every implementation of every kernel must have. Properties of a single kernel are in its own file.
 
-Each test runs a few cases per kernel and implementation, in which every value of every axis occurs; the cases in which
-every two values meet are marked slow. On a GPU all of them run: `pytest tests/kernels -m gpu`.
+Each test runs a few cases per kernel and implementation, in which every value of every axis occurs. Further cases,
+which
+cover all pairs of values, are marked slow. On a GPU all of them run: `pytest tests/kernels -m gpu`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def yes_if(trait: str) -> Callable[[Kernel, Implementation], list[bool]]:
 
 
 def both_in_torch(kernel: Kernel, on: Implementation) -> list[bool]:
-    """Resets or not; elsewhere, where it takes long, only with them."""
+    """Use resets or not in torch; elsewhere, where it takes long, always use them."""
     return yes_if("resets")(kernel, on) if on.name == "torch" else [kernel.resets]
 
 
@@ -72,7 +73,7 @@ def shapes(kernel: Kernel, on: Implementation) -> list[Any]:
 def test_agrees_with_the_definition(
     subject: Subject, shape: dict[str, int], precision: Precision, layout: str, resets: bool, reverse: bool, state: bool
 ) -> None:
-    """Outputs, last states and every gradient, in any dtype and layout, of any length."""
+    """Outputs, last states and every gradient are compared, in any dtype and layout, of any length."""
     inputs = subject.inputs(state=state, **shape)
     batch, length = inputs[subject.kernel.sequences[0]].shape[:2]
     marks = reset_marks(batch, length, max(5, length // 3)) if resets else None
@@ -84,10 +85,10 @@ def test_agrees_with_the_definition(
     [k for k in KERNELS if k.device_shapes], ["triton"], shape=lambda kernel, on: kernel.device_shapes,
     precision=lambda kernel, on: on.precisions, resets=yes_if("resets"), reverse=yes_if("reverse"),
 )
-def test_what_a_device_will_be_held_to(
+def test_device_sizes_in_the_interpreter(
     subject: Subject, shape: dict[str, int], precision: Precision, resets: bool, reverse: bool
 ) -> None:
-    """The sizes for a GPU, in the interpreter: a bar that is too narrow fails without one."""
+    """The sizes of the GPU tests run in the interpreter, so that a tolerance that is too small fails without a GPU."""
     inputs = subject.inputs(**shape)
     batch, length = inputs[subject.kernel.sequences[0]].shape[:2]
     marks = reset_marks(batch, length, max(5, length // 3)) if resets else None
@@ -96,7 +97,7 @@ def test_what_a_device_will_be_held_to(
 
 @cases(KERNELS, EVERYWHERE, variants=(), layout=lambda kernel, on: [*LAYOUTS][1:])
 def test_any_layout(subject: Subject, layout: str) -> None:
-    """In the widest dtype, where a copy that changes the dtype cannot hide a wrong stride."""
+    """Use the widest dtype, where no copy that changes the dtype can hide a wrong stride."""
     check(subject, subject.inputs(S=5), precision=Precision(subject.on.exact), layout=layout)
 
 
@@ -104,7 +105,7 @@ def test_any_layout(subject: Subject, layout: str) -> None:
 @given(data=st.data())
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_any_shape(kernel: Kernel, data: st.DataObject) -> None:
-    """Also where nothing is left of the batch, the sequence or the heads: the same as the reference in float64."""
+    """Empty batches, sequences or heads are included: the result equals the reference in float64."""
     subject = Subject(kernel, data.draw(st.sampled_from(sorted(kernel.variants))), IMPLEMENTATIONS["torch"])
     sizes = {name: data.draw(st.sampled_from(values), name) for name, values in kernel.ranges.items()}
     options: dict[str, Any] = {"reverse": kernel.reverse and data.draw(st.booleans(), "reverse")}
@@ -114,13 +115,13 @@ def test_any_shape(kernel: Kernel, data: st.DataObject) -> None:
     found, wanted = (
         with_gradients(subject(x, backend=backend, **options), x) for backend in ("torch", "reference")
     )
-    # a draw may come close to |q.n| = exp(-m) + eps: conditioning up to 1e6
+    # A draw may come close to |q.n| = exp(-m) + eps, where the condition number is up to 1e6.
     assert_close(found, wanted, 1e-9, smallest=1.0)
 
 
 @cases(KERNELS, CPU[:2], resets=yes_if("resets"))
 def test_derivatives(subject: Subject, resets: bool) -> None:
-    """Against finite differences; the second too, where an implementation has it."""
+    """Compared with finite differences, including second derivatives where an implementation has them."""
     x = subject.exact(**subject.kernel.small)
     leaves = floating(x)
     marks = torch.zeros(1, subject.kernel.small["S"], dtype=torch.bool)
@@ -137,7 +138,7 @@ def test_derivatives(subject: Subject, resets: bool) -> None:
 
 @cases(KERNELS, CPU, variants=())
 def test_a_second_derivative_is_refused_with_a_hint(subject: Subject) -> None:
-    """Where there is none."""
+    """Applies to implementations without second derivatives."""
     if subject.on.name in subject.kernel.double_backward or subject.kernel.name in ("causal_conv", "attention"):
         return
     x = subject.exact(**subject.kernel.small)
@@ -149,7 +150,7 @@ def test_a_second_derivative_is_refused_with_a_hint(subject: Subject) -> None:
 
 @cases(KERNELS, EVERYWHERE, variants=())
 def test_upstream_gradients_of_any_layout(subject: Subject) -> None:
-    """Slices, transposes and sums hand back gradients with strides of their own."""
+    """Slices, transposes and sums pass gradients with their own strides."""
 
     def results(on: Implementation) -> Tensors:
         subject_there = subject._replace(on=on)
@@ -166,8 +167,8 @@ def test_upstream_gradients_of_any_layout(subject: Subject) -> None:
 @cases(
     SEQUENTIAL, EVERYWHERE, variants=(), state=lambda kernel, on: [True] if on.backend == "triton" else [False, True]
 )
-def test_a_state_that_is_not_asked_for(subject: Subject, state: bool) -> None:
-    """Changes neither the output nor a gradient."""
+def test_an_unrequested_state(subject: Subject, state: bool) -> None:
+    """It changes neither the output nor a gradient."""
     x = subject.exact(state=state)
     alone, both = subject(x, return_state=False), subject(x)
     assert_close(
@@ -178,7 +179,7 @@ def test_a_state_that_is_not_asked_for(subject: Subject, state: bool) -> None:
 
 @cases(SEQUENTIAL, EVERYWHERE, reverse=yes_if("reverse"), gradients=lambda kernel, on: [False, True])
 def test_results_have_memory_of_their_own(subject: Subject, reverse: bool, gradients: bool) -> None:
-    """What changes an output in place changes no state and no input, and a state keeps no whole sequence alive."""
+    """The other outputs add nothing to any gradient."""
     x = subject.exact(state=False, **subject.kernel.small)
     with torch.set_grad_enabled(gradients):
         out, *state = subject(x, reverse=reverse).values()
@@ -222,7 +223,7 @@ def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, rev
 
 
 @cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"), interpreted=None)
-def test_resets_are_each_piece_on_its_own(subject: Subject, reverse: bool) -> None:
+def test_resets_equal_separate_pieces(subject: Subject, reverse: bool) -> None:
     S = 8
     x = subject.exact(batch=1, S=S)
     marks = torch.zeros(1, S, dtype=torch.bool)
@@ -309,7 +310,7 @@ TRITON = [kernel for kernel in KERNELS if "triton" in kernel.implementations]
 
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.name)
-def test_triton_says_what_it_cannot_do(kernel: Kernel) -> None:
+def test_triton_reports_unsupported_calls(kernel: Kernel) -> None:
     def verdict(**facts: Any) -> Any:
         return kernels.why(kernel.name, **{"device": "cuda", **kernel.facts, **facts})[0]
 
@@ -448,7 +449,7 @@ class Ops(TorchDispatchMode):
 
 
 @cases(KERNELS, CPU[1:], variants=(), resets=both_in_torch)
-def test_its_ops_keep_their_promises_to_torch(subject: Subject, resets: bool) -> None:
+def test_its_ops_satisfy_opcheck(subject: Subject, resets: bool) -> None:
     """Schema, fake tensors, autograd: whatever op a call makes, with what it was called with."""
     x = float32_leaves(subject, batch=1, S=5)
     with Ops() as ops, torch.enable_grad():
@@ -494,7 +495,7 @@ def test_transforms(subject: Subject, transform: str) -> None:
 
 
 @cases([k for k in KERNELS if "torch" in k.reverse_mode_only], ["torch"], variants=())
-def test_transforms_of_what_is_asked_for_by_name(subject: Subject) -> None:
+def test_transforms_of_implementations_selected_by_name(subject: Subject) -> None:
     if subject.kernel.name == "mixing_conv":
         return
     f, x = of_the_first_input(subject, "torch")

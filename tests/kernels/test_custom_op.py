@@ -1,4 +1,4 @@
-"""Ops that run as plain functions where nothing would see them, and as ops where something does."""
+"""Custom ops are plain function calls where nothing can observe them, and ops otherwise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KERNELS = {
 
 
 class Seen(TorchDispatchMode):
-    """Notes the ops of this package that are dispatched."""
+    """Record the ops of this package that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_an_op_runs_directly_unless_a_mode_watches(name: str) -> None:
 
 
 def _functions(y: Tensor) -> set[str]:
-    """The names of the nodes of a tensor's graph."""
+    """Return the names of the nodes of a tensor's graph."""
     found, ahead = set(), [y.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -114,7 +114,7 @@ def test_tensors_without_numbers_have_shapes_and_gradients(make: Callable[[], An
 
 
 def test_chunks_do_not_show_in_long_sequences() -> None:
-    """The mLSTM's sums of gates run over several chunks: with and without resets, from either end."""
+    """The mLSTM's sums of gates span several chunks: with and without resets, in both directions."""
     _, x = an_mlstm()
     q, k, v, i, f = (t.repeat(1, 9, *[1] * (t.dim() - 2)).detach().double().requires_grad_() for t in x)
     for reverse in (False, True):

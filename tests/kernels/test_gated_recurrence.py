@@ -1,6 +1,6 @@
 """The gated recurrence against flash-linear-attention's naive function, and lengths that do not fill their blocks.
 
-The law, resets, dtypes and layouts are the conformance suite's.
+The conformance suite tests the law, resets, dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def with_state(x: Tensor, decay: Tensor, **options: Any) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None:
-    """float32: ten times what the naive function loses, and 1e-6 of the largest number."""
+    """float32: at most ten times the error of the naive function, plus 1e-6 of the largest number."""
     with np.load(FOLDER / f"{case}.npz") as file:
         stored = {name: torch.from_numpy(file[name]) for name in file.files if name != "cfg"}
         measured = json.loads(str(file["cfg"]))["measured"]
@@ -51,7 +51,7 @@ def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("wide", [0, 10**9])
 @pytest.mark.parametrize("numbers", [30, 10**9])
 def test_blocks_of_every_remainder(numbers: int, wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block and several, all tokens at a time or five, with resets at their edges, are the definition."""
+    """One block or several, all tokens at a time or five, with resets at their edges, equal the definition."""
     monkeypatch.setattr(blockwise, "WIDE", wide)
     monkeypatch.setattr(blockwise, "NUMBERS", numbers)
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""What is special to the norm of heads: official numbers, independence of heads, statistics far from zero.
+"""Properties specific to the norm of heads: official numbers, independence of heads, statistics far from zero.
 
-Everything else: test_conformance.py.
+Common properties are in test_conformance.py.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def test_any_number_of_axes(shape: tuple[int, ...], heads: int) -> None:
     for backend in ("reference", "torch"):
         y = head_norm(x, heads, gain, backend=backend)
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, gain])])
-    # float64 rounding; a head of one channel is 0 / sqrt(eps)
+    # float64 rounding; a head of one channel is 0 / sqrt(eps).
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
-def test_heads_and_tokens_do_not_see_each_other() -> None:
+def test_heads_and_tokens_are_independent() -> None:
     x = draw(1, 3, 8)
     other = x.clone()
     other[0, 1, 4:] += 1
@@ -52,18 +52,18 @@ def test_heads_and_tokens_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_are_float32_inside(backend: str, dtype: torch.dtype) -> None:
-    """A mean of 200 with a spread of 1: in bfloat16 arithmetic the mean alone would be off by half the spread."""
+    """With a mean of 200 and a spread of 1, the mean alone in bfloat16 would be off by half the spread."""
     x = (draw(4, 256) + 200).to(dtype)
     y = head_norm(x, 2, backend=backend)
-    # rounded once when it leaves, values below 4 (a rounded x has a spread above 1 at most by rounding)
+    # One rounding of the output, values below 4 (rounding can increase the spread of x slightly above 1).
     assert (y.double() - head_norm(x.double(), 2)).abs().max() <= 4 * torch.finfo(dtype).eps
 
 
 @INTERPRETED
 def test_triton_centres_before_it_squares() -> None:
-    """A mean that is large against the spread costs digits of the input, not of the variance."""
+    """A mean that is large compared with the spread costs digits of the input, not of the variance."""
     x = TRITON.inputs(batch=1, S=4)
-    # the input itself is rounded to 10 * 2^-24, which the division by 0.01 makes 1000 times larger; both see that
+    # The input itself is rounded to 10 * 2^-24, which the division by 0.01 makes 1000 times larger, in both results.
     check(TRITON, {**x, "x": x["x"] * 0.01 + 10}, bar=1000 * float32_bar(8))
 
 
@@ -77,7 +77,7 @@ def test_a_gate_far_out_is_open_or_shut() -> None:
 @INTERPRETED
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_norm_without_eps(rows: int) -> None:
-    """Rows of a tile that are not there have no variance, and add nothing to a weight's gradient."""
+    """Missing rows of a tile have no variance, and add nothing to a weight's gradient."""
     x, weight = torch.randn(rows, 8), torch.ones(8, requires_grad=True)
     grads = []
     for backend in ("triton", "reference"):

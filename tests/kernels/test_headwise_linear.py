@@ -1,6 +1,6 @@
-"""What is special to the block-diagonal linear map: official numbers, a dense matrix, blocks joined to tiles.
+"""Properties specific to the block-diagonal linear map: official numbers, a dense matrix, blocks joined into tiles.
 
-Everything else: test_conformance.py.
+Common properties are in test_conformance.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_is_the_block_diagonal_matrix(lead: list[int], G: int, O: int, I: int, b
     expected = [dense, *torch.autograd.grad(dense.square().sum(), leaves)]
     for backend in ("reference", "torch"):
         y = headwise_linear(*leaves, backend=backend)
-        # sums of at most 40 x 27 products in float64, in another order
+        # Sums of at most 40 x 27 products in float64, in another order.
         found = [y, *torch.autograd.grad(y.square().sum(), leaves)]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-9)
 
@@ -58,7 +58,7 @@ def test_strided_weights() -> None:
 @INTERPRETED
 @pytest.mark.parametrize("blocks", [(1, 1, 1), (2, 3, 2), (40, 4, 4), (17, 4, 8), (5, 16, 16), (7, 13, 5)], ids=str)
 def test_as_one_matrix(blocks: tuple[int, int, int]) -> None:
-    """Of 16-bit numbers as many blocks as 64 channels hold; some are left over."""
+    """For 16-bit numbers, as many blocks as 64 channels hold are joined; some blocks are left over."""
     sizes = dict(zip("GOI", blocks, strict=True))
     for precision in SIXTEEN[:2]:
         check(TRITON, TRITON.inputs(S=5, **sizes), precision=precision)
@@ -73,7 +73,7 @@ def test_as_one_matrix_over_several_products(monkeypatch: pytest.MonkeyPatch) ->
 @INTERPRETED
 @pytest.mark.parametrize("S", [8, 15, 16, 19])
 def test_several_tiles(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there are many tokens: a program of the backward pass goes through four tiles, some without a token."""
+    """With many tokens, a program of the backward pass processes four tiles, some of them without tokens."""
     monkeypatch.setattr(headwise_linear_triton, "PROGRAMS", 1)
     monkeypatch.setattr(headwise_linear_triton, "tiles", lambda *a: {"BT": 4, "BC": 8, "num_warps": 1})
     check(TRITON, TRITON.inputs(S=S))

@@ -1,6 +1,6 @@
 """Linear attention against the naive functions of flash-linear-attention, run in float64: all outputs and gradients.
 
-The law, resets, dtypes and layouts are the conformance suite's.
+The conformance suite tests the law, resets, dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_state(*x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def per_token(op: str, x: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments besides q, k, v and the state, by the conventions of each function."""
+    """Return the arguments besides q, k, v and the state, by the conventions of each function."""
     if op == "gdn2":  # an erase gate per key, and a write gate that is part of v
         return {"decay": x["g"], "a": -x["g"].exp() * x["b"] * x["k"], "b": x["k"]}
     out: dict[str, Any] = {"decay": x.get("g"), "beta": x.get("beta"), "a": x.get("a"), "b": x.get("b")}
@@ -51,7 +51,7 @@ def per_token(op: str, x: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def steps_of_products(x: dict[str, Tensor], steps: int) -> tuple[dict[str, Tensor], slice]:
-    """DeltaProduct as a delta rule: `steps` tokens each, of which the first decays and the last is read."""
+    """Express DeltaProduct as a delta rule: `steps` tokens each, of which the first decays and the last is read."""
     q = torch.zeros_like(x["k"])
     q[:, steps - 1 :: steps] = x["q"]
     g = x["g"].new_zeros(*x["k"].shape[:3])
@@ -60,7 +60,7 @@ def steps_of_products(x: dict[str, Tensor], steps: int) -> tuple[dict[str, Tenso
 
 
 def run(case: str, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and gradients, found and wanted."""
+    """Return actual and expected outputs and gradients."""
     cfg, stored = load(case)
     x = {n[3:]: t.to(dtype).requires_grad_() if t.is_floating_point() else t
          for n, t in stored.items() if n.startswith("in/")}
@@ -96,11 +96,11 @@ def test_the_naive_functions(case: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("case", CASES)
-def test_float32_loses_what_the_naive_functions_lose(case: str, backend: str) -> None:
-    """Ten times what they lose in float32, and 1e-6 of the largest number; ten times that where beta is close to 2.
+def test_float32_is_as_exact_as_the_naive_functions(case: str, backend: str) -> None:
+    """At most ten times their float32 error, plus 1e-6 of the largest number; ten times that where beta is close to 2.
 
-    Substitution over a chunk then loses a digit to the recurrence: keys may be reflected over and over.
-    """
+    Substitution over a chunk then loses a digit compared with the recurrence, since keys may be reflected repeatedly.
+"""
     cfg, _ = load(case)
     measured = cfg["measured"]
     lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
@@ -117,7 +117,8 @@ def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tenso
 
 
 def test_a_decay_per_key_of_any_strength() -> None:
-    """Blocks are as long as their weights have inverses that are safe; by themselves none is, and all agree."""
+    """Blocks are short enough that the inverses of their weights are finite. No block length alone is safe, and all
+    agree."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(1, 150, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     lengths = []
@@ -140,8 +141,8 @@ def test_the_decays_of_retention_are_float32_in_a_model_of_16_bits() -> None:
     assert (found.double() / wanted - 1).abs().max() <= 2**-24
 
 
-def test_what_follows_a_strong_decay_keeps_its_digits() -> None:
-    """Sums of log decays over a chunk are relative: after -1000 a decay of 0.001 still counts."""
+def test_tokens_after_a_strong_decay_keep_their_digits() -> None:
+    """Sums of log decays over a chunk are relative: after -1000 a decay of 0.001 still has an effect."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 64, 1, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     for shape in ((1, 64, 1), (1, 64, 1, 4)):
@@ -155,7 +156,7 @@ def test_what_follows_a_strong_decay_keeps_its_digits() -> None:
 @pytest.mark.parametrize("per_key", [False, True])
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
 def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
-    """A decay of -inf keeps nothing of before: no difference of two of them is NaN, forward or in gradients."""
+    """A decay of -inf clears the state: no difference of two such decays is NaN, forward or in gradients."""
     generator = torch.Generator().manual_seed(4)
     q, k, v, g, a = (torch.randn(1, 100, 2, 4, generator=generator, dtype=torch.float64) for _ in range(5))
     a, decay = torch.nn.functional.normalize(a, dim=-1), -g.abs()
@@ -173,7 +174,7 @@ def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
 @pytest.mark.parametrize("heads", [2, 4, 12])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_parts_of_a_long_sequence(heads: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU computes some tokens of `heads` heads at a time, of 3 sequences with 4 heads of values each."""
+    """A CPU computes some tokens of `heads` heads at a time, of 3 sequences with 4 value heads each."""
     monkeypatch.setattr(chunkwise, "SPAN", 32)
     monkeypatch.setattr(chunkwise, "NUMBERS", 32 * 8 * heads)
     generator = torch.Generator().manual_seed(5)
@@ -194,7 +195,7 @@ def test_parts_of_a_long_sequence(heads: int, reverse: bool, monkeypatch: pytest
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_decay_that_no_output_shows_stays_before_a_reset(backend: str, reverse: bool) -> None:
-    """With a bonus, a token is read before its decay is applied: NaN there is in no output of its sequence."""
+    """With a bonus, a token is read before its decay is applied, so NaN there is in no output of its sequence."""
     generator = torch.Generator().manual_seed(2)
     q, k, v, decay = (torch.randn(1, 8, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     last, after = (5, slice(0, 5)) if reverse else (2, slice(3, 8))
@@ -215,7 +216,7 @@ def test_a_decay_that_no_output_shows_stays_before_a_reset(backend: str, reverse
 
 @pytest.mark.parametrize("rule", ["bonus", "dplr"])
 def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
-    """What a token reads before its own decay leaves out the token itself: that exponent is the decay turned around."""
+    """Reads before a token's own decay exclude the token itself: the exponent is the negated decay."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, g, a = (torch.randn(1, 40, 2, 4, generator=generator, dtype=torch.float64) for _ in range(5))
     a, x = torch.nn.functional.normalize(a, dim=-1), {"q": q, "k": k, "v": v, "decay": -1000 * g.abs()}
@@ -234,7 +235,7 @@ def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
 @pytest.mark.parametrize("decay", [None, "head", "key", "strong, of a key"])
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
 def test_heads_of_values_may_share_keys(rule: str, decay: str | None) -> None:
-    """Under each rule and decay, as the same keys given to each head of values."""
+    """Under each rule and decay, the result equals that of the same keys repeated for each value head."""
     generator = torch.Generator().manual_seed(0)
     B, S, H, groups, K, V = 2, 37, 2, 3, 4, 5
 

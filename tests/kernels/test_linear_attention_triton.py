@@ -1,4 +1,4 @@
-"""The Triton kernels of linear attention: stored cases, and what has broken those of others."""
+"""The Triton kernels of linear attention: stored cases, and known faults of other kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ LONG = (
         *(pytest.param(case, marks=pytest.mark.long) for case in LONG),
     ],
 )
-def test_float32_loses_what_the_naive_functions_lose(case: str) -> None:
-    """As the torch implementation: ten times that, and 1e-6 of the largest number; where beta is close to 2, ten times
-    that."""
+def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
+    """As for the torch implementation: ten times that error, plus 1e-6 of the largest number; ten times that where beta
+    is
+    close to 2."""
     cfg, _ = stored.load(case)
     measured = cfg["measured"]
     lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
@@ -56,8 +57,8 @@ def test_float32_loses_what_the_naive_functions_lose(case: str) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("per_key", [False, True])
-def test_what_follows_a_strong_decay_keeps_its_digits(per_key: bool, delta: bool) -> None:
-    """A decay of -1000, and of -inf, and then -0.001, within a block of 16 and across them."""
+def test_tokens_after_a_strong_decay_keep_their_digits(per_key: bool, delta: bool) -> None:
+    """A decay of -1000 or -inf is followed by -0.001, within a block of 16 and across blocks."""
     q, k, v, g = (draw(1, 40, 1, 4, seed=at) for at in range(4))
     k, beta = torch.nn.functional.normalize(k, dim=-1), g[..., 0].sigmoid() if delta else None
     decay = torch.full((1, 40, 1, 4) if per_key else (1, 40, 1), -0.001, dtype=torch.float64)
@@ -77,7 +78,7 @@ def test_what_follows_a_strong_decay_keeps_its_digits(per_key: bool, delta: bool
 
 @pytest.mark.parametrize("op", ["linear_attention", "mlstm"])
 def test_nothing_is_transposed_added_atomically_or_left_to_a_scan_of_several_warps(op: str, root: Path) -> None:
-    """Compilers for sm_90 have made transposed accumulators wrong; scans are left to programs of one warp."""
+    """Compilers for sm_90 have miscompiled transposed accumulators; scans run only in programs of one warp."""
     files = sorted((root / "kernels" / op / "triton").glob("*.py"))
     assert files
     for file in files:
@@ -98,7 +99,8 @@ def test_nothing_is_transposed_added_atomically_or_left_to_a_scan_of_several_war
 def test_gradients_at_any_number_of_warps(
     variant: str, dtype: torch.dtype, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others had wrong gradients at one number of warps, with chunks of 64 tokens, and right ones at the next."""
+    """Other kernels had wrong gradients at one number of warps, with chunks of 64 tokens, and right ones at the next.
+    """
     chosen = sizes.tiles
 
     def changed(*args: Any) -> dict[str, int]:
@@ -111,8 +113,8 @@ def test_gradients_at_any_number_of_warps(
 
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_reset_stops_nan_where_nobody_looks_at_the_results(rule: str, reverse: bool) -> None:
-    """On other devices than a CPU the definition does not run instead: what is not finite never meets a product."""
+def test_a_reset_stops_nan_without_a_check_of_results(rule: str, reverse: bool) -> None:
+    """Only a CPU falls back to the definition. On other devices no product may include values that are not finite."""
     x = {name: draw(2, 40, 2, 4, seed=at) for at, name in enumerate(("q", "k", "v"))}
     x["decay"] = -draw(2, 40, 2, 4, seed=3).abs()
     if rule == "delta":
