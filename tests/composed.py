@@ -63,7 +63,7 @@ class Call(NamedTuple):
     """Describe the arguments of a block: the wire it reads, wire arguments, numbers, and steps.
 
     steps: by argument name, a body with the wire that the block passes in and the wire that it expects back.
-"""
+    """
 
     block: str
     reads: Kind

@@ -94,9 +94,8 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `seqblocks ARGUMENTS` in a separate process from the checkout, installed or not.
 
     The result has `returncode`, `stdout` and `stderr`; the caller checks them. Without `env` the output has no colour
-    and
-    is 100 columns wide, so that it can be compared.
-"""
+    and is 100 columns wide, so that it can be compared.
+    """
 
     def run(
         *arguments: object,

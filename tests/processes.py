@@ -32,7 +32,7 @@ def interrupted(root: Path, after: float, *words: str) -> tuple[int, str]:
     """Run `seqblocks WORDS`, interrupt it that many seconds after its start, and return exit status and standard error.
 
     The start of Python itself comes first; no program can control that.
-"""
+    """
     command = [sys.executable, "-c", _INTERRUPTED, str(after), *words]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -1,7 +1,7 @@
 """Check the structure of the repository: imports between files, files without torch, package contents.
 
-The table ROOMS gives the order of the rooms. A file may import only rooms above its own, whether at its top, inside
-a function or for type checkers. A new file fails these tests until it is listed in the table.
+The table ROOMS gives the order of the rooms. A file may import only rooms above its own, whether at its top, inside a
+function or for type checkers. A new file fails these tests until it is listed in the table.
 """
 
 from __future__ import annotations

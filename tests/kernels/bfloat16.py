@@ -1,11 +1,9 @@
 """Emulate bfloat16 and tf32 in Triton's interpreter, which multiplies the bits of bfloat16, truncates conversions to
-it,
-and computes tf32 dots with all digits.
+it, and computes tf32 dots with all digits.
 
 Importing this module installs the emulation: dots of bfloat16 use the values, and float32 is rounded to nearest, ties
-to
-even, as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic on
-bfloat16 stays wrong; the kernels convert to float32 first.
+to even, as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic
+on bfloat16 stays wrong; the kernels convert to float32 first.
 """
 
 from __future__ import annotations

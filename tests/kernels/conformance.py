@@ -2,8 +2,7 @@
 
 A `Kernel` describes how to make its inputs, which of them are sequences and which a state, how to call it (`variants`),
 the sizes to compare at, and its accuracy. A `Subject` is one variant on one implementation. Results are compared with
-the
-reference implementation in float64 on the same rounded numbers.
+the reference implementation in float64 on the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ CPU = ("reference", "torch", "triton")
 @dataclass(frozen=True)
 class Variant:
     """A way to call a kernel. `sizes`: sizes that differ from the default; `without`: optional tensors to omit;
-    `fixed`:
-    sequences that are the same for all tokens; `on`: the implementations that support it, if not all."""
+    `fixed`: sequences that are the same for all tokens; `on`: the implementations that support it, if not all."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -304,7 +302,7 @@ def assert_close(
     """Compare each result to `bar` of its largest value, or of `smallest` if that is smaller: zeros may be rounded.
 
     `least`: errors that are always allowed, by the names of results.
-"""
+    """
     assert [*found] == [*wanted]
     for name, expected in wanted.items():
         actual = found[name]
@@ -323,8 +321,7 @@ def check(
     laid_out: Iterable[str] | None = None, bar: float | None = None, **options: Any,
 ) -> None:
     """Assert that the outputs, states and gradients of `inputs` (float64) equal those of the reference in float64 on
-    the same
-    rounded numbers. `laid_out`: names of the inputs that have the layout, if not all."""
+    the same rounded numbers. `laid_out`: names of the inputs that have the layout, if not all."""
     x = subject.rounded(inputs, precision)
     kernel, view = subject.kernel, LAYOUTS[layout]
     if layout == "expanded":
@@ -386,9 +383,8 @@ def check_poison(
     """Assert that a reset stops values that are not finite, forward and backward.
 
     In the first row a reset follows tokens that are not finite. The second begins with a reset on a state that is not
-    finite.
-    The third has neither. The loss reads the tokens after the resets.
-"""
+    finite. The third has neither. The loss reads the tokens after the resets.
+    """
     S, tokens, states = 8, subject.tokens(), subject.kernel.states
     before, after = (slice(5, S), slice(0, 5)) if reverse else (slice(0, 3), slice(3, S))
     marks = torch.zeros(3, S, dtype=torch.bool)
@@ -423,8 +419,7 @@ def check_poison(
 
 def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...], bool]]:
     """Return cases in which all pairs of values of different axes occur, with a mark for the first few cases, in which
-    each
-    value occurs at least once."""
+    each value occurs at least once."""
     rng = random.Random(name)
     sizes = [len(values) for values in axes]
 
@@ -454,8 +449,7 @@ def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...
 
 def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
     """Return one `parametrize` for each axis, in which every value occurs. The cases that cover all pairs of values are
-    marked
-    slow. An axis may have several names, separated by commas."""
+    marked slow. An axis may have several names, separated by commas."""
     names = [name.strip() for text, _ in axes for name in text.split(",")]
     found = []
     for case, quick in cover([[*values] for _, values in axes], "".join(names)):
@@ -473,11 +467,9 @@ def cases(
     rest: str = "slow", interpreted: str | None = "slow", **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
-    and, marked
-    `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations for which
-    the
-    variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in Triton's
-    interpreter, which is slow; None for the properties that imply most others."""
+    and, marked `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations
+    for which the variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in
+    Triton's interpreter, which is slow; None for the properties that imply most others."""
     out = []
     for kernel in kernels:
         for name in on:

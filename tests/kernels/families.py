@@ -37,17 +37,13 @@ def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """Return the roundings. The torch implementation and the reference round the results: 1.
 
     Triton, bfloat16: a dot rounds y and the matrices at each token. The errors of its D products are independent, so
-    they count
-    once, for the gates; the next token reads them: S. Another 4: stored z and o; the gates' gradients and y, for the
-    products of
-    the backward pass; the result.
+    they count once, for the gates; the next token reads them: S. Another 4: stored z and o; the gates' gradients and y,
+    for the products of the backward pass; the result.
 
     Triton, float16: gates are stored in float32, and tf32, to which dots round, has as many digits as float16. 4: y and
-    the
-    matrices together; the gates' gradients; y in the matrices' gradient; the result. Errors of y do not accumulate over
-    the
-    tokens, because forget gates and the division by n reduce them.
-"""
+    the matrices together; the gates' gradients; y in the matrices' gradient; the result. Errors of y do not accumulate
+    over the tokens, because forget gates and the division by n reduce them.
+    """
     return (length + 4.0 if dtype == torch.bfloat16 else 4.0) if backend == "triton" else 1.0
 
 
@@ -172,17 +168,15 @@ def conv_inputs(batch: int = 2, S: int = 9, D: int = 3, K: int = 4, D_out: int =
 
 def conv_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """Triton rounds the results: 1. The reference rounds the sum, and then the activation: 2 for y. Gradients round the
-    sum at
-    which the activation's slope is evaluated, the gradient of that sum, and the result: 3. torch rounds each of K
-    products
-    and each of their sums, 8 with the bias where K = 4; with more taps the rounded parts are smaller."""
+    sum at which the activation's slope is evaluated, the gradient of that sum, and the result: 3. torch rounds each of
+    K products and each of their sums, 8 with the bias where K = 4; with more taps the rounded parts are smaller."""
     return {"triton": 1.0, "reference": 3.0}.get(backend, 8.0)
 
 
 def conv_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
     """The last state is a copy of inputs, so their gradients are sums of two: the gradient through y, rounded when it
-    leaves
-    the kernel, and the state's. The sum is rounded again. The gradient through y is the sum minus the state's."""
+    leaves the kernel, and the state's. The sum is rounded again. The gradient through y is the sum minus the state's.
+    """
     if "state" not in given:
         return {}
     copied = given["state"].abs().max().item() if given["state"].numel() else 0.0
@@ -275,11 +269,9 @@ def centaurus_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """The torch implementation and the reference compute in float32, and round the results: 1.
 
     Triton's projections are products in the dtype of the inputs. B and C are rounded for them, and these errors count
-    once for
-    a sum over channels; so are u, v and y: 4. For a gradient they are dv, du and dx: 4. Where torch lets cuBLAS
-    accumulate
-    float16 products in float16, each of the four counts twice.
-"""
+    once for a sum over channels; so are u, v and y: 4. For a gradient they are dv, du and dx: 4. Where torch lets
+    cuBLAS accumulate float16 products in float16, each of the four counts twice.
+    """
     return 1.0 if backend != "triton" else 8.0 if dtype == torch.float16 else 4.0
 
 
@@ -337,10 +329,8 @@ def norm_bar(length: int) -> float:
 
 def norm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """Triton computes in float32, and rounds the results: 1. The others round the norm, the product and the sum of the
-    skip,
-    the activation and its product: 5 for y. The gradient of the gate has the roundings of its factor (3), the product
-    with dy,
-    the activation's slope, and the result: 6; others have fewer."""
+    skip, the activation and its product: 5 for y. The gradient of the gate has the roundings of its factor (3), the
+    product with dy, the activation's slope, and the result: 6; others have fewer."""
     return 1.0 if backend == "triton" else 6.0
 
 
@@ -403,9 +393,8 @@ def residual_inputs(batch: int = 2, S: int = 7, D: int = 24) -> Tensors:
 
 def residual_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """The total is rounded before its norm: 1, which the gain multiplies. Triton rounds the result: 2. The others also
-    round
-    the norm, its product with the gain and the sum with the bias: 4, and one more in the backward pass, where the two
-    gradients of the total are added."""
+    round the norm, its product with the gain and the sum with the bias: 4, and one more in the backward pass, where the
+    two gradients of the total are added."""
     return 2.0 if backend == "triton" else 5.0
 
 

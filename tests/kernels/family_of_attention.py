@@ -19,10 +19,9 @@ def attention_inputs(
 
 def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     """The reference computes in float32, but rounds rotated q and k, and their gradient: 2. torch's kernels round
-    scores, of
-    size 6 here, which is the relative error of the weights (6); the weights and the result: 8 for y. Gradients also
-    have the
-    roundings of the gradients of weights and scores, the weights again, and the rotation: 12."""
+    scores, of size 6 here, which is the relative error of the weights (6); the weights and the result: 8 for y.
+    Gradients also have the roundings of the gradients of weights and scores, the weights again, and the rotation: 12.
+    """
     return 12.0 if backend == "torch" else 2.0
 
 

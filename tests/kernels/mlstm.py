@@ -24,10 +24,8 @@ def mlstm_inputs(
 
 def mlstm_bar(length: int) -> float:
     """Return the tolerance of sums over the tokens and a few products, each rounded at 2^-24. The division by |q.n|
-    multiplies
-    that by the cancellation in q.n, which in these draws is at least a tenth of its terms: a factor of ten in h, and of
-    ten
-    more in gradients, which contain both h and the divisor."""
+    multiplies that by the cancellation in q.n, which in these draws is at least a tenth of its terms: a factor of ten
+    in h, and of ten more in gradients, which contain both h and the divisor."""
     return 20 * (16 + length) * 2**-24
 
 
@@ -86,10 +84,8 @@ def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: A
 
 class Parts(NamedTuple):
     """numerator, divisor: the loss as a function of the numerator of h and the last C, and of the divisor and the last
-    n; in the
-    second all products of dh . h are positive, because they may cancel. flows: <C, dC> + <n, dn> before each token and
-    after
-    the last, all products positive. of_eps: the contribution of eps to dh . h, over all tokens."""
+    n; in the second all products of dh . h are positive, because they may cancel. flows: <C, dC> + <n, dn> before each
+    token and after the last, all products positive. of_eps: the contribution of eps to dh . h, over all tokens."""
 
     numerator: Tensor
     divisor: Tensor

@@ -106,8 +106,7 @@ def test_a_reset_starts_afresh_without_nan() -> None:
 )
 def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool) -> None:
     """Compared with the recurrent definition in value, state and gradient. Different initial stabilisers change results
-    by
-    about the normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own implementations)."""
+    by about the normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own implementations)."""
     x = an_mlstm(seq)
     state = MLSTMState(draw(2, 2, 4, 3), draw(2, 2, 4), draw(2, 2)) if carried else None
     options: dict[str, Any] = {"state": state, "return_state": True, "reverse": reverse}
@@ -215,7 +214,7 @@ def test_errors_show_trees() -> None:
     two = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=r"like one element, \{'a': \[2\], 'b': \[2\]\}; got \{'b': \[2\]\}"):
         associative_scan(sums, two, initial={"b": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"give a tree like the elements, .*; got None"):
+    with pytest.raises(ValueError, match=r"return a tree like the elements, .*; got None"):
         associative_scan(lambda a, b: None, two)
-    with pytest.raises(ValueError, match=r"give a tree like the elements, .*; got \{'a': "):
+    with pytest.raises(ValueError, match=r"return a tree like the elements, .*; got \{'a': "):
         associative_scan(lambda a, b: {"a": a["a"] + b["a"]}, two)

@@ -1,8 +1,7 @@
 """Properties specific to Centaurus: plans, the zero-order hold, causal rounding, segments.
 
 Common properties are in test_conformance.py, official numbers in tests/torch/test_golden_centaurus.py, layers of models
-in
-tests/torch/test_centaurus_layers.py.
+in tests/torch/test_centaurus_layers.py.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ def test_zero_order_hold_of_an_integrator() -> None:
 
 def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
     """100,000 tokens. Every state decays by at least exp(-0.05) a token, so some hundred tokens contribute. The error
-    of their
-    phases is a unit in the last place of an angle below 64 * pi a chunk: 2^-23 * 200."""
+    of their phases is a unit in the last place of an angle below 64 * pi a chunk: 2^-23 * 200."""
     g = torch.Generator().manual_seed(1)
     tensors = [x.detach() for x in inputs("neck", torch.float32, batch=1, S=100_000, H=2, N=2, M=3)]
     tensors[1] = -0.5 - torch.rand(2, 3, generator=g)
@@ -151,8 +149,7 @@ def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
 
 def test_later_tokens_do_not_change_earlier_outputs() -> None:
     """Tokens that are a million times larger leave all bits of earlier outputs unchanged: rounding in chunks is causal,
-    in an
-    FFT it is not (docs: the plan's header)."""
+    in an FFT it is not (docs: the plan's header)."""
     x, *rest = (t.detach() for t in inputs("neck", torch.float32, S=200))
     louder = x.clone()
     louder[:, 128:] *= 1e6

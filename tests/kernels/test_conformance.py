@@ -1,8 +1,7 @@
 """Properties that every implementation of every kernel must have. Properties of a single kernel are in its own file.
 
 Each test runs a few cases per kernel and implementation, in which every value of every axis occurs. Further cases,
-which
-cover all pairs of values, are marked slow. On a GPU all of them run: `pytest tests/kernels -m gpu`.
+which cover all pairs of values, are marked slow. On a GPU all of them run: `pytest tests/kernels -m gpu`.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def test_an_unrequested_state(subject: Subject, state: bool) -> None:
 
 @cases(SEQUENTIAL, EVERYWHERE, reverse=yes_if("reverse"), gradients=lambda kernel, on: [False, True])
 def test_results_have_memory_of_their_own(subject: Subject, reverse: bool, gradients: bool) -> None:
-    """The other outputs add nothing to any gradient."""
+    """Changing an output in place changes no state and no input, and a state does not keep a whole sequence alive."""
     x = subject.exact(state=False, **subject.kernel.small)
     with torch.set_grad_enabled(gradients):
         out, *state = subject(x, reverse=reverse).values()
@@ -190,7 +189,7 @@ def test_results_have_memory_of_their_own(subject: Subject, reverse: bool, gradi
 
 @cases(SEQUENTIAL, EVERYWHERE, variants=(), output=lambda kernel, on: ("out", *kernel.states))
 def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
-    """The rest adds nothing to any gradient."""
+    """The other outputs add nothing to any gradient."""
 
     def results(on: Implementation) -> Tensors:
         subject_there = subject._replace(on=on)
@@ -212,7 +211,7 @@ CUTS = ((1, 2, 6), range(1, 8))
     interpreted=None,
 )
 def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, reverse: bool) -> None:
-    """With the state carried on: the same outputs, last state and gradients, those of the first state included."""
+    """With the state passed on, outputs, last state and gradients are equal, including those of the first state."""
     S = 8
     x = subject.exact(S=S)
     marks = reset_marks(2, S) if resets else None
@@ -227,7 +226,7 @@ def test_resets_equal_separate_pieces(subject: Subject, reverse: bool) -> None:
     S = 8
     x = subject.exact(batch=1, S=S)
     marks = torch.zeros(1, S, dtype=torch.bool)
-    marks[0, [2, 4] if reverse else [3, 5]] = True  # a piece begins at its right end where it is read from there
+    marks[0, [2, 4] if reverse else [3, 5]] = True  # in reverse order a piece begins at its right end
     packed = subject(x, resets=marks, reverse=reverse)
     spans = [(0, 3), (3, 5), (5, S)]
     alone = []
@@ -238,7 +237,7 @@ def test_resets_equal_separate_pieces(subject: Subject, reverse: bool) -> None:
         alone.append(subject(piece, reverse=reverse))
     ys = [part["out"] for part in alone]
     expected = {**alone[-1], "out": torch.cat(ys[::-1] if reverse else ys, 1)}
-    # a cache keeps what lies before a reset, and an associative scan without a carry has other states than with one
+    # A cache contains tokens before a reset, and an associative scan without a carry has other states than with one.
     if subject.kernel.name in ("attention", "associative_scan"):
         packed, expected = ({"out": out["out"]} for out in (packed, expected))
     bar = subject.kernel.exactness(subject.on, subject.on.exact, S)
@@ -257,7 +256,7 @@ def test_reverse_is_the_flipped_scan(subject: Subject, resets: bool) -> None:
     assert_close(with_gradients(out, x), with_gradients(wanted, x), bar)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy, which mentions every NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
 @cases(
     [k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], poison=[float("nan"), float("inf")],
     reverse=yes_if("reverse"), cuts=lambda kernel, on: [(), *CUTS] if on.backend != "triton" else [()],
@@ -274,7 +273,7 @@ def test_a_reset_stops_nan_and_inf(subject: Subject, poison: float, reverse: boo
     size=lambda kernel, on: [(0, 3)] if kernel.min_length else [(0, 3), (2, 0), (0, 0)],
 )
 def test_nothing_has_gradients_of_zero(subject: Subject, size: tuple[int, int], state: bool) -> None:
-    """An empty share of a batch trains along; a state passes through an empty sequence as it is."""
+    """A rank with an empty part of a batch takes part in training; an empty sequence passes the state on unchanged."""
     batch, S = size
     x = subject.exact(batch=batch, S=S, state=state)
     out = subject(x)
@@ -318,13 +317,13 @@ def test_triton_reports_unsupported_calls(kernel: Kernel) -> None:
     for facts, reason in kernel.refused:
         assert not verdict(**facts).can
         assert reason in verdict(**facts).reason
-    assert not verdict(device="cpu").can  # `auto` does not choose the interpreter
+    assert not verdict(device="cpu").can  # `auto` never selects the interpreter
 
 
 @INTERPRETED
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.name)
 def test_one_input_of_float64_is_enough(kernel: Kernel) -> None:
-    """No Triton kernel computes in float64, so none may be chosen, whichever input has it."""
+    """No Triton kernel computes in float64, so none may be selected, whichever input is float64."""
     subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["triton"])
     x = subject.exact()
     for name in x:
@@ -338,7 +337,7 @@ def test_one_input_of_float64_is_enough(kernel: Kernel) -> None:
 
 @cases(KERNELS, EVERYWHERE, variants=())
 def test_autocast(subject: Subject) -> None:
-    """Recurrences compute as they do without; what is a product of matrices gives what torch's own gives."""
+    """Recurrences compute as without autocast; matrix products equal those of torch under autocast."""
     x = {name: t.detach().float() if t.is_floating_point() else t for name, t in subject.exact().items()}
     plain = subject(x)["out"]
     with torch.autocast(subject.on.device, dtype=torch.bfloat16):
@@ -346,7 +345,7 @@ def test_autocast(subject: Subject) -> None:
         by_torch = subject(x, backend="torch")["out"]
     assert found.dtype == by_torch.dtype or subject.on.name == "reference"
     if subject.kernel.name in ("mixing_conv", "headwise_linear", "attention"):
-        # the factors of a few products are rounded
+        # The factors of a few products are rounded.
         assert_close({"out": found.float()}, {"out": plain}, 2**-5)
     else:
         assert_close({"out": found}, {"out": plain}, subject.kernel.exactness(subject.on, torch.float32, 9))
@@ -359,7 +358,7 @@ def float32_leaves(subject: Subject, **sizes: int) -> Tensors:
 
 @cases(KERNELS, CPU[1:], variants=())
 def test_compiled_in_one_graph(subject: Subject) -> None:
-    """Value and gradient."""
+    """Both value and gradient."""
     x = float32_leaves(subject, S=10)
 
     def call(tensors: Tensors) -> Tensors:
@@ -371,10 +370,10 @@ def test_compiled_in_one_graph(subject: Subject) -> None:
     assert_close(with_gradients(compiled(x), x), with_gradients(call(x), x), bar)
 
 
-# of those below the first is compiled again for every length, and torch's attention for some
+# Ops below the first are compiled again for every length, as is torch's attention for some.
 @cases([k for k in KERNELS if k.name not in ("associative_scan", "attention")], ["torch"], variants=())
 def test_one_graph_for_all_lengths(subject: Subject) -> None:
-    """One for the first length, one for any."""
+    """There is one graph for the first length, and one for any other."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -391,7 +390,7 @@ def test_one_graph_for_all_lengths(subject: Subject) -> None:
 
 
 class Caller(torch.nn.Module):
-    """A call as a module, which is what is exported."""
+    """Wrap a call in a module for export."""
 
     def __init__(self, subject: Subject, resets: bool) -> None:
         super().__init__()
@@ -416,7 +415,7 @@ def test_one_export_of_the_definition_serves_every_length(subject: Subject, rese
 
 
 def check_export(subject: Subject, resets: bool) -> None:
-    """Assert that what is exported at one length computes others."""
+    """Assert that a program exported at one length computes others."""
     length = torch.export.Dim("length", min=2, max=4096)
     module = Caller(subject, resets)
 
@@ -436,7 +435,7 @@ def check_export(subject: Subject, resets: bool) -> None:
 
 
 class Ops(TorchDispatchMode):
-    """The ops of this package that are called while it is on, with their arguments."""
+    """Record the calls of this package's ops while this mode is active, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +449,7 @@ class Ops(TorchDispatchMode):
 
 @cases(KERNELS, CPU[1:], variants=(), resets=both_in_torch)
 def test_its_ops_satisfy_opcheck(subject: Subject, resets: bool) -> None:
-    """Schema, fake tensors, autograd: whatever op a call makes, with what it was called with."""
+    """Checks schema, fake tensors and autograd of every op that a call makes, with the arguments of that call."""
     x = float32_leaves(subject, batch=1, S=5)
     with Ops() as ops, torch.enable_grad():
         subject(x, resets=reset_marks(1, 5) if resets else None)
@@ -487,9 +486,10 @@ def of_the_first_input(subject: Subject, backend: str) -> tuple[Callable[[Tensor
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@cases([k for k in KERNELS if k.name != "attention"], ["torch"], variants=())  # torch's own has no forward mode
+@cases([k for k in KERNELS if k.name != "attention"], ["torch"], variants=())  # torch's own op has no forward mode
 def test_transforms(subject: Subject, transform: str) -> None:
-    """Forward mode and torch.func: what is made for reverse mode alone is passed over, and nothing is silently zero."""
+    """In forward mode and torch.func, implementations with only reverse mode are skipped, and no derivative is silently
+    zero."""
     found, wanted = (TRANSFORMS[transform](*of_the_first_input(subject, backend)) for backend in ("auto", "reference"))
     assert_close({"out": found}, {"out": wanted}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
 
@@ -531,7 +531,7 @@ def gpu(function: Any) -> Any:
 
 @gpu
 def test_the_same_bits_every_time(kernel: Kernel, dtype: torch.dtype) -> None:
-    """No sum depends on which program comes first: a race would show as a difference sooner or later."""
+    """No sum depends on the order of programs: a race would show as a difference sooner or later."""
     subject, x = called_on_device(kernel, dtype)
     first = with_gradients(subject(x), x)
     for _ in range(20):
@@ -551,7 +551,7 @@ def test_auto_takes_it_and_a_compiler_sees_one_node(kernel: Kernel, dtype: torch
 
 @gpu
 def test_in_a_graph(kernel: Kernel, dtype: torch.dtype) -> None:
-    """A CUDA graph replays what was captured: nothing waits."""
+    """A CUDA graph replays what was captured, without waiting for the host."""
     subject, x = called_on_device(kernel, dtype)
     x = {name: t.detach() for name, t in x.items()}
     expected = subject(x)

@@ -100,7 +100,7 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str, backend: str) -> 
     """At most ten times their float32 error, plus 1e-6 of the largest number; ten times that where beta is close to 2.
 
     Substitution over a chunk then loses a digit compared with the recurrence, since keys may be reflected repeatedly.
-"""
+    """
     cfg, _ = load(case)
     measured = cfg["measured"]
     lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}

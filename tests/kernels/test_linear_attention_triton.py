@@ -41,8 +41,7 @@ LONG = (
 )
 def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
     """As for the torch implementation: ten times that error, plus 1e-6 of the largest number; ten times that where beta
-    is
-    close to 2."""
+    is close to 2."""
     cfg, _ = stored.load(case)
     measured = cfg["measured"]
     lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}

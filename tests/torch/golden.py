@@ -69,7 +69,7 @@ def compare32(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor])
 
     The bound is at least 1e-6, because implementations use different stabilisers, as in float64. With one token the
     official forget gate has no gradient at all, and ours has what eps leaves of it (5e-7 and less).
-"""
+    """
     for key, found in results.items():
         bar = 10 * meta["f32_max_abs_err"][key] + 1e-6 * max(meta["max_abs"][key], 1.0)
         assert np.abs(found.numpy() - data[key]).max() <= bar, key

@@ -37,7 +37,7 @@ def judge(text: str, seed: int, length: int | None = None) -> bool:
 
     length: of the input in frames, where the spec leaves it open; random by default. A spec may limit the length of a
     run, by the length of its positions or a cache: longer input is then refused.
-"""
+    """
     try:
         return held(text, seed, length)
     except seqblocks.RunError as error:

@@ -25,7 +25,7 @@ class Mixer(NamedTuple):
     drift: a bound on the error in float32 after 100,000 tokens, relative to the largest output: four times the measured
     error (docs/measurements.md). low: the allowed bfloat16 error in units of 2^-8: one where only the output is
     rounded.
-"""
+    """
 
     run: Callable[[dict[str, Tensor]], Any]
     sequences: dict[str, tuple[int, ...]]
@@ -138,8 +138,7 @@ def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "slstm" else []) for n in MIXERS])
 def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
     """float32 has the measured drift. In bfloat16, recurrent mixers compute in float32 and round only the output, by
-    half a
-    unit in the last place, 2^-8; attention also rounds the rotated q and k and its weights."""
+    half a unit in the last place, 2^-8; attention also rounds the rotated q and k and its weights."""
     mixer = MIXERS[name]
     S = LONG // 10 if (name, kind) == ("slstm", "constant") else LONG  # a loop over time: minutes on two cores
     assert drift(name, torch.float32, kind, S) <= mixer.drift

@@ -76,8 +76,7 @@ def test_float64(case: str, form: str, plan: str | None) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "bigbatch" not in case])
 def test_float32(case: str, form: str, plan: str | None) -> None:
     """Ten times the official float32 run's own error, and at least 16 units in the last place of the largest value,
-    since the
-    official error of a sum of few numbers can be zero by chance. The recurrence rounds once a step."""
+    since the official error of a sum of few numbers can be zero by chance. The recurrence rounds once a step."""
     mode, w, data = load(case, torch.float32)
     if plan == "fold" and mode == "dws":
         return

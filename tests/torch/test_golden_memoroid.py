@@ -1,7 +1,7 @@
 """The mLSTM memoroid against memorax: the release that this project started from (`seed`) and a later one (`head`).
 
-The official state scales k by 1/sqrt(D); ours scales q, so C and n differ by that factor. Official gate kernels read
-q, k, v head by head; ours read all of q, then k, then v. Official behaviour that is not reproduced:
+The official state scales k by 1/sqrt(D); ours scales q, so C and n differ by that factor. Official gate kernels read q,
+k, v head by head; ours read all of q, then k, then v. Official behaviour that is not reproduced:
 
 - `head` cases with resets or a carry: the official convolution ignores both, so a chunk or an episode reads tokens of
 its neighbour. The whole layer is compared where there is no boundary; in the other cases the convolution is run across
@@ -227,8 +227,7 @@ def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if "head" in c])
 def test_it_is_the_mlstm(case: str) -> None:
     """The chunked kernel, started from the same stabiliser, computes the same h. Resets are excluded: they set m to 0
-    in
-    the kernel and change h by about eps = 1e-6."""
+    in the kernel and change h by about eps = 1e-6."""
     data, w, heads = load(case)
     inner, _ = projected(data, w, heads, torch.from_numpy(data["x"]))
     start = carry(data, "carry_in", torch.float64)

@@ -3,8 +3,7 @@
 The official modules use the parallel form of the cell, whose stabiliser lacks the path of the initial m = 0. With the
 cell's eps = 1e-6 the two forms differ by up to about 5e-7 of the value, so their float64 tolerance is 1e-6. Starting
 our recurrence at m = -1e30 removes that path. Only rounding is left then, and the tolerance is 1e-10. float32: ten
-times
-the error of the official float32 run, which adapts to each case's conditioning.
+times the error of the official float32 run, which adapts to each case's conditioning.
 """
 
 from __future__ import annotations

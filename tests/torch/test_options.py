@@ -155,8 +155,7 @@ checkpoint:
 
 def pairs(w: Weights, x: Tensor) -> Tensor:
     """`if_bidirectional`: pairs of layers run in parallel, one on the flipped sequence. Their outputs are added, and so
-    is the
-    residual stream of both, which doubles it."""
+    is the residual stream of both, which doubles it."""
     hidden, stream = x, torch.zeros_like(x)
     for first in (0, 2):
         given = stream + hidden
@@ -396,8 +395,7 @@ def test_dropout_is_in_the_official_places() -> None:
 @pytest.mark.parametrize("size", [(8, 12), (12, 20)], ids=str)
 def test_positions_of_another_grid(size: tuple[int, int]) -> None:
     """Overlapping patches use the positions of patches that do not overlap. Images of another size use the positions of
-    the
-    first size, interpolated in the model's own precision."""
+    the first size, interpolated in the model's own precision."""
     embed = "patch_embed: {patch: 4, stride: 2, features: 3}, position_embed: {rows: 2, columns: 3}"
     model, w = built(
         f"seqblocks: 1\nmodel: {{input: {{image: {{size: [8, 12]}}}}, steps: [{embed}]}}\nexpect: {{params: 165}}"

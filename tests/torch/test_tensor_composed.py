@@ -2,8 +2,7 @@
 model.
 
 The ranks are threads of this process and communicate through a list; test_distributed.py uses processes. The tolerance
-is
-1e-9 of the largest value in float64, for some hundreds of operations.
+is 1e-9 of the largest value in float64, for some hundreds of operations.
 """
 
 from __future__ import annotations
