@@ -156,7 +156,7 @@ def _lifted(
         out, given = pytree.tree_flatten(both)
         if given != spec or not all(isinstance(leaf, Tensor) for leaf in out):
             raise ValueError(
-                f"associative_scan wants combine to return a tree like the elements, {_shapes(a[:count], spec)}; "
+                f"associative_scan expects combine to return a tree like the elements, {_shapes(a[:count], spec)}; "
                 f"got {_shapes(out, given)}"
             )
         if len(a) == count:
@@ -176,17 +176,17 @@ def _shapes(leaves: list[Any], spec: Any) -> Any:
 def _check(leaves: list[Tensor], spec: Any, initial: Tree | None, resets: Tensor | None) -> None:
     if not leaves or any(leaf.dim() < 2 or leaf.shape[:2] != leaves[0].shape[:2] for leaf in leaves):
         raise ValueError(
-            f"associative_scan wants elements [B, S, ...] of one B and S; got {[list(x.shape) for x in leaves]}"
+            f"associative_scan expects elements [B, S, ...] of one B and S; got {[list(x.shape) for x in leaves]}"
         )
     batch, S = leaves[0].shape[:2]
     if S == 0:
-        raise ValueError("associative_scan wants at least one element")
+        raise ValueError("associative_scan expects at least one element")
     if initial is not None:
         given, other = pytree.tree_flatten(initial)
         shapes = [(batch, *leaf.shape[2:]) for leaf in leaves]
         if other != spec or [tuple(getattr(x, "shape", ())) for x in given] != shapes:
             raise ValueError(
-                f"associative_scan wants an initial carry like one element, "
+                f"associative_scan expects an initial carry like one element, "
                 f"{pytree.tree_unflatten([list(s) for s in shapes], spec)}; got {_shapes(given, other)}"
             )
     check_resets("associative_scan", resets, (batch, S))

@@ -199,7 +199,7 @@ def _check(
     fits = fits and (memory or q.shape[1] == k.shape[1])
     if not fits or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
-            "attention wants q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV] with G a divisor of H; "
+            "attention expects q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV] with G a divisor of H; "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if window is not None and window < 1:
@@ -209,12 +209,12 @@ def _check(
     if not causal and (state is not None or return_state):
         raise ValueError("attention: a state needs causal=True")
     if resets is not None and (resets.shape != q.shape[:2] or resets.dtype != torch.bool):
-        raise ValueError(f"attention wants resets bool {list(q.shape[:2])}; got {resets.dtype} {list(resets.shape)}")
+        raise ValueError(f"attention expects resets bool {list(q.shape[:2])}; got {resets.dtype} {list(resets.shape)}")
     if state is not None:
         K = state[0].shape[1]
         wanted = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
         found = [tuple(t.shape) for t in state]
         if found != wanted:
-            raise ValueError(f"attention wants a state of shapes {wanted}; got {found}")
+            raise ValueError(f"attention expects a state of shapes {wanted}; got {found}")
         if window is not None and window - 1 > K:
             raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")

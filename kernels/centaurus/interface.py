@@ -62,7 +62,7 @@ def centaurus(
         bank = _bank(A_real, A_imag, dt, B, C, None if E is None else E.to(real), mode, hold)
         shape = (x.shape[0], *bank.decay.shape, 2)
         if state is not None and state.shape != shape:
-            raise ValueError(f"centaurus wants a state {list(shape)}; got {list(state.shape)}")
+            raise ValueError(f"centaurus expects a state {list(shape)}; got {list(state.shape)}")
         check_resets("centaurus", resets, x.shape[:2])
         run = dispatch.choose(
             "centaurus", backend,
@@ -123,13 +123,13 @@ def _check(
         raise ValueError(f"centaurus: hold is euler or zoh, not {hold!r}")
     if x.dim() != 3 or A_real.dim() != 2 or A_imag.shape != A_real.shape or dt.shape != A_real.shape[:1]:
         raise ValueError(
-            "centaurus wants x [B, S, H], A_real and A_imag [N, M], dt [N]; "
+            "centaurus expects x [B, S, H], A_real and A_imag [N, M], dt [N]; "
             f"got {list(x.shape)}, {list(A_real.shape)}, {list(A_imag.shape)}, {list(dt.shape)}"
         )
     H, (N, M) = x.shape[2], A_real.shape
     if (E is None) != (mode == "pointwise") or (E is not None and E.shape != (N, M)):
         wanted = "no E" if mode == "pointwise" else f"E {[N, M]}"
-        raise ValueError(f"centaurus, mode {mode}, wants {wanted}; got {'none' if E is None else list(E.shape)}")
+        raise ValueError(f"centaurus, mode {mode}, expects {wanted}; got {'none' if E is None else list(E.shape)}")
     channels = N * M if mode == "pointwise" else N
     if mode in ("neck", "pointwise"):
         fits = B.shape == (channels, H) and C.dim() == 2 and C.shape[1] == channels
@@ -140,5 +140,5 @@ def _check(
         wanted += f" for A [{H}, M]" if mode == "dws" else f" for A [G {H}, M]"
     if not fits:
         raise ValueError(
-            f"centaurus, mode {mode}, wants {wanted}; got B {list(B.shape)}, C {list(C.shape)}, A {[N, M]}"
+            f"centaurus, mode {mode}, expects {wanted}; got B {list(B.shape)}, C {list(C.shape)}, A {[N, M]}"
         )

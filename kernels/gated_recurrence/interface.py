@@ -41,12 +41,12 @@ def gated_recurrence(
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if x.dim() != 3 or decay.shape != x.shape:
-        raise ValueError(f"gated_recurrence wants x, decay [B, S, E]; got {list(x.shape)}, {list(decay.shape)}")
+        raise ValueError(f"gated_recurrence expects x, decay [B, S, E]; got {list(x.shape)}, {list(decay.shape)}")
     dtype = torch.float64 if torch.float64 in (x.dtype, decay.dtype) else torch.float32
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], dtype=dtype)
     elif state.shape != (x.shape[0], x.shape[2]):
-        raise ValueError(f"gated_recurrence wants a state {[x.shape[0], x.shape[2]]}; got {list(state.shape)}")
+        raise ValueError(f"gated_recurrence expects a state {[x.shape[0], x.shape[2]]}; got {list(state.shape)}")
     check_resets("gated_recurrence", resets, x.shape[:2])
     run = dispatch.choose(
         "gated_recurrence", backend, {"x": x, "decay": decay, "state": state, "resets": resets},

@@ -64,7 +64,7 @@ def linear_attention(
     B, HV, K, columns = q.shape[0], v.shape[2], q.shape[3], v.shape[3] + normalize
     if state is not None and state.shape != (B, HV, K, columns):
         what = "[B, HV, K, V + 1], since `normalize` adds a column for z" if normalize else "[B, HV, K, V]"
-        raise ValueError(f"linear_attention wants a state {what} = {[B, HV, K, columns]}; got {list(state.shape)}")
+        raise ValueError(f"linear_attention expects a state {what} = {[B, HV, K, columns]}; got {list(state.shape)}")
     run = dispatch.choose(
         "linear_attention", backend, {**tensors, "state": state, "resets": resets},
         {"batch": B * HV, "length": q.shape[1]}, dtype=numerics.computed_in(*given),
@@ -88,7 +88,7 @@ def _check(
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and v.shape[:2] == q.shape[:2]
     if not fits or q.shape[2] == 0 or v.shape[2] % q.shape[2]:
         raise ValueError(
-            "linear_attention wants q, k [B, S, H, K] and v [B, S, HV, V], HV a multiple of H; "
+            "linear_attention expects q, k [B, S, H, K] and v [B, S, HV, V], HV a multiple of H; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     per_head, per_key = v.shape[:3], (*v.shape[:3], q.shape[3])
@@ -97,7 +97,7 @@ def _check(
     for name, (x, shapes) in wanted.items():
         if x is not None and tuple(x.shape) not in [tuple(shape) for shape in shapes]:
             expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"linear_attention wants {name} {expected}; got {list(x.shape)}")
+            raise ValueError(f"linear_attention expects {name} {expected}; got {list(x.shape)}")
     if (a is None) != (b is None):
         raise ValueError("linear_attention: a and b go together")
     if beta is not None and a is not None:
@@ -107,6 +107,6 @@ def _check(
     if bonus is not None and normalize:
         raise ValueError("linear_attention: give a bonus or `normalize`, not both")
     if resets is not None and resets.shape != q.shape[:2]:
-        raise ValueError(f"linear_attention wants resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
+        raise ValueError(f"linear_attention expects resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")

@@ -26,12 +26,12 @@ def residual_norm(
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if x.dim() < 1:
-        raise ValueError("residual_norm wants x [..., D]; got a scalar")
+        raise ValueError("residual_norm expects x [..., D]; got a scalar")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual_norm wants residual {list(x.shape)}; got {list(residual.shape)}")
+        raise ValueError(f"residual_norm expects residual {list(x.shape)}; got {list(residual.shape)}")
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.shape != x.shape[-1:]:
-            raise ValueError(f"residual_norm wants {name} [{x.shape[-1]}]; got {list(p.shape)}")
+            raise ValueError(f"residual_norm expects {name} [{x.shape[-1]}]; got {list(p.shape)}")
     dtype = numerics.computed_in(x, residual, weight, bias)
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     run = dispatch.choose(

@@ -301,9 +301,9 @@ CENTAURUS = Kernel(
     errors=(
         (lambda x: {"mode": "depthwise"}, "mode is one of neck"),
         (lambda x: {"hold": "bilinear"}, "hold is euler or zoh"),
-        (lambda x: {"mode": "dws"}, r"mode dws, wants B and C \[3\]"),
-        (lambda x: {"mode": "pointwise"}, "wants no E"),
-        (lambda x: {"state": torch.zeros(2, 4, 3)}, "wants a state"),
+        (lambda x: {"mode": "dws"}, r"mode dws, expects B and C \[3\]"),
+        (lambda x: {"mode": "pointwise"}, "expects no E"),
+        (lambda x: {"state": torch.zeros(2, 4, 3)}, "expects a state"),
         (lambda x: {"resets": torch.zeros(2, 8, dtype=torch.bool)}, "expects resets"),
         (lambda x: {"plan": "project"}, "supports neither states nor resets"),
         (lambda x: {"plan": "fft"}, "no plan 'fft'"),
@@ -422,7 +422,7 @@ RESIDUAL_NORM = Kernel(
     errors=(
         (lambda x: {"weight": x["weight"][:3]}, r"weight \[24\]; got \[3\]"),
         (lambda x: {"bias": x["bias"][:3]}, r"bias \[24\]; got \[3\]"),
-        (lambda x: {"residual": x["residual"][:1]}, r"wants residual \["),
+        (lambda x: {"residual": x["residual"][:1]}, r"expects residual \["),
     ),
     facts={"width": 64},
     refused=(({"width": 20_000}, "at most 8192"), ({"dtype": torch.float64}, "float64")),

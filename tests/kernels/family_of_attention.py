@@ -52,7 +52,7 @@ ATTENTION = Kernel(
         (lambda x: {"window": 0}, "window must be at least 1"),
         (lambda x: {"window": 200}, "too short for a window of 200"),
         (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
-        (lambda x: {"resets": torch.zeros(2, 9)}, r"wants resets bool \[2, 9\]"),
-        (lambda x: {"length": x["length"][:1]}, "wants a state of shapes"),
+        (lambda x: {"resets": torch.zeros(2, 9)}, r"expects resets bool \[2, 9\]"),
+        (lambda x: {"length": x["length"][:1]}, "expects a state of shapes"),
     ),
 )

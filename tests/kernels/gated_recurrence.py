@@ -26,8 +26,8 @@ GATED_RECURRENCE = Kernel(
     small={"batch": 1, "S": 5, "E": 2},
     implementations=("reference", "torch"),
     errors=(
-        (lambda x: {"decay": x["decay"][:, :3]}, r"wants x, decay \[B, S, E\]"),
-        (lambda x: {"state": x["state"][:1]}, r"wants a state \[2, 4\]"),
+        (lambda x: {"decay": x["decay"][:, :3]}, r"expects x, decay \[B, S, E\]"),
+        (lambda x: {"state": x["state"][:1]}, r"expects a state \[2, 4\]"),
         (lambda x: {"resets": torch.zeros(2, 3)}, r"resets \[B, S\] = \[2, 9\]"),
     ),
 )

@@ -33,8 +33,8 @@ def linear_attention_errors() -> Any:
     return (
         (lambda x: {"q": x["q"][0]}, r"q, k \[B, S, H, K\]"),
         (lambda x: {"v": x["v"][:, :, :1]}, "HV a multiple of H"),
-        (lambda x: {"decay": x["decay"][..., None]}, r"wants decay \[2, 9, 2\] or \[2, 9, 2, 4\]"),
-        (lambda x: {"beta": x["decay"][:, :3]}, r"wants beta \[2, 9, 2\]"),
+        (lambda x: {"decay": x["decay"][..., None]}, r"expects decay \[2, 9, 2\] or \[2, 9, 2, 4\]"),
+        (lambda x: {"beta": x["decay"][:, :3]}, r"expects beta \[2, 9, 2\]"),
         (lambda x: {"a": x["q"]}, "a and b go together"),
         (lambda x: {"a": x["q"], "b": x["q"], "beta": x["decay"]}, "give only one of them"),
         (lambda x: {"beta": x["decay"], "normalize": True}, "for the rule add"),

@@ -193,5 +193,5 @@ def test_a_memory_has_a_length_of_its_own(queries: int, keys: int, backend: str)
 @pytest.mark.parametrize("more", [{}, {"causal": False, "window": 3}, {"causal": False, "rotary": 100.0}])
 def test_only_a_memory_has(more: dict[str, Any]) -> None:
     q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 5, 1, 2)
-    with pytest.raises(ValueError, match="attention wants q"):
+    with pytest.raises(ValueError, match="attention expects q"):
         attention(q, k, k, **more)
