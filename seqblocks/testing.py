@@ -122,7 +122,7 @@ def _splits(
 def check_lookahead(
     model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0, tolerance: float | None = None
 ) -> None:
-    """Assert that no output depends on tokens beyond the declared lookahead (`lookahead.find`).
+    """Assert that no output depends on tokens after the declared lookahead (`lookahead.find`).
 
     seq: number of frames, as in `check_law`, if the spec does not fix the length. There is nothing to check for a model
     that reads images, returns a vector, or has unlimited lookahead. Tokens after several positions are replaced by new
@@ -141,7 +141,7 @@ def check_lookahead(
         for start in _starts(tokens + 1, seq):
             after = _by_name(model(torch.cat([x[:, :start], other[:, start:]], 1), **context))
             for name, rate in rates.items():
-                count = -(-(start - tokens) // rate)  # of the outputs that may not change
+                count = -(-(start - tokens) // rate)  # the number of outputs that must not change
                 what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
                 _assert_close(what, after[name][:, :count], before[name][:, :count], tolerance)
 
@@ -195,11 +195,11 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
             y, state = result
-            if y is None and context:  # the step runs at each token, and this call computed what a stream keeps
+            if y is None and context:  # this call only computed the stream's initial state
                 return
             axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
             expected = [batch, *axes]
-            if name.startswith(experts):  # as many tokens as are sent to it
+            if name.startswith(experts):  # an expert gets a varying number of tokens
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
@@ -330,7 +330,7 @@ def _pieces(model: SequenceModel, x: Tensor, context: Context, marks: Tensor) ->
 
 
 def _gradients(y: Output, leaves: list[Tensor]) -> list[Tensor]:
-    outputs = [each for each in _by_name(y).values() if each.requires_grad]  # token ids do not
+    outputs = [each for each in _by_name(y).values() if each.requires_grad]  # integer outputs do not
     if not outputs:
         return []
     total = sum((each * _weights(each)).sum() for each in outputs)
@@ -359,7 +359,7 @@ def _assert_tree_close(what: str, found: Any, expected: Any, tolerance: float) -
 
 
 def _assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float, least: float = 1.0) -> None:
-    """Assert that two tensors differ by at most `tolerance` of the largest number, of 1 and of `least`."""
+    """Assert that two tensors differ by at most `tolerance` times max(1, `least`, the largest expected value)."""
     assert found.shape == expected.shape, f"{what}: {list(found.shape)} is not {list(expected.shape)}"
     if not expected.numel():
         return

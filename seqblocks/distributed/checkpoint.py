@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(Tensor):
-    """A tensor of which each rank has some pieces, in the form that torch.distributed.checkpoint saves and loads."""
+    """A tensor split into pieces over ranks, with the interface that torch.distributed.checkpoint saves and loads."""
 
     _pieces: list[Piece]
 
@@ -70,8 +70,8 @@ class Pieces(Tensor):
 def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for `torch.distributed.checkpoint` to save, or to load in place.
 
-    state: that of the model or of its optimizer, as `get_model_state_dict` and `get_optimizer_state_dict` return it;
-    tensors stay where they are. Of a model that is not split over ranks it is returned as it is.
+    state: the result of `get_model_state_dict` or `get_optimizer_state_dict`. Tensors are not copied or moved. The
+    state of a model that is not split over ranks is returned unchanged.
     """
     _check(model)
     if not isinstance(state, Mapping):
@@ -82,8 +82,8 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
 def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     """Fill a model from a folder that `seqblocks.save` wrote, each rank with its part.
 
-    Tensors are read one at a time. RunError where the weights are not this model's, and then nothing is filled;
-    UsageError where the folder is at fault.
+    Tensors are read one at a time. Raises RunError, without filling anything, if the weights do not fit this
+    model, and UsageError if the folder is invalid.
     """
     _check(model)
     _, weights = read_model(Path(os.path.realpath(as_path(path))), path)
@@ -93,7 +93,7 @@ def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
 
 def _check(model: Any) -> None:
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"this takes what build made, or its part on a rank, not {type(model).__name__}")
+        raise UsageError(f"expected a model from seqblocks.build or a rank's part of one, not {type(model).__name__}")
 
 
 def _shapes(model: SequenceModel) -> dict[str, torch.Size]:
@@ -101,7 +101,7 @@ def _shapes(model: SequenceModel) -> dict[str, torch.Size]:
 
 
 def _in_pieces(parts: Parts, state: Any, shapes: Mapping[str, torch.Size], name: str) -> Any:
-    """Return a state in which tensors of the shape of the parameter that they belong to are pieces."""
+    """Return a state in which each tensor with the shape of its parameter is replaced by Pieces."""
     if isinstance(state, Mapping):
         names = {key: key if key in shapes else name for key in state}
         return {key: _in_pieces(parts, value, shapes, names[key]) for key, value in state.items()}
@@ -114,7 +114,7 @@ def _in_pieces(parts: Parts, state: Any, shapes: Mapping[str, torch.Size], name:
 
 
 def _pieces_of(tensor: Tensor, cut: Cut, parts: Parts) -> Iterator[Piece]:
-    """Yield what a rank has of a whole tensor: its part, or where that is sharded some rows of it."""
+    """Yield a rank's pieces of a whole tensor: its part, or some rows of that part if it is sharded."""
     own, first = local(tensor), _first_row(tensor)
     start = 0
     for offset, length in cut.pieces(parts.rank, parts.ranks):
@@ -140,14 +140,14 @@ def _first_row(tensor: Any) -> int:
 def _check_norm(norm: Any) -> None:
     is_number = isinstance(norm, Real | Tensor)
     if not (is_number and norm >= 0):
-        raise UsageError(f"max_norm is a number from 0 on, not {norm!r}")
+        raise UsageError(f"max_norm must be a number of at least 0, not {norm!r}")
 
 
 @torch.no_grad()
 def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     """Clip the gradients of a model on several ranks to a total norm of at most `max_norm`.
 
-    Returns the norm before that, the same on all ranks; all must call it.
+    Returns the norm before clipping, equal on all ranks. All ranks must call it.
     """
     _check(model)
     _check_norm(max_norm)

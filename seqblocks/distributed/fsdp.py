@@ -39,14 +39,14 @@ def shard(
     Each layer of a `repeat` is a group, whose parameters are gathered while it runs; all others are one group with the
     model. A layer whose parameters are tied to, or shared with, those of steps outside it belongs to the group of the
     layer or model around both. Parameters that are float32 in a half-precision model are not sharded: each rank has a
-    copy, and their gradients are reduced as the others' are.
+    copy, and their gradients are reduced like the others.
 
     mesh: a DeviceMesh of one axis, or of two (copies, shards); by default all ranks. dtype: what layers compute in,
     with float32 master weights ("bf16" for a model built in float32); float32 parameters stay so. checkpointing: layers
-    compute their activations again in the backward pass. reduce: whether gradients are averaged over ranks or added.
-    reshard_after_forward: as FSDP2 has it. A model on "meta" is materialised after it is sharded, by
-    `model.to_empty(device=…)` and `model.reset_parameters(seed)`, with the numbers it would have on one device.
-    Raises UsageError for arguments, UnavailableError without a process group.
+    recompute their activations in the backward pass. reduce: whether gradients are averaged over ranks or added.
+    reshard_after_forward: as in FSDP2. A model on "meta" is materialised after it is sharded, by
+    `model.to_empty(device=…)` and `model.reset_parameters(seed)`, with the same values as on one device.
+    Raises UsageError for invalid arguments, UnavailableError without a process group.
     """
     _check(model, reduce)
     mesh = checked_mesh(mesh)
@@ -85,9 +85,9 @@ def _names_inside(node: graph.Node) -> set[str]:
 
 def _check(model: Any, reduce: str) -> None:
     if not isinstance(model, SequenceModel | Stage):
-        raise UsageError(f"shard takes what build made, or a stage of it, not {type(model).__name__}")
+        raise UsageError(f"shard needs a model from seqblocks.build or a stage of one, not {type(model).__name__}")
     if reduce not in ("mean", "sum"):
-        raise UsageError(f"gradients are reduced by mean or sum, not {reduce!r}")
+        raise UsageError(f"reduce must be mean or sum, not {reduce!r}")
     check_group("shard over")
     if any(hasattr(module, "unshard") for module in model.modules()):
         raise UsageError("the model is sharded already")
@@ -101,13 +101,13 @@ def check_group(what: str) -> None:
 
 
 def checked_mesh(mesh: Any, axes: int = 2) -> Any:
-    """Return a mesh of at most so many axes; for None one of all ranks. Raises UsageError."""
+    """Return a mesh with at most `axes` axes, by default of all ranks. Raises UsageError."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise UsageError(f"a mesh is a DeviceMesh (init_device_mesh), not {type(mesh).__name__}")
+        raise UsageError(f"the mesh must be a DeviceMesh (from init_device_mesh), not {type(mesh).__name__}")
     if mesh is not None and mesh.ndim > axes:
-        raise UsageError(f'the mesh has {mesh.ndim} axes, and at most {axes} are used: pass some of them, mesh["data"]')
+        raise UsageError(f'the mesh has {mesh.ndim} axes, but at most {axes} can be used: select some, mesh["data"]')
     if mesh is not None:
         return mesh
     kind = torch.accelerator.current_accelerator()
@@ -116,12 +116,12 @@ def checked_mesh(mesh: Any, axes: int = 2) -> Any:
 
 
 def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Parameter]:
-    """Make a copy on each rank of parameters whose precision is their own, which no group of another dtype takes."""
+    """Replicate parameters with a fixed precision, since FSDP2 needs one dtype per group."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     made: dict[int, nn.Parameter] = {}
     if mesh.ndim > 1:
-        mesh._flatten()  # then torch reduces over all ranks at once, with the same rounding on each
+        mesh._flatten()  # torch then reduces over all ranks at once, with the same rounding on each rank
     for item in graph.parameters(model.graph):
         if item.parameter.full_precision:
             path, _, leaf = item.name.rpartition(".")
@@ -138,17 +138,17 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
 
 
 def outermost(paths: list[str]) -> list[str]:
-    """Return those of some paths of modules that are in no other of them."""
+    """Return the paths of modules that are not inside other modules in the list."""
     return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
 
 def _recompute(layer: nn.Module) -> None:
-    """Let a layer compute its activations again in the backward pass. A wrapper would change names of parameters."""
+    """Make a layer recompute its activations in the backward pass, without a wrapper, which would rename parameters."""
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _is_alone(path: str, parameters: list[Named]) -> bool:
-    """Return whether a layer's parameters are read in it alone, and are not those of a step outside it."""
+    """Return whether a layer shares no parameters with steps outside it."""
     prefix = f"{path}."
     for item in parameters:
         if item.tied:
@@ -164,7 +164,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast floating inputs. FSDP2 would cast the tensors of a state too, which are float32."""
+    """Cast floating-point inputs. FSDP2 itself would also cast the tensors of a state, which must stay float32."""
 
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -191,4 +191,4 @@ def _fully_shard(
     if reduce == "sum":
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sums that are multiplied first
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums

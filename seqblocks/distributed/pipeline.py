@@ -23,9 +23,9 @@ from seqblocks.runtime.step import Place
 class Stage(Body):
     """A stage: some steps of a model and some layers of its repeats, with their names in the model.
 
-    Called with the tensors that the stage before returns (the first: with the model's inputs, in order), it returns
-    those that the next one is called with, as `torch.distributed.pipelining.PipelineStage` wants it; the last returns
-    the model's output, several as a tuple.
+    Its inputs are the outputs of the previous stage, and the first stage takes the model's inputs, in order. The last
+    stage returns the model's output, or a tuple of several. This is the interface that
+    `torch.distributed.pipelining.PipelineStage` requires.
     """
 
     def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any]) -> None:
@@ -44,7 +44,7 @@ class Stage(Body):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
-        """Initialise all parameters to those of the whole model with this seed."""
+        """Initialise all parameters to the values that the whole model has with this seed."""
         draw_all(self, self.graph, seed)
         self.tie()
 
@@ -54,18 +54,18 @@ class Stage(Body):
 
 
 def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
-    """Return a stage of a model, with the model's own parameters; of a model on "meta" to be materialised like that.
+    """Return a stage of a model, which uses the model's own parameters. It stays on "meta" if the model is.
 
     The model is cut between its steps and between the layers of its repeats, so that the stages have about as many
-    multiply-accumulates each. Raises UsageError where it cannot be cut into so many, or where steps of two stages
-    share parameters: each would train a copy of its own.
+    multiply-accumulates each. Raises UsageError if it cannot be cut into so many stages, or if steps of two
+    stages share parameters, since each stage would train its own copy.
     """
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"a stage is one of what build made, not of {type(model).__name__}")
+        raise UsageError(f"pipeline_stage needs a model from seqblocks.build, not {type(model).__name__}")
     if type(index) is not int or type(stages) is not int:
-        raise UsageError(f"stages are counted by whole numbers, not {index!r} of {stages!r}")
+        raise UsageError(f"index and stages must be whole numbers, not {index!r} and {stages!r}")
     if not 0 <= index < stages:
-        raise UsageError(f"of {stages} stages there is no number {index}")
+        raise UsageError(f"there is no stage {index} among {stages} stages")
     parts, types = stage_graphs(model.spec, stages)
     with torch.device("meta"):
         stage = Stage(parts[index], model.spec, types)
@@ -77,7 +77,7 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
 
 
 class Segment(NamedTuple):
-    """What is not cut: a step, or a layer of a repeat."""
+    """An indivisible part of a model: a step, or a layer of a repeat."""
 
     node: Node
     label: str
@@ -85,10 +85,10 @@ class Segment(NamedTuple):
 
 
 def stage_graphs(spec: ModelSpec, stages: int) -> tuple[list[Graph], dict[int, Any]]:
-    """Return the graphs of a model's stages, and the types of all values, of which there are some more than before."""
+    """Return the graphs of a model's stages, and the types of all values, including new ones between stages."""
     segments = list(_segments(spec.graph))
     if len(segments) < stages:
-        raise UsageError(f"{spec.name} has {len(segments)} steps and layers, which are not enough for {stages} stages")
+        raise UsageError(f"{spec.name} has {len(segments)} steps and layers, too few for {stages} stages")
     types = dict(spec.types)
     bounds = _bounds([segment.work for segment in segments], stages)
     nodes = [list(_nodes(segments[a:b])) for a, b in pairwise(bounds)]
@@ -121,7 +121,7 @@ def _work(nodes: list[Node]) -> int:
 
 
 def _bounds(work: list[int], stages: int) -> list[int]:
-    """Return where stages begin and end, so that the longest of them is as short as it can be."""
+    """Return the bounds of the stages that minimise the work of the largest one."""
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, (0,))}
     sums = [0]
     for each in work:
@@ -134,7 +134,7 @@ def _bounds(work: list[int], stages: int) -> list[int]:
 
 
 def _nodes(segments: list[Segment]) -> Iterator[Node]:
-    """Yield the nodes of a stage: a repeat with those of its layers that are in it."""
+    """Yield the nodes of a stage; a repeat keeps only the layers in this stage."""
     at = 0
     while at < len(segments):
         node = segments[at].node
@@ -145,7 +145,7 @@ def _nodes(segments: list[Segment]) -> Iterator[Node]:
 
 
 def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:
-    """Give a repeat that goes on in the next stage a value of its own to hand on."""
+    """Give each repeat that continues in the next stage a new output value."""
     for group, following in pairwise(nodes):
         last, first = group[-1], following[0]
         if last.kind == "repeat" and first.name == last.name:
@@ -160,6 +160,6 @@ def _check_shared(spec: ModelSpec, parts: list[Graph]) -> None:
     for item in graph.parameters(spec.graph, shared=True):
         if item.tied and places[item.name] != places[item.tied]:
             where = f"stages {places[item.tied]} and {places[item.name]}"
-            raise UsageError(f"{item.name} is {item.tied}, and they would be in {where}, two parameters: untie them")
+            raise UsageError(f"{item.name} and {item.tied} share a parameter, but would be in {where}: untie them")
 
 

@@ -21,9 +21,9 @@ from seqblocks.types import Wire
 class Exchange(NamedTuple):
     """The communication between ranks before and after an op.
 
-    enter: for each value that it reads, what is done with it: `slice`, `gather`, `copy` (whose gradients are added).
-    leave: what is done with the output: `sum`, `gather` or nothing. copied: parameters that each rank has and whose
-    gradients are added; added: those among them that are part of a sum, so that each rank adds its share.
+    enter: the operation on each input: `slice`, `gather`, or `copy` (which sums gradients). leave: the operation on the
+    output: `sum`, `gather` or none. copied: replicated parameters, whose gradients are summed; added: those of them
+    that are terms of a sum, to which each rank adds its share.
     """
 
     enter: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The part of each of `ranks`: its spec, how parameters are split, and the communication, by op."""
+    """A tensor-parallel plan: the spec of one rank, the split of parameters, and the communication of each op."""
 
     ranks: int
     whole: ModelSpec
@@ -51,14 +51,14 @@ class Plan(NamedTuple):
 def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
     """Return how the steps of a model are split over a number of ranks.
 
-    A step is split as its op declares (`Op.splits`); what declares nothing is computed whole on each rank, and so is
-    what would only be gathered again. Raises UsageError that names the mixers whose heads or groups cannot be dealt out
-    evenly, or says that no step can be split.
+    A step is split as its op declares (`Op.splits`). Each rank computes the whole step if the op declares no split, or
+    if the result would only be gathered again. Raises UsageError with the mixers whose heads or groups cannot be
+    divided evenly, or if no step can be split.
     """
     if not isinstance(spec, ModelSpec):
-        raise UsageError(f"tensor_plan takes what load_model returns, or model.spec, not {type(spec).__name__}")
+        raise UsageError(f"tensor_plan needs a spec from load_model, or model.spec, not {type(spec).__name__}")
     if type(ranks) is not int or ranks < 1:
-        raise UsageError(f"a model is split over a whole number of ranks, at least 1, not {ranks!r}")
+        raise UsageError(f"ranks must be a whole number of at least 1, not {ranks!r}")
     planner = _Planner(spec, ranks)
     while planner.changed:
         plan = planner.run()
@@ -70,7 +70,7 @@ def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
 
 
 class _Planner:
-    """Plans again, with more values and steps that must be whole, until nothing contradicts."""
+    """Repeats planning, with more values and steps required whole, until the plan is consistent."""
 
     def __init__(self, spec: ModelSpec, ranks: int) -> None:
         self.spec, self.ranks = spec, ranks
@@ -80,10 +80,10 @@ class _Planner:
         self.refused: list[str] = []
 
     def run(self) -> Plan:
-        self.parts: dict[int, bool] = dict.fromkeys(self.spec.graph.reads, False)  # by value: whether ranks have parts
+        self.parts: dict[int, bool] = dict.fromkeys(self.spec.graph.reads, False)  # by value: are there parts
         self.origins: dict[int, frozenset[int]] = {}  # by value: the nodes that split its features first
         self.starts: set[int] = set()
-        self.used: set[int] = set()  # starts whose parts are used up by a sum
+        self.used: set[int] = set()  # starts whose parts a sum combines
         self.types = dict(self.spec.types)
         self.cuts: dict[int, dict[str, Cut]] = {}
         self.exchanges: dict[int, Exchange] = {}
@@ -100,7 +100,7 @@ class _Planner:
         return Plan(self.ranks, self.spec, spec, cuts, self.exchanges, tuple(self.steps.items()))
 
     def _cut_parameters(self, local: Graph) -> Iterator[tuple[graph.Named, Cut]]:
-        """Yield each parameter that is cut. One that is cut otherwise than the one it shares must be whole."""
+        """Yield each parameter that is cut. A parameter that is shared but cut differently must stay whole."""
         found = {item.name: item for item in graph.parameters(local, shared=True)}
         for item in found.values():
             cut = self._cut_of(item)
@@ -117,11 +117,11 @@ class _Planner:
         self.whole |= {value for value in values if self.parts.get(value)}
 
     def _pass(self, outer: int, inner: int) -> None:
-        """Give a body's input the layout of the value that it is called with."""
+        """Give a body's input the layout of its argument."""
         is_part = self.parts[outer]
         if inner in self.whole:  # a step of the body needs it whole
             self._need_whole(outer)
-        if self.parts.setdefault(inner, is_part) != is_part:  # the same body is called twice, with others
+        if self.parts.setdefault(inner, is_part) != is_part:  # the same body is called with two layouts
             self._need_whole(outer, inner)
             self.parts[inner] = self.parts[inner] and is_part
         self.origins[inner] = self.origins.get(outer, frozenset())
@@ -205,15 +205,15 @@ class _Planner:
         return made
 
     def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
-        """Return the state that a rank has of a step: of its part of the op, or its part of a context's value."""
+        """Return the state of a step on one rank: for its part of the op, or its part of a context's value."""
         if not node.kept:
-            return op.state(*wires) if node.state else {}  # a context is read at once, and has no state
+            return op.state(*wires) if node.state else {}  # a context is read whole, without a state
         wire = self._local(node.type, is_part)
         assert wire
         return {"output": kept_state(wire)}
 
     def _undivided(self, node: Node, path: str) -> Node:
-        """Return a step that each rank computes whole, from whole inputs."""
+        """Return a step that each rank computes whole, with its inputs gathered."""
         assert node.op
         self._note_outputs(node, False, frozenset())
         if not any(self.parts[value] for value in node.reads):
@@ -225,7 +225,7 @@ class _Planner:
         return node._replace(op=op)
 
     def _choose(self, node: Node, path: str) -> Split | None:
-        """Return the split of a step that moves the fewest numbers for each token, or None to compute it whole."""
+        """Return the split of a step that communicates the fewest values per token, or None to compute it whole."""
         reads_parts = any(self.parts[value] for value in node.reads)
         if node.op is None or node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
             return None
@@ -242,7 +242,7 @@ class _Planner:
         return best if best and self._moved(node, best) <= whole else None
 
     def _fits(self, node: Node, split: Split) -> bool:
-        """Whether all widths can be dealt out, and nothing that is tied is cut."""
+        """Return whether all widths divide evenly and no tied parameter is cut."""
         assert node.type
         read = {port: [self.spec.types[v] for v in node.inputs.get(port, ())] for port in split.parts}
         if any(wire is None or wire.features % self.ranks for wires in read.values() for wire in wires):
@@ -252,7 +252,7 @@ class _Planner:
         if split.sums:
             return True
         if any(len(wires) > 1 for wires in read.values()):
-            return False  # its parts would be of each of the joined wires
+            return False  # a part would combine parts of each joined wire
         if node.split and (split.parts or any(value in self.whole for value in node.outputs)):
             return False
         return not any(width % self.ranks for width in node.split or (node.type.features,))
@@ -291,7 +291,7 @@ class _Planner:
         return found
 
     def _sections(self, node: Node, split: Split) -> tuple[int, ...]:
-        """Return the widths of the wires that an op's input or output is made of, along which it is cut."""
+        """Return the widths of the wires joined in an op's input or output; each wire is cut separately."""
         if not split.parts:
             return node.split if node.split and not split.sums else (1,)
         joined = [values for port, values in node.inputs.items() if port in split.parts and len(values) > 1]
@@ -318,7 +318,7 @@ class _Planner:
 
 
 def _tied(body: Graph) -> Iterator[int]:
-    """Yield the ids of nodes that have a parameter that is tied to another's."""
+    """Yield the ids of nodes with a parameter tied to another node's."""
     found = {item.name: item for item in graph.parameters(body, shared=True)}
     for item in found.values():
         if item.tied and not item.shared:
@@ -330,7 +330,7 @@ def _axis(node: Node) -> int:
 
 
 def _words(node: Node, split: Split, gathers: bool) -> str:
-    """Say how a step is split."""
+    """Return a description of how a step is split."""
     if split.sums:
         return "columns, outputs summed" if split.parts else "hidden features, outputs summed"
     what = _counted(node, split) if split.parts else "rows"
@@ -338,7 +338,7 @@ def _words(node: Node, split: Split, gathers: bool) -> str:
 
 
 def _counted(node: Node, split: Split) -> str:
-    """Return what is dealt out: the arguments that count it, or features."""
+    """Return the names of what is divided: the arguments that count it, or features."""
     assert node.op
     before, after = node.op.model_dump(), split.op.model_dump()
     changed = [name for name in before if before[name] != after[name] and name != "features"]

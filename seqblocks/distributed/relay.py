@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
 
 class Link:
-    """Messages between the ranks of a group: sending does not wait, receiving does. Counts what is sent."""
+    """Messages between the ranks of a group. Sending does not block, receiving does. Counts the messages sent."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -33,7 +33,7 @@ class Link:
         self._pending: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Iterable[Tensor], to: int) -> None:
-        """Send tensors as one message. Nothing is sent where they are empty."""
+        """Send tensors as one message. Empty tensors are not sent."""
         message = torch.cat([_as_bytes(x) for x in tensors])
         if not message.numel():
             return
@@ -43,7 +43,7 @@ class Link:
         self.messages, self.bytes = self.messages + 1, self.bytes + message.numel()
 
     def receive(self, kinds: list[Kind], source: int, device: torch.device) -> list[Tensor]:
-        """Return the tensors that another rank sent, each in memory of its own."""
+        """Return the tensors that another rank sent, each in its own memory."""
         sizes = [_bytes_of(kind) for kind in kinds]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if message.numel():
@@ -52,7 +52,7 @@ class Link:
         return [part.clone().view(kind.dtype).view(kind.shape) for part, kind in zip(parts, kinds, strict=True)]
 
     def wait(self) -> None:
-        """Wait until what was sent has arrived."""
+        """Wait until all sent messages have arrived."""
         for work, _ in self._pending:
             work.wait()
         self._pending = []
@@ -73,12 +73,12 @@ def _bytes_of(kind: Kind) -> int:
 
 
 class Part(NamedTuple):
-    """The part of a call that a rank has, in one direction.
+    """A rank's part of a call, in one direction of a scan.
 
-    earlier, later: the ranks that a scan runs on before and after this one, None at an end. before, after: how many
-    tokens of the model's input are on all of those. begins, next_begins [batch]: whether a sequence begins with the
-    first token, and with the token after the part; None without resets. tracked: whether gradients are handed back.
-    summaries: whether steps that can summarise their tokens do so.
+    earlier, later: the ranks before and after this one in the direction of the scan, None at an end. before, after: the
+    total number of input tokens on all earlier and all later ranks. begins, next_begins [batch]: whether a sequence
+    begins with the first token, and with the token after the part; None without resets. tracked: whether gradients are
+    sent back. summaries: whether steps summarise their tokens if they can.
     """
 
     link: Link
@@ -103,8 +103,9 @@ class Part(NamedTuple):
 
 
 class Relay:
-    """Hands on the states of one call. Each step's state is received and sent once in a direction, also where
-    activation checkpointing computes the step again.
+    """Receives and sends the states of one call.
+
+    Each step's state is received and sent once per direction, even if activation checkpointing recomputes the step.
     """
 
     def __init__(self, part: Part) -> None:
@@ -138,7 +139,7 @@ class Relay:
     def _transition(
         self, op: Op, p: dict[str, Any], call: Call, inputs: list[Any]
     ) -> Callable[[States], States] | None:
-        if not inputs[0].shape[1]:  # without tokens the state goes on as it is
+        if not inputs[0].shape[1]:  # without tokens, the state is passed on unchanged
             return lambda state: state
         if op.summary_cost and not self.part.summaries:
             return None
@@ -148,7 +149,7 @@ class Relay:
         return op.transition(p, call, *inputs)
 
     def _kinds(self, step: Carrying, inputs: list[Any], before: int) -> list[Kind]:
-        """Return what a step's state is made of. Parts that follow the model's dtype follow that of the inputs."""
+        """Return the kinds of a step's state tensors. Tensors in the model's dtype have the dtype of the inputs."""
         dtype = torch.float32
         floats = [x.dtype for x in inputs if x is not None and x.is_floating_point()]
         for at, each in enumerate(floats):
@@ -164,7 +165,7 @@ class Relay:
         }
 
     def _before(self, step: Carrying, inputs: list[Any]) -> tuple[States | None, list[Any]]:
-        """Return the state that the earlier rank hands on, None on the first rank, and the inputs to go on with."""
+        """Return the earlier rank's state (None on the first rank) and the inputs, connected to its gradient."""
         if self.part.earlier is None:
             return None, inputs
         kinds = self._kinds(step, inputs, self.part.before)
@@ -193,10 +194,10 @@ def _sizes(state: State, tokens: int) -> tuple[int, ...]:
 def _joined(
     function: type[_Received] | type[_Sent], part: Part, state: list[Tensor], tensors: list[Any]
 ) -> tuple[list[Tensor], list[Any]]:
-    """Pass a state and tensors that a step reads or makes through a node of the graph of gradients.
+    """Pass a state and a step's inputs or outputs through one autograd node.
 
-    A backward pass that reaches the step reaches the node, whatever the step makes of its state: the neighbours wait
-    for one another. Integers, and inputs that are absent, go past it.
+    Every backward pass through the step then reaches the node, even if the step ignores its state; otherwise the
+    neighbouring rank would wait forever. Integer tensors and absent inputs bypass the node.
     """
     floats = [at for at, x in enumerate(tensors) if x is not None and x.is_floating_point()]
     exact = [at for at, x in enumerate(state) if x.is_floating_point()]
@@ -213,7 +214,7 @@ def _joined(
 
 
 class _Received(torch.autograd.Function):
-    """The identity. Backward, the gradients of the state go to the rank that it came from."""
+    """Identity in the forward pass; the backward pass sends the state's gradients to the rank that sent the state."""
 
     @staticmethod
     def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -229,7 +230,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """The identity. Backward, the gradients of the state come from the rank that it went to."""
+    """Identity in the forward pass; the backward pass receives the gradients of the state that was sent."""
 
     @staticmethod
     def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

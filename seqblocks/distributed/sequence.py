@@ -17,28 +17,28 @@ from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
 
 ORDERS = ("forward", "reverse")  # of scans
-BUCKET = 2**25  # numbers of gradients that are added in one message
+BUCKET = 2**25  # gradient elements that are summed in one message
 
 
 def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | None = None) -> SequenceParallel:
-    """Return what runs a model on a sequence whose parts are on the ranks of a group, in the order of the ranks.
+    """Return a callable that runs a model on a sequence split over the ranks of a group, in the order of the ranks.
 
     model: as `build` returns it, the same on all ranks, or wrapped by DDP or fully_shard. group: a process group or a
-    mesh of one dimension; by default all ranks. summaries: whether steps that can, such as `ssm`, compute what their
-    tokens do to any state before they wait for theirs, which takes some of the step's time again; by default where
-    more ranks would wait for one another than the model has such steps (docs/sequence_parallel.md).
-    Raises RunError where a step needs the whole sequence at once, UsageError.
+    mesh of one dimension; by default all ranks. summaries: whether steps such as `ssm` summarise the effect of
+    their tokens on any state while they wait for the previous rank's state, at some extra cost; by default, if there
+    are more ranks than such steps (docs/sequence_parallel.md).
+    Raises RunError if a step needs the whole sequence at once, UsageError for invalid arguments.
     """
     if not distributed.is_initialized():
         raise UsageError("there is no process group: call torch.distributed.init_process_group first")
     inner = next((module for module in model.modules() if isinstance(module, SequenceModel)), None)
     if inner is None:
-        raise UsageError(f"a sequence is split for a model that seqblocks built, not for {type(model).__name__}")
+        raise UsageError(f"sequence_parallel needs a model from seqblocks.build, not {type(model).__name__}")
     if obstacle := graph.stream_obstacle(inner.spec, ORDERS):
         raise RunError(" cannot run on a part of a sequence: ".join(obstacle))
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise UsageError(f"a sequence is split along one dimension of a mesh, and this one has {group.ndim}")
+            raise UsageError(f"the mesh has {group.ndim} dimensions, but a sequence is split along one")
         group = group.get_group()
     return SequenceParallel(model, inner, Link(group), summaries)
 
@@ -52,7 +52,7 @@ class SequenceParallel:
         parallel.mean(losses).backward()
         parallel.sum_gradients()
 
-    All ranks make the same calls in the same order, and each calls backward. rank, size: of the group.
+    All ranks must make the same calls in the same order, and each must call backward. rank, size: of the group.
     """
 
     def __init__(self, model: nn.Module, inner: SequenceModel, link: Link, summaries: bool | None) -> None:
@@ -68,9 +68,10 @@ class SequenceParallel:
     ) -> Any:
         """Return the output for this rank's tokens.
 
-        x [batch, tokens, features] (or token ids [batch, tokens]): this rank's part, whose length may be another
-        on each rank. resets [batch, tokens]: of this part. cu_seqlens: of the whole sequence. inputs: those that do
-        not stream, whole. A vector for the whole sequence is that of the last rank, see `last`. Raises RunError.
+        x [batch, tokens, features] (or token ids [batch, tokens]): this rank's part, whose length may differ
+        between ranks. resets [batch, tokens]: of this part. cu_seqlens: of the whole sequence. inputs: the inputs that
+        do not stream, whole. If the output is a vector for the whole sequence, only the last rank's is valid; see
+        `last`. Raises RunError if the calls of the ranks do not match.
         """
         spec = self._inner.spec
         if inputs or x is None:
@@ -96,7 +97,7 @@ class SequenceParallel:
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole sequence, along the axis of the tokens: tokens, targets, resets.
 
-        The parts are as long as each other, up to a token (or a frame of tokens).
+        The lengths of the parts differ by at most one token (or one frame of tokens).
         """
         frame = self._inner.frame_size
         frames = -(-x.shape[dim] // frame)
@@ -106,10 +107,10 @@ class SequenceParallel:
     def mean(self, losses: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean of the losses of all ranks, the same on each rank.
 
-        losses: of this rank's tokens, any shape. weights: of the losses, the same shape; 0 where one does not count.
-        Its gradient is that of this rank's losses; `sum_gradients` adds those of all ranks.
+        losses: of this rank's tokens, any shape. weights: of the losses, the same shape; 0 excludes a loss.
+        The gradient covers this rank's losses; `sum_gradients` adds those of all ranks.
         """
-        dtype = torch.promote_types(losses.dtype, torch.float32)  # 16 bits count no further than 2048 tokens
+        dtype = torch.promote_types(losses.dtype, torch.float32)  # a sum in 16 bits cannot count more than 2048 tokens
         weighted = losses if weights is None else losses * weights
         count = losses.numel() if weights is None else weights.sum(dtype=dtype)
         own = weighted.sum(dtype=dtype)
@@ -121,7 +122,7 @@ class SequenceParallel:
     def last(self, y: Tensor) -> Tensor:
         """Return the last rank's value on all ranks: a vector for the whole sequence.
 
-        Each rank may compute the loss of it; its gradient counts on the last rank alone.
+        Every rank may compute a loss from it, but only the gradient on the last rank is used.
         """
         value = y.detach().clone(memory_format=torch.contiguous_format)
         distributed.broadcast(value, self._link._global(self.size - 1), group=self._link.group)
@@ -133,7 +134,7 @@ class SequenceParallel:
     def sum_gradients(self) -> None:
         """Add the gradients of all ranks, so that each has those of the whole sequence.
 
-        Not for a model that DDP or FSDP wraps over the same ranks: these add gradients, and divide by the ranks.
+        Do not use it for a model wrapped by DDP or FSDP over the same ranks: these already average gradients.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters:
@@ -158,10 +159,10 @@ class SequenceParallel:
     def _check(self, x: Tensor) -> None:
         frame = self._inner.frame_size
         if x.shape[1] % frame:
-            raise RunError(f"a part of a sequence holds whole frames of {frame} tokens, not {x.shape[1]} tokens")
+            raise RunError(f"a part of a sequence must contain whole frames of {frame} tokens, not {x.shape[1]} tokens")
         if self._inner.training and (name := _dropped_samples(self._inner.spec)):
             raise RunError(
-                f"{name} drops whole samples at random, and the ranks would drop different ones: "
+                f"{name} drops whole samples at random, but each rank would drop different ones: "
                 "set its probability to 0, or call model.eval()"
             )
 
@@ -172,7 +173,7 @@ class SequenceParallel:
         return int(total)
 
     def _agree(self, x: Tensor, marked: int) -> Part:
-        """Learn from the earlier rank how many tokens there are before this part. RunError where the calls differ."""
+        """Receive the number of tokens before this part from the earlier rank. Raises RunError if the calls differ."""
         link = self._link
         earlier = self.rank - 1 if self.rank else None
         later = self.rank + 1 if self.rank + 1 < self.size else None
@@ -184,7 +185,7 @@ class SequenceParallel:
             names = ("sequences in the batch", "gradients wanted (0 or 1)", "marks (1: resets, 2: cu_seqlens)")
             for name, own, there in zip(names, found, other, strict=True):
                 if own != there:
-                    raise RunError(f"{name}: {own} on rank {self.rank}, and {there} on rank {earlier}")
+                    raise RunError(f"{name}: {own} on rank {self.rank}, but {there} on rank {earlier}")
         if later is not None:
             link.send([torch.tensor([before + x.shape[1], *found], device=x.device)], later)
         return Part(
@@ -192,7 +193,7 @@ class SequenceParallel:
         )  # fmt: skip
 
     def _look_ahead(self, part: Part, tokens: int, resets: Tensor | None) -> Part:
-        """Learn from the later rank how many tokens come after this part, and whether a sequence begins with them."""
+        """Receive from the later rank how many tokens come after this part, and whether a sequence begins there."""
         after = 0
         next_begins = first = None if resets is None else torch.zeros_like(resets[:, :1])
         if part.later is not None:
@@ -238,10 +239,10 @@ def _orders(spec: ModelSpec) -> list[str]:
 
 
 def _are_worthwhile(spec: ModelSpec, ranks: int) -> bool:
-    """Whether the last rank would wait longer for states in turn than summaries take.
+    """Return whether summaries cost less than the time that the last rank waits without them.
 
-    In turn, it waits until the ranks before it have done the first step; after that they work at the same time, on one
-    step after the other. With scans from both ends, ranks wait in each step.
+    Without summaries, the last rank waits until all earlier ranks have run the first step; then the ranks work in
+    parallel, each on a different step. With scans in both directions, ranks wait in every step.
     """
     costs = [node.op.summary_cost for node in graph.streamed(spec.graph) if node.op]
     waits = ranks - 1

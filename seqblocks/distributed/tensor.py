@@ -26,15 +26,15 @@ from seqblocks.state import States
 def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     """Return this rank's part of a model, with its part of the weights.
 
-    All ranks call it with the same inputs, and each has the whole output. What is split, and how, follows from the
-    graph (`tensor_plan`); parameters that are not split are the same on all ranks, and so are their gradients. Random
-    steps such as dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
+    All ranks call the result with the same inputs, and each gets the whole output. The split follows from the graph
+    (`tensor_plan`). Parameters that are not split, and their gradients, are equal on all ranks. Random steps such as
+    dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
 
-    mesh: a DeviceMesh of one axis, by default all ranks. Raises UsageError where the model cannot be split over so many
-    ranks, UnavailableError without a process group.
+    mesh: a DeviceMesh with one axis, by default all ranks. Raises UsageError if the model cannot be split over this
+    number of ranks, UnavailableError without a process group.
     """
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"tensor_parallel takes what build made, not {type(model).__name__}")
+        raise UsageError(f"tensor_parallel needs a model from seqblocks.build, not {type(model).__name__}")
     check_group("split over")
     if model._parts or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")
@@ -69,7 +69,7 @@ def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
 
 
 class Exchanging(Primitive):
-    """A step of which each rank computes a part, with the communication before and after it."""
+    """A step split over ranks, with the communication before and after it."""
 
     _exchange: Exchange
     _group: Any

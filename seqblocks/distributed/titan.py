@@ -19,7 +19,8 @@ from seqblocks.graph import ModelSpec
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
 
-# Its trainer would clip gradients by the norm of one rank's part, and write that part as the whole parameter.
+# For these, torchtitan's trainer would clip gradients by the norm of one rank's part, and save that part as the
+# whole parameter.
 UNSUPPORTED = {
     "tp_enabled": "tensor parallelism", "cp_enabled": "context parallelism", "pp_enabled": "pipelines",
     "ep_enabled": "expert parallelism",
@@ -30,8 +31,8 @@ def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = 
     """Return torchtitan's `ModelSpec` for a spec given by path or bundled name, to pass to `Trainer.Config`.
 
     set: overrides, as `build` takes them. seed: of the weights, which are the same on any number of ranks. The trainer
-    may shard parameters and checkpoint activations per layer; UsageError for its other parallelisms. Raises SpecError
-    where the spec is at fault, UnavailableError without torchtitan.
+    may shard parameters and checkpoint activations per layer; its other parallelisms raise UsageError. Raises SpecError
+    for an invalid spec, UnavailableError without torchtitan.
     """
     try:
         from torchtitan.protocols.model_spec import ModelSpec as Titan
@@ -47,11 +48,11 @@ def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = 
 
 @cache
 def _model_class() -> Any:
-    """Return the class of models that torchtitan builds. It is defined on first use, as it requires torchtitan."""
+    """Return the class of models that torchtitan builds, defined on first use because it requires torchtitan."""
     from torchtitan.protocols.model import BaseModel
 
     class Model(SequenceModel, BaseModel):
-        """A built spec that follows torchtitan's protocol of models. Its parameters keep their names."""
+        """A built spec that follows torchtitan's model protocol, with unchanged parameter names."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseModel.Config):
@@ -63,10 +64,10 @@ def _model_class() -> Any:
                 return check.load_model(self.spec, self.set)
 
             def update_from_config(self, *, config: Any, **_: Any) -> None:
-                """Take nothing from the job: the spec says what the model is."""
+                """Do nothing: the spec alone defines the model."""
 
             def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-                """Return the number of parameters, and the operations of a token in training: 2 forward, 4 back."""
+                """Return the number of parameters, and the FLOPs per token in training (2 forward, 4 backward)."""
                 spec = self.load()
                 return graph.count(spec.graph), int(6 * (cost.macs(spec.graph, seq_len) or 0))
 
@@ -78,7 +79,7 @@ def _model_class() -> Any:
         def forward(  # type: ignore[override]
             self, x: torch.Tensor, positions: torch.Tensor | None = None, **inputs: Any
         ) -> Any:
-            """Run the model. positions [batch, seq]: within packed documents, each of which begins at 0."""
+            """Run the model. positions [batch, seq]: within packed documents; 0 begins a document."""
             if positions is not None and self._resets_obstacle is None:
                 inputs["resets"] = (positions == 0).expand(x.shape[:2])
             return super().forward(x, **inputs)
@@ -87,7 +88,7 @@ def _model_class() -> Any:
             self.reset_parameters(self._seed)
 
         def verify_module_protocol(self) -> None:
-            """Accept the modules of steps, whose parameters the spec initialises."""
+            """Accept all modules: the spec initialises the parameters of steps."""
 
     return Model
 
@@ -96,10 +97,10 @@ def parallelize(
     model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any, ac_config: Any,
     dump_folder: str,
 ) -> Any:  # fmt: skip
-    """Apply what torchtitan's job asks for. Gradients are added, as its trainer divides by the tokens of all ranks."""
+    """Apply the parallelism of torchtitan's job. Gradients are summed, as its trainer divides by all tokens."""
     for name, what in UNSUPPORTED.items():
         if getattr(parallel_dims, name):
-            raise UsageError(f"the plug-in for torchtitan has no {what}: set its degree to 1")
+            raise UsageError(f"the plug-in for torchtitan does not support {what}: set its degree to 1")
     if training.enable_cpu_offload:
         raise UsageError("the plug-in for torchtitan does not offload parameters (training.enable_cpu_offload)")
     if compile_config.enable and "model" in compile_config.components:

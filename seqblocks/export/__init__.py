@@ -1,6 +1,6 @@
 """Export a built model as a torch.export program, an ONNX file or an AOTInductor package, including streaming state.
 
-None of them needs seqblocks to run; see docs/export.md.
+The exported files run without seqblocks; see docs/export.md.
 """
 
 from seqblocks.export.contract import GRAPHS, Contract, Part, Port

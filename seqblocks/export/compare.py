@@ -1,4 +1,4 @@
-"""Compare an exported graph with the model, in consecutive calls that pass on the state."""
+"""Compare an exported graph with the model over consecutive calls that carry the state."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from seqblocks.export.contract import Contract
 from seqblocks.export.program import Graph, evaluating, example
 from seqblocks.runtime.model import SequenceModel
 
-# Of the largest value, or of 1. Half the digits; float64 less, as torch writes numbers like a scale as float32 in ONNX.
+# Relative to the largest value, or to 1: half the digits of the dtype, but fewer for float64, because torch writes
+# constants such as a scale as float32 in ONNX.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
-SIZES = ((2, 5), (1, 13))  # sequences, and frames of tokens, where they are open: not those that were traced
+SIZES = ((2, 5), (1, 13))  # open sizes (sequences, frames of tokens), different from the traced ones
 Run = Callable[[list[Tensor]], list[Tensor]]  # from all inputs to all outputs, in the order of the contract
 
 
 def agree(model: SequenceModel, contract: Contract, run: Run, what: str) -> float:
-    """Return the largest difference between two calls of what was exported and the model's own, see `_relative`.
+    """Return the largest relative difference between the exported graph and the model over two calls (`_relative`).
 
-    RunError where it exceeds the tolerance of the dtype. what: the subject of the message.
+    what: the subject of the error message. Raises RunError if the difference exceeds the tolerance of the dtype.
     """
     names = contract.output_names
     tolerance = max(TOLERANCES.get(kind, 0.0) for kind in contract.dtypes)
@@ -41,7 +42,7 @@ def agree(model: SequenceModel, contract: Contract, run: Run, what: str) -> floa
 
 
 def _calls(model: SequenceModel, contract: Contract, run: Run, sizes: tuple[int, int], names: list[str]) -> Any:
-    """Yield (name, found, expected) for the outputs of two calls, the second of which goes on from the first."""
+    """Yield (name, found, expected) for the outputs of two calls, the second of which continues from the first."""
     arguments = example(model, contract, *sizes, seed=1)
     others, whole = arguments, Graph(model, contract.graph)
     for turn in (1, 2):
@@ -57,7 +58,7 @@ def _calls(model: SequenceModel, contract: Contract, run: Run, sizes: tuple[int,
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value, or to 1 where all are smaller."""
+    """Return the largest difference, relative to the largest value, or to 1 if all values are smaller."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.numel():

@@ -19,12 +19,12 @@ from seqblocks.types import Size, Wire
 
 GRAPHS = {
     "forward": "the whole sequence",
-    "step": "one token (or one frame) of a stream: its state goes in and comes out",
-    "chunk": "some tokens of a stream: its state goes in and comes out",
+    "step": "one token (or one frame) of a stream: the state is an input and an output",
+    "chunk": "some tokens of a stream: the state is an input and an output",
     "context": "the state of a stream before its first token, from the inputs that do not stream",
 }
 FORMAT = 1
-KEY = "seqblocks"  # of the metadata of a file
+KEY = "seqblocks"  # the key in the metadata of a file
 BATCH = "batch"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -70,7 +70,7 @@ class Contract:
 
     @property
     def carried(self) -> tuple[Part, ...]:
-        """The state that goes in: none where the graph makes it."""
+        """The parts of the state that are inputs; empty if the graph computes the initial state."""
         return () if self.graph == "context" else self.state
 
     @property
@@ -91,26 +91,26 @@ class Contract:
 
     @property
     def dtypes(self) -> set[str]:
-        """The dtypes of all that comes out."""
+        """The dtypes of all outputs."""
         return {port.dtype for port in self.outputs} | {part.dtype for part in self.state}
 
     def as_data(self) -> dict[str, Any]:
-        """Return the contract as JSON has it."""
+        """Return the contract as data for JSON."""
         data = asdict(self)
         for key in ("inputs", "outputs", "state"):
             data[key] = [item._asdict() for item in data[key]]
         return data
 
     def as_json(self) -> str:
-        """Return the contract as a line of JSON, which the metadata of a file holds under the key `seqblocks`."""
+        """Return the contract as one line of JSON, stored in the metadata of a file under the key `seqblocks`."""
         return json.dumps(self.as_data())
 
 
 def interface(model: SequenceModel, graph: str, sizes: dict[str, int]) -> Contract:
     """Return the contract of a graph, whose outputs have no shapes yet.
 
-    sizes: those that are fixed, by name (batch, seq, …). Raise UsageError for a graph that there is none of, RunError
-    where the model cannot stream.
+    sizes: the fixed sizes, by name (batch, seq, …). Raises UsageError for an unknown graph, RunError if the model
+    cannot stream.
     """
     _check_graph(model, graph)
     wires = model.spec.inputs or {"input": model.spec.input}
@@ -130,7 +130,7 @@ def interface(model: SequenceModel, graph: str, sizes: dict[str, int]) -> Contra
 
 def _check_graph(model: SequenceModel, graph: str) -> None:
     if graph not in GRAPHS:
-        raise UsageError(f"there is no graph {graph!r}, only {listing(GRAPHS)}")
+        raise UsageError(f"there is no graph {graph!r}; use {listing(GRAPHS)}")
     obstacle = stream_obstacle(model.spec) if graph != "forward" else None
     if obstacle:
         raise RunError(f"{' cannot stream: '.join(obstacle)}. Export its graph `forward`")
@@ -139,7 +139,7 @@ def _check_graph(model: SequenceModel, graph: str) -> None:
 
 
 def _axes(model: SequenceModel, wire: Wire, graph: str) -> tuple[Size, ...]:
-    """The axes of an input. A step reads a token, or a frame, of the input that streams."""
+    """Return the axes of an input. The graph `step` reads one token, or one frame, of the streaming input."""
     axes = wire.axes
     if graph == "step" and wire.kind in ("tokens", "sequence"):
         return (*axes[:1], *([model.frame_size] if model.frame_size > 1 else []), *axes[2:])
@@ -156,7 +156,7 @@ def _parts(tree: States, kind: torch.dtype, sizes: dict[str, int], path: str = "
     for name, item in tree.items():
         if isinstance(item, State):
             shape: tuple[Size, ...] = (BATCH, *item.shape)
-            if item.length:  # its first axis is that of a context, whose length is open
+            if item.length:  # the first axis is the length of a context, which is open
                 shape = (BATCH, item.length, *item.shape[1:])
             initial = None if item.context else item.fill
             dtype = _name(dtype_of(item, kind))
@@ -166,7 +166,7 @@ def _parts(tree: States, kind: torch.dtype, sizes: dict[str, int], path: str = "
 
 
 def _dtype(model: SequenceModel) -> torch.dtype:
-    """The dtype that the model was built in. Some parameters of a half-precision model are float32."""
+    """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
     kinds = [x.dtype for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
     return max(kinds, key=FLOATS.index, default=torch.float32)
 

@@ -28,7 +28,7 @@ from seqblocks.export.program import Exported, captured, example, quiet, trace
 from seqblocks.runtime.model import SequenceModel
 
 EXTRA = "ONNX needs an extra: pip install 'seqblocks[onnx]'"
-LARGEST = 1 << 30  # bytes of weights in an ONNX file, whose format ends at 2 GiB; more are in a file beside it
+LARGEST = 1 << 30  # bytes of weights in an ONNX file (the format's limit is 2 GiB); more go to a separate file
 
 
 class Written(NamedTuple):
@@ -57,7 +57,7 @@ def onnx(
         _import("onnxruntime")
     exported = captured(_on_cpu(model), graph, batch, length)
     if check and "bfloat16" in exported.contract.dtypes:
-        raise UsageError("onnxruntime takes no bfloat16 on a CPU: export a float32 model, or do not compare (check)")
+        raise UsageError("onnxruntime does not support bfloat16 on a CPU: export a float32 model, or pass check=False")
     made = _as_onnx(model, exported)
 
     def work(file: Path) -> float | None:
@@ -115,7 +115,7 @@ def aoti(
 
 
 def _as_run(model: SequenceModel, exported: Exported, loaded: Any) -> Run:
-    """A loaded program as a function over flat lists of tensors."""
+    """Return a loaded program as a function over flat lists of tensors."""
     spec = pytree.tree_structure(example(model, exported.contract))
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
@@ -123,7 +123,7 @@ def _as_run(model: SequenceModel, exported: Exported, loaded: Any) -> Run:
             with torch.no_grad():
                 return pytree.tree_leaves(loaded(*pytree.tree_unflatten(tensors, spec)))
         except Exception as error:  # such as the guard of a size
-            raise RunError(f"torch does not run what was exported: {_first_line(error)}") from error
+            raise RunError(f"torch cannot run the exported program: {_first_line(error)}") from error
 
     return run
 
@@ -180,14 +180,14 @@ def _save_onnx(made: Any, file: Path) -> None:
 
 
 def _in_onnxruntime(file: Path, contract: Contract) -> Run:
-    """A file as a function over lists of tensors."""
+    """Return an ONNX file as a function over lists of tensors."""
     onnxruntime: Any = importlib.import_module("onnxruntime")  # it has no annotations
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise RunError(f"onnxruntime does not load what was exported: {_first_line(error)}") from error
+        raise RunError(f"onnxruntime cannot load the exported file: {_first_line(error)}") from error
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         feeds = {name: x.numpy() for name, x in zip(contract.input_names, tensors, strict=True)}
@@ -195,7 +195,7 @@ def _in_onnxruntime(file: Path, contract: Contract) -> Run:
         try:
             found = session.run(contract.output_names, {name: x for name, x in feeds.items() if name in used})
         except Exception as error:
-            raise RunError(f"onnxruntime does not run what was exported: {_first_line(error)}") from error
+            raise RunError(f"onnxruntime cannot run the exported file: {_first_line(error)}") from error
         return [torch.from_numpy(x) for x in found]
 
     return run
@@ -203,7 +203,7 @@ def _in_onnxruntime(file: Path, contract: Contract) -> Run:
 
 @contextlib.contextmanager
 def _explained(model: SequenceModel, target: str, exported: Exported | None = None) -> Iterator[None]:
-    """Raise RunError for what a compiler or converter raises, with the step where that is known."""
+    """Convert exceptions of a compiler or converter to RunError, with the step if it is known."""
     try:
         with quiet():
             yield
@@ -216,7 +216,7 @@ def _explained(model: SequenceModel, target: str, exported: Exported | None = No
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause."""
+    """Return the first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {_first_line(error)}"
@@ -227,8 +227,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _step_of(exported: Exported, reason: str) -> str | None:
-    """The path of the first step that uses the operator that a message names, or None."""
-    names = re.findall(r"op='\w+\.(\w+)'", reason)  # where it was taken apart, the name of a part
+    """Return the path of the first step that uses the operator named in a message, or None."""
+    names = re.findall(r"op='\w+\.(\w+)'", reason)  # the name of a part, if the operator was decomposed
     for node in exported.program.graph.nodes:
         stack = node.meta.get("nn_module_stack") if names and names[0] in str(node.target) else None
         if stack:
@@ -241,23 +241,23 @@ def _step_of(exported: Exported, reason: str) -> str | None:
 
 
 def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
-    """Return where a file is written, through links. Raise UsageError where it cannot be."""
+    """Return the file to write, with symbolic links resolved. Raises UsageError if it cannot be written."""
     try:
         target = Path(os.path.realpath(path))
         is_folder, has_parent = target.is_dir(), target.parent.is_dir()
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path!r} cannot be written: {error}") from None
     if not os.fspath(path).endswith(ending):
-        raise UsageError(f"the file's name ends in {ending}, as torch wants it: {os.fspath(path)}{ending}")
+        raise UsageError(f"the file's name must end in {ending}, as torch requires: {os.fspath(path)}{ending}")
     if is_folder:
-        raise UsageError(f"{path} is a folder, and a file is written")
+        raise UsageError(f"{path} is a folder, not a file")
     if not has_parent:
         raise UsageError(f"{path} cannot be written: there is no folder {target.parent}")
     return target
 
 
 def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> float | None:
-    """Call `work` with the name of a new file, then rename that to the target; returns what `work` returns."""
+    """Call `work` with the path of a new file, then rename the file to the target. Return the result of `work`."""
     file = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{ending}")
     data, earlier = _weights_of(file), _weights_used(target)
     try:
@@ -279,12 +279,12 @@ def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> f
 
 
 def _weights_of(file: Path) -> Path:
-    """The file for the weights of an ONNX file that was just written: it keeps its name."""
+    """Return the weights file of a new ONNX file; it is not renamed, since the ONNX file refers to it by name."""
     return file.with_name(f"{file.stem.removeprefix('.')}.data")
 
 
 def _weights_used(target: Path) -> set[Path]:
-    """The files beside an earlier ONNX file that hold its weights, as far as this module named them."""
+    """Return the weights files of an earlier ONNX file, if they have names that this module creates."""
     named = re.compile(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data")
     beside = {path.name: path for path in target.parent.glob("*.data") if named.fullmatch(path.name)}
     if not beside or not target.is_file():
@@ -293,6 +293,6 @@ def _weights_used(target: Path) -> set[Path]:
 
     try:
         tensors = [value.const_value for value in ir.load(target).graph.initializers.values()]
-    except Exception:  # it is no ONNX file
+    except Exception:  # not an ONNX file
         return set()
     return {beside[x.location] for x in tensors if isinstance(x, ir.ExternalTensor) and x.location in beside}

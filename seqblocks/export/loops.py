@@ -1,4 +1,4 @@
-"""What torch's compiler must know of the loops of a program."""
+"""Prepare the loops of a program for torch's compiler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Sources = dict[str, tuple[Node, int]]  # where an open size can be read: a tenso
 
 
 def pass_sizes(program: ExportedProgram) -> None:
-    """Pass each `scan` of a program the open sizes that its outputs have.
+    """Pass the open sizes of its outputs to each `scan` of a program.
 
-    The compiler allocates the outputs before the loop, and looks for their sizes among what the loop is called with.
+    The compiler allocates the outputs before the loop, and needs their sizes among the arguments of the loop.
     """
     module = program.graph_module
     sources = _sources(program)
@@ -37,7 +37,7 @@ def _sources(program: ExportedProgram) -> Sources:
 
 
 def _open_sizes(node: Node) -> set[str]:
-    """The symbols in the sizes of what a loop returns for each token."""
+    """Return the symbols in the sizes of a loop's outputs per token."""
     carried: Any = node.args[1]
     sizes = (size for x in node.meta["val"][len(carried) :] for size in x.shape if isinstance(size, torch.SymInt))
     return {str(symbol) for size in sizes for symbol in size.node.expr.free_symbols}
@@ -51,7 +51,7 @@ def _size(module: GraphModule, before: Node, tensor: Node, axis: int) -> Node:
 
 
 def _add_inputs(body: GraphModule, sizes: list[Node]) -> None:
-    """Let the body of a loop take the sizes; it does not read them."""
+    """Add the sizes to the arguments of a loop's body, which ignores them."""
     *_, last = body.graph.find_nodes(op="placeholder")
     for number, size in enumerate(sizes):
         with body.graph.inserting_after(last):

@@ -1,4 +1,4 @@
-"""Operators of torch that its exporter to ONNX does not know."""
+"""Translations to ONNX of torch operators that torch's exporter does not support."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def translations() -> dict[Any, Any]:
-    """Return functions that write operators in ONNX, for `custom_translation_table`."""
+    """Return functions that translate operators to ONNX, for `custom_translation_table`."""
     return {torch.ops.aten.sort.stable: _sort}
 
 
 def _sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """All elements by TopK, which is stable."""
+    """Sort with TopK over all elements, which is stable."""
     op: Any = importlib.import_module("onnxscript").opset18
     count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]), axis=0)
     return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)

@@ -1,7 +1,7 @@
-"""A graph of a model as a program of torch.export, made of torch's own operators alone.
+"""Trace a graph of a model as a torch.export program that uses only torch's own operators.
 
-The reference implementations of the kernels are traced: a recurrence is one `scan` in the program, which serves any
-length. The program is called as the model is (`forward(x)`, `step(x, state)`), with nested dicts as states.
+The reference implementations of the kernels are traced: a recurrence becomes one `scan`, which works for any length.
+The program has the model's signature (`forward(x)`, `step(x, state)`), with nested dicts as states.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from seqblocks.state import States, declared
 from seqblocks.testing import random_context, random_input
 from seqblocks.types import Size
 
-EXAMPLE = 3  # sequences, where the batch is open
-FRAMES = 8  # of an example, where the length is open
+EXAMPLE = 3  # sequences of an example if the batch size is open
+FRAMES = 8  # frames of an example if the length is open
 
 
 class Exported(NamedTuple):
@@ -40,14 +40,14 @@ class Exported(NamedTuple):
 
 
 class Graph(nn.Module):
-    """Calls a model for one of its graphs."""
+    """A module that calls a model as one of its graphs does."""
 
     def __init__(self, model: SequenceModel, graph: str) -> None:
         super().__init__()
         self.model, self.graph = model, graph
 
     def forward(self, x: Any, state: States | None = None) -> Any:
-        """x: the input, or those of `forward` and `context` by name where the spec names them."""
+        """Run the graph. x: the input, or named inputs for `forward` and `context` if the spec names them."""
         if self.graph == "context":
             return self.model.init_state(next(iter(x.values())).shape[0], **x)
         if self.graph == "forward":
@@ -60,7 +60,7 @@ class Graph(nn.Module):
 
 
 def ordered(declarations: States, state: States) -> States:
-    """Return a state in the order of its declarations, which is that of the names in a contract."""
+    """Return a state in the order of its declarations, as in the contract."""
     return {
         name: ordered(item, state[name]) if isinstance(item, dict) else state[name]
         for name, item in declarations.items()
@@ -72,20 +72,21 @@ def trace(
 ) -> Exported:
     """Return a graph of a model, see GRAPHS, as a program of torch.export with its contract.
 
-    It has torch's own operators alone, so it can be saved, and runs without seqblocks.
+    It uses only torch's own operators, so it can be saved and runs without seqblocks.
 
-    batch, length: sequences and tokens of each call, where they are fixed; by default any number. A length that the
-    spec fixes stays. The model is traced as in `eval()`, without gradients.
+    batch, length: fixed numbers of sequences and tokens per call; by default, any number. A length fixed by the spec
+    stays fixed. The model is traced in eval mode, without gradients.
 
-    RunError where the model cannot stream or a step cannot be traced, with the step's name; UsageError.
+    Raises RunError if the model cannot stream or a step, which is named, cannot be traced; UsageError for invalid
+    arguments.
     """
     program, contract = captured(model, graph, batch, length)
     with quiet():
-        return Exported(program.run_decompositions({}), contract)  # takes contexts of autocast apart, which no file has
+        return Exported(program.run_decompositions({}), contract)  # decomposes autocast contexts
 
 
 def captured(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> Exported:
-    """As `trace`, with composite operators whole."""
+    """Trace like `trace`, but do not decompose composite operators."""
     contract = interface(_checked(model), graph, _sizes(model, graph, batch, length))
     arguments = example(model, contract)
     axes = _open_axes(contract, arguments)
@@ -101,7 +102,7 @@ def captured(model: SequenceModel, graph: str, batch: int | None, length: int | 
 
 @contextlib.contextmanager
 def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[None]:
-    """Within this context the model is in eval(), without gradients, and uses this backend."""
+    """Run the model in eval mode, without gradients, and with this backend inside the context."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -114,7 +115,7 @@ def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[Non
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within this context torch's exporters do not report on themselves, and record nothing for gradients."""
+    """Silence torch's exporters and disable gradients inside the context."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._export", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -129,9 +130,9 @@ def quiet() -> Iterator[None]:
 
 
 def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: int = FRAMES, seed: int = 0) -> Any:
-    """Return arguments of a call of a graph: inputs (x, or by name), and a state where the graph has one.
+    """Return example arguments of a graph: inputs (x, or by name), and a state if the graph takes one.
 
-    batch, frames: where the contract leaves them open.
+    batch, frames: sizes to use where the contract leaves them open.
     """
     first = next(iter(contract.inputs), None)
     sizes = [port.shape[0] for port in contract.inputs if isinstance(port.shape[0], int)]
@@ -155,34 +156,34 @@ def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: in
 
 def _checked(model: Any) -> SequenceModel:
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"what is exported is a model that build made, not {type(model).__name__}")
+        raise UsageError(f"export needs a model from seqblocks.build, not {type(model).__name__}")
     if model._parts or any(is_sharded(p) for p in model.parameters()):
-        raise UsageError("the model is spread over several ranks: export what seqblocks.load makes of a saved folder")
+        raise UsageError("the model is split over several ranks: save it, and export the result of seqblocks.load")
     if model._some_tensor().is_meta:
-        raise UsageError("the model is on meta, where no weights are: build it on the CPU")
+        raise UsageError("the model is on the meta device, which holds no weights: build it on the CPU")
     return model
 
 
 def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> dict[str, int]:
-    """The sizes that the caller fixes, by the names that they have in the spec."""
+    """Return the sizes that the caller fixes, by their names in the spec."""
     for name, size in (("batch", batch), ("length", length)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise UsageError(f"{name} is a whole number from 1 on, or None for any, not {size!r}")
+            raise UsageError(f"{name} must be a whole number of at least 1, or None for any, not {size!r}")
     sizes = {} if batch is None else {BATCH: batch}
     if length is None:
         return sizes
     wire = model.spec.input
     if graph in ("step", "context") or wire.kind in ("image", "vector"):
-        raise UsageError("a length is of the graphs `forward` and `chunk`, where the input has tokens")
+        raise UsageError("`length` applies only to the graphs `forward` and `chunk`, with an input of tokens")
     if graph == "forward" and isinstance(wire.length, int) and wire.length != length:
         raise UsageError(f"the spec fixes the length at {wire.length}; it cannot be {length}")
     if length % model.frame_size:
-        raise UsageError(f"the model streams {model.frame_size} tokens at a time: the length {length} is no multiple")
+        raise UsageError(f"the model streams {model.frame_size} tokens at a time, not a length of {length}")
     return {**sizes, wire.length if isinstance(wire.length, str) else "seq": length}
 
 
 def _open_axes(contract: Contract, arguments: Any) -> Any:
-    """Return which axes of a call's arguments have any size, in the structure of the arguments."""
+    """Return which axes of a call's arguments are open, in the structure of the arguments."""
     _, spec = pytree.tree_flatten(arguments)
     shapes = contract.input_shapes
     axes = [{at: Dim.DYNAMIC for at, size in enumerate(shape) if isinstance(size, str)} for shape in shapes]
@@ -190,7 +191,7 @@ def _open_axes(contract: Contract, arguments: Any) -> Any:
 
 
 def _explained(model: SequenceModel, graph: str, error: Exception) -> str:
-    """What to say about an error of torch's exporter."""
+    """Return a message for an exception of torch's exporter."""
     where = place_in_trace(model, error) or "the model"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     fixed = re.search(r"marked (L\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", str(error))
@@ -213,7 +214,7 @@ def place_in_trace(model: SequenceModel, error: BaseException | None) -> str | N
 
 
 def _with_shapes(contract: Contract, program: ExportedProgram) -> Contract:
-    """Fill in the shapes as they were traced: open sizes have the names of the first input with that size."""
+    """Fill in the traced shapes; each open size is named after the first input that has it."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     ins = [values[name] for name in program.graph_signature.user_inputs]
     outs = [values[name] for name in program.graph_signature.user_outputs]
@@ -237,5 +238,5 @@ def _with_shapes(contract: Contract, program: ExportedProgram) -> Contract:
 
 
 def _renamed(size: torch.SymInt, names: dict[str, str]) -> str:
-    """A size that depends on those of the inputs, as an expression of their names."""
+    """Return a size derived from input sizes, as an expression of their names."""
     return re.sub(r"[a-z]+\d+", lambda found: names.get(found[0], found[0]), str(size))

@@ -1,7 +1,7 @@
-"""Models of specs in transformers. Importing this module registers them with AutoConfig, AutoModel etc.
+"""Use specs as models of transformers. Importing this module registers them with AutoConfig, AutoModel etc.
 
-A folder that `seqblocks.save` wrote is then what `AutoModelForCausalLM.from_pretrained` reads, and `seqblocks.load`
-reads what `save_pretrained` wrote. Needs the extra `hub`.
+`AutoModelForCausalLM.from_pretrained` then reads folders written by `seqblocks.save`, and `seqblocks.load` reads
+folders written by `save_pretrained`. Requires the extra `hub`.
 """
 
 from seqblocks.hf.cache import StateCache

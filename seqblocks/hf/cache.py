@@ -13,13 +13,13 @@ from seqblocks.state import States
 
 
 class Recorded:
-    """The tokens read since a state, from which the state after a part of them can be recomputed."""
+    """A state and the tokens read since, from which the state after some of these tokens can be recomputed."""
 
     def __init__(self, state: States | None, tokens: Tensor, resets: Tensor | None) -> None:
         self.state, self.tokens, self.resets = state, tokens, resets
 
     def extended(self, tokens: Tensor, resets: Tensor | None) -> Recorded:
-        """Return a record that goes on with further tokens."""
+        """Return a record with further tokens appended."""
         joined = None
         if self.resets is not None or resets is not None:
             parts = ((self.tokens, self.resets), (tokens, resets))
@@ -27,14 +27,14 @@ class Recorded:
         return Recorded(self.state, torch.cat([self.tokens, tokens], 1), joined)
 
     def first(self, count: int) -> Recorded:
-        """Return a record of the first tokens alone."""
+        """Return a record of the first `count` tokens."""
         return Recorded(self.state, self.tokens[:, :count], None if self.resets is None else self.resets[:, :count])
 
 
 class StateCache:
     """The state after `seen` tokens of each sequence, including padding. Each call returns a new one.
 
-    It implements what `generate` asks of a cache. Its size does not grow with the tokens, except for attention.
+    It implements the cache interface of `generate`. Its size does not grow with the tokens, except for attention.
     """
 
     is_compileable = False
@@ -42,7 +42,7 @@ class StateCache:
 
     def __init__(self, state: States | None = None, seen: int = 0, recorded: Recorded | None = None) -> None:
         self.state, self.seen = state, seen
-        self.recorded = recorded  # what `crop` may take back
+        self.recorded = recorded  # the tokens that `crop` can remove
         self.recording = recorded is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -54,25 +54,25 @@ class StateCache:
         return -1
 
     def activate_past_recording(self) -> None:
-        """Remember, from the next call on, what `crop` needs: one more state, and the tokens since then."""
+        """Record what `crop` needs from the next call on: one earlier state, and the tokens since then."""
         self.recording = True
 
     def crop(self, length: Any) -> None:
         """Keep the first `length` tokens; a number below 1 instead removes that many tokens from the end.
 
-        RunError for tokens from before the latest `crop`, or the prompt of a call that returns its last logits alone.
+        Raises RunError for tokens before the latest `crop`, or in a prompt whose call returned only its last logits.
         """
         length = length.item() if isinstance(length, Tensor) and length.numel() == 1 else length
         if not isinstance(length, int):
-            raise RunError(f"crop takes a number of tokens, not {length!r}")
+            raise RunError(f"crop needs a number of tokens, not {length!r}")
         count = self.seen - length if length > 0 else -length
         if count <= 0:
             self.recorded = None
             return
         known = 0 if self.recorded is None else self.recorded.tokens.shape[1]
         if self.recorded is None or count > known:
-            how = "activate_past_recording() before the call makes more of them known"
-            raise RunError(f"a state does not go back by itself: {count} tokens, of which {known} are known. {how}")
+            how = "Call activate_past_recording() before reading the tokens"
+            raise RunError(f"cannot remove {count} tokens from a state: only {known} are recorded. {how}")
         self.recorded, self.state = self.recorded.first(known - count), None
         self.seen -= count
 
@@ -90,9 +90,9 @@ class StateCache:
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: Any) -> None:
-        """Repeat each sequence, for several continuations of it. Raise RunError for what is no number."""
+        """Repeat each sequence, for several continuations. Raises RunError for an invalid number."""
         if not isinstance(repeats, int) or repeats < 1:
-            raise RunError(f"a sequence is repeated a whole number of times, at least once, not {repeats!r}")
+            raise RunError(f"repeats must be a whole number of at least 1, not {repeats!r}")
         rows = self.recorded.tokens if self.recorded else _leaf(self.state) if self.state else None
         if rows is not None:
             self.reorder_cache(torch.arange(len(rows), device=rows.device).repeat_interleave(repeats))

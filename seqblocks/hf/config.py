@@ -16,10 +16,11 @@ from seqblocks.hf.library import transformers
 
 
 class SeqblocksConfig(transformers.PreTrainedConfig):
-    """A spec as transformers keeps it.
+    """The config of a spec in transformers.
 
-    spec: the YAML text; spec_name: what errors call it; overrides: values of it, by name, as YAML; files: the texts of
-    all files that it uses. `SeqblocksConfig.of("mamba_small", set={"depth": 2})` makes one of a bundled spec or a path.
+    spec: the YAML text. spec_name: its name in error messages. overrides: overridden values, by name, as YAML. files:
+    the texts of all files that it uses. To create one from a bundled spec or a path, use
+    `SeqblocksConfig.of("mamba_small", set={"depth": 2})`.
     """
 
     model_type = "seqblocks"
@@ -54,13 +55,13 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
     def of(
         cls, spec: str | os.PathLike[str] | ModelSpec, set: Mapping[str, Any] | None = None, **others: Any
     ) -> SeqblocksConfig:
-        """Return the config of a spec: a path, the name of a bundled one, or what `load_model` returns.
+        """Return the config of a spec: a path, the name of a bundled one, or the result of `load_model`.
 
-        others: what any config takes, such as eos_token_id. Raises SpecError and UsageError.
+        others: other entries of a config, such as eos_token_id. Raises SpecError and UsageError.
         """
         model = spec if isinstance(spec, ModelSpec) else check.load_model(spec, set)
         if model.source is None:
-            raise UsageError("the model does not know the text it was made from, and a config holds that text")
+            raise UsageError("the model was built without the text of its spec, which a config needs")
         return cls(**{**hub_config(model), **others})
 
     def analysed(self, set: Mapping[str, Any] | None = None) -> ModelSpec:

@@ -1,6 +1,6 @@
-"""Weights in folders of transformers: the same format as `seqblocks.save`, and errors for missing parameters.
+"""Read and write weights in folders of transformers, in the format of `seqblocks.save`.
 
-In memory parameters are below `model.`; in files they have the names of the spec, as `seqblocks.save` writes them.
+In memory, the names of parameters begin with `model.`; in files, they are the names of the spec.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ADAPTER = "adapter_config.json"  # of PEFT: the weights are elsewhere
 
 
 def own_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the names of the spec, each tied one once. RunError for sharded ones or a broken tie."""
+    """Return weights under the spec's names, tied ones once. Raises RunError for sharded weights or broken ties."""
     if any(is_sharded(tensor) for tensor in tensors.values()):
-        what = "the weights are sharded over ranks, and save_pretrained writes whole ones"
+        what = "the weights are sharded over ranks, but save_pretrained needs whole ones"
         how = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         raise RunError(f"{what}: pass state_dict={how}, or call seqblocks.save(model.model, DIR) on all ranks")
     ties = model._tied_weights_keys
     for name, source in ties.items():
         a, b = tensors.get(name), tensors.get(source)
         if a is not None and b is not None and not (a.is_meta or b.is_meta or are_equal(a, b)):
-            what = f"{name} is tied to {source} in the spec, and they are two parameters with other values"
-            raise RunError(f"{what}: model.tie_weights() ties them again")
+            what = f"the spec ties {name} to {source}, but their values differ"
+            raise RunError(f"{what}: call model.tie_weights()")
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name not in ties}
 
 
 def adapt_names(model: Any, tensors: dict[str, Tensor], prefix: str, *others: Any) -> None:
-    """Rename weights with the names of files as they are in memory, and add tied ones, before torch loads them."""
+    """Rename weights from their names in files to those in memory, and add tied ones, before torch loads them."""
     own = model.state_dict().keys()
     for name in [name for name in tensors if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
@@ -54,21 +54,21 @@ def adapt_names(model: Any, tensors: dict[str, Tensor], prefix: str, *others: An
 
 
 def as_folder(path: Any) -> Path:
-    """Return a folder to write to. UsageError where something else is there."""
+    """Return a folder to write to. Raises UsageError if the path is not a folder."""
     place = folder.as_path(path)
     if place.exists() and not place.is_dir():
-        raise UsageError(f"{place} is not a folder, and save_pretrained writes one")
+        raise UsageError(f"{place} is not a folder; save_pretrained needs one")
     return place
 
 
 def weight_files(place: Path) -> dict[str, int]:
-    """Return when the whole file of weights and the index of shards were written, where they are there."""
+    """Return the modification times of the single weights file and of the index of shards, if they exist."""
     files = (place / name for name in (folder.WHOLE, f"{folder.WHOLE}{INDEX}"))
     return {file.name: file.stat().st_mtime_ns for file in files if file.is_file()}
 
 
 def remove_stale(place: Path, before: Mapping[str, int]) -> None:
-    """Remove the whole file, or the index, of an earlier save where the present one wrote the other."""
+    """Remove the single file, or the index, of an earlier save if the current save wrote the other."""
     after = weight_files(place)
     stale = [name for name, time in after.items() if before.get(name) == time]
     if len(stale) < len(after):
@@ -79,8 +79,8 @@ def remove_stale(place: Path, before: Mapping[str, int]) -> None:
 def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tuple[ModelSpec, set[str]]]) -> None:
     """Compare names and shapes in the files of a local folder with a spec, before anything is allocated.
 
-    part: returns what of a config's spec is to be loaded, and the weights that are left in the files. RunError where
-    they do not fit, UsageError where files are damaged.
+    part: returns the part of a config's spec to load, and the names of weights that stay unread. Raises RunError if the
+    weights do not fit, UsageError for damaged files.
     """
     place = _local(path, options)
     if place is None:
@@ -91,9 +91,9 @@ def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tu
     found = {name: header for name, header in found.items() if name not in spare}
     for name, header in found.items():
         if reason := unusable(header, on_meta=True):
-            raise UsageError(f"{path} does not hold weights: {name} {reason}")
+            raise UsageError(f"{path} does not contain weights: {name} {reason}")
     tied = {item.name: item.tied for item in graph.parameters(spec.graph) if item.tied}
-    for name, source in tied.items():  # files of others may hold both
+    for name, source in tied.items():  # other software may have written both
         if name in found and source in found:
             del found[name]
     if options.get("ignore_mismatched_sizes"):
@@ -115,7 +115,7 @@ def _bare(name: str, declared: set[str]) -> str:
 
 
 def check_loaded(path: Any, info: Mapping[str, Any]) -> None:
-    """Raise RunError where weights were missing or left over; transformers draws the former and only warns."""
+    """Raise RunError for missing or unused weights; transformers initialises missing ones and only warns."""
     _check_names(path, info.get("missing_keys", ()), info.get("unexpected_keys", ()))
 
 
@@ -129,7 +129,7 @@ def _check_names(path: Any, missing: Iterable[str], unexpected: Iterable[str]) -
 
 
 def explained(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loader that raises UsageError where a safetensors file is damaged."""
+    """Return a loader that raises UsageError for a damaged safetensors file."""
 
     @functools.wraps(load)
     def loader(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def explained(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_record(place: Path, spec: ModelSpec, variant: str | None) -> None:
-    """Write what `seqblocks.load` needs beside the weights; remove it where the weights are not all of the spec's."""
+    """Write the files that `seqblocks.load` needs besides the weights, or remove them if weights are missing."""
     try:
         weights = weights_in(place)
         if variant:

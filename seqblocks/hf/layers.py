@@ -18,11 +18,11 @@ from seqblocks.runtime.repeat import outer_repeats
 def noted_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
     """Yield the features of the latest call inside: the input of the first layer, then the output of each layer.
 
-    The layers are those of the outermost repeats. RunError where there are none.
+    The layers are those of the outermost repeats. Raises RunError if there are none.
     """
     layers = [layer for repeat in outer_repeats(model) for layer in repeat if layer is not None]
     if not layers:
-        raise RunError(f"{model.spec.name} has no `repeat`, whose layers would be between hidden states")
+        raise RunError(f"{model.spec.name} has no `repeat`, so it has no hidden states between layers")
     noted: dict[int, Tensor] = {}
     handles = [layers[0].register_forward_pre_hook(partial(_note_input, noted))]
     handles += [layer.register_forward_hook(partial(_note_output, noted, at)) for at, layer in enumerate(layers, 1)]

@@ -142,7 +142,7 @@ def test_without_a_process_group_the_error_says_how_to_start_one():
     model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
     with pytest.raises(seqblocks.UnavailableError, match="torchrun"):
         shard(model)
-    with pytest.raises(seqblocks.UsageError, match="shard takes what build made, or a stage of it, not Linear"):
+    with pytest.raises(seqblocks.UsageError, match="or a stage of one, not Linear"):
         shard(torch.nn.Linear(2, 2))
 
 
@@ -154,10 +154,10 @@ def test_invalid_paths(path: Any) -> None:
 
 def test_arguments_of_other_types() -> None:
     model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
-    with pytest.raises(seqblocks.UsageError, match=r"load_model returns, or model\.spec, not str"):
+    with pytest.raises(seqblocks.UsageError, match=r"load_model, or model\.spec, not str"):
         tensor_plan("nested", 2)  # type: ignore[arg-type]
     with pytest.raises(seqblocks.UsageError, match="pieces takes a state dict, not NoneType"):
         pieces(model, None)  # type: ignore[arg-type]
     for norm in ("1", None, -1.0, float("nan")):
-        with pytest.raises(seqblocks.UsageError, match="max_norm is a number from 0 on, not"):
+        with pytest.raises(seqblocks.UsageError, match="max_norm must be a number of at least 0, not"):
             clip_gradients(model, norm)  # type: ignore[arg-type]

@@ -224,15 +224,15 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     file, model = tmp_path / "m.onnx", made("{linear: 3}")
     for call, kind, message in [
         (lambda: export.onnx(seqblocks.build("vil_digits"), file, "step"), RunError, "cannot stream.*graph `forward`"),
-        (lambda: export.onnx(model, file, "steps"), UsageError, "there is no graph 'steps', only forward, step"),
+        (lambda: export.onnx(model, file, "steps"), UsageError, "there is no graph 'steps'; use forward, step"),
         (lambda: export.onnx(model, file, "context"), UsageError, "has no inputs that do not stream"),
-        (lambda: export.onnx(model, file, "step", length=3), UsageError, "a length is of the graphs"),
-        (lambda: export.onnx(model, file, batch=0), UsageError, "batch is a whole number from 1 on"),
-        (lambda: export.onnx(torch.nn.Linear(2, 2), file), UsageError, "a model that build made, not Linear"),
+        (lambda: export.onnx(model, file, "step", length=3), UsageError, "`length` applies only to the graphs"),
+        (lambda: export.onnx(model, file, batch=0), UsageError, "batch must be a whole number of at least 1"),
+        (lambda: export.onnx(torch.nn.Linear(2, 2), file), UsageError, "a model from seqblocks.build, not Linear"),
         (lambda: export.onnx(model, tmp_path / "a" / "m.onnx"), UsageError, "there is no folder"),
-        (lambda: export.onnx(model, tmp_path), UsageError, "is a folder, and a file is written"),
-        (lambda: export.pt2(model, tmp_path / "m.bin"), UsageError, r"ends in \.pt2.*m\.bin\.pt2"),
-        (lambda: export.onnx(seqblocks.build("vil_digits", device="meta"), file), UsageError, "on meta"),
+        (lambda: export.onnx(model, tmp_path), UsageError, "is a folder, not a file"),
+        (lambda: export.pt2(model, tmp_path / "m.bin"), UsageError, r"end in \.pt2.*m\.bin\.pt2"),
+        (lambda: export.onnx(seqblocks.build("vil_digits", device="meta"), file), UsageError, "on the meta device"),
     ]:
         with pytest.raises(kind, match=message):
             call()
@@ -248,7 +248,7 @@ def test_a_program_that_refuses_a_size_is_not_written() -> None:
     def refuse(x: torch.Tensor) -> None:
         raise AssertionError("Guard failed: 8 == x.size()[1]\nand more")
 
-    with pytest.raises(RunError, match=r"torch does not run what was exported: Guard failed: 8 == x\.size\(\)\[1\]$"):
+    with pytest.raises(RunError, match=r"torch cannot run the exported program: Guard failed: 8 == x\.size\(\)\[1\]$"):
         compare.agree(model, exported.contract, files._as_run(model, exported, refuse), "m.pt2")
 
 

@@ -446,7 +446,7 @@ def test_features_between_layers(saved: Path, digits: Any) -> None:
         assert [tuple(each.shape) for each in images] == [(2, 16, 16)] * 3
         assert AutoModel.from_pretrained(saved)(x, output_hidden_states=True).hidden_states[1].shape == (2, 6, 8)
     flat = hf.SeqblocksConfig(spec="seqblocks: 1\nmodel:\n  input: {tokens: 9}\n  steps: [embed: 4, unembed]\n")
-    with pytest.raises(RunError, match="has no `repeat`, whose layers would be between"):
+    with pytest.raises(RunError, match="has no `repeat`, so it has no hidden states"):
         AutoModelForCausalLM.from_config(flat)(ids(1, 2) % 9, output_hidden_states=True)
 
 

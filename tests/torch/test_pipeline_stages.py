@@ -68,13 +68,13 @@ def test_stages_compute_about_as_much():
 
 def test_parameters_tied_across_stages_are_refused():
     model = seqblocks.build("mamba_small", device="meta")
-    with pytest.raises(seqblocks.UsageError, match=r"unembed.weight is embed.weight, .* stages 0 and 1.*untie"):
+    with pytest.raises(seqblocks.UsageError, match=r"unembed.weight and embed.weight share .* stages 0 and 1.*untie"):
         pipeline_stage(model, 0, 2)
-    with pytest.raises(seqblocks.UsageError, match="8 steps and layers, which are not enough for 9 stages"):
+    with pytest.raises(seqblocks.UsageError, match="8 steps and layers, too few for 9 stages"):
         pipeline_stage(model, 0, 9)
-    with pytest.raises(seqblocks.UsageError, match="of 2 stages there is no number 2"):
+    with pytest.raises(seqblocks.UsageError, match="there is no stage 2 among 2 stages"):
         pipeline_stage(model, 2, 2)
-    with pytest.raises(seqblocks.UsageError, match=r"counted by whole numbers, not 0 of 2\.0"):
+    with pytest.raises(seqblocks.UsageError, match=r"must be whole numbers, not 0 and 2\.0"):
         pipeline_stage(model, 0, 2.0)
 
 

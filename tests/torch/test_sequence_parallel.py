@@ -370,10 +370,10 @@ def test_what_is_not_a_group_or_a_model() -> None:
 
 def test_misuse(alone: None) -> None:
     model = spec("linear: 4", "residual: {drop_path: 0.1, steps: [{linear: 4}]}", "downsample: 2")
-    with pytest.raises(seqblocks.UsageError, match="built, not for Linear"):
+    with pytest.raises(seqblocks.UsageError, match=r"from seqblocks\.build, not Linear"):
         sequence_parallel(torch.nn.Linear(4, 4))
     mesh = distributed.init_device_mesh("cpu", (1, 1))
-    with pytest.raises(seqblocks.UsageError, match="one dimension of a mesh, and this one has 2"):
+    with pytest.raises(seqblocks.UsageError, match="the mesh has 2 dimensions, but"):
         sequence_parallel(model, mesh)
     parallel = sequence_parallel(model)
     with pytest.raises(seqblocks.RunError, match=r"residual \(.*drops whole samples at random"):
@@ -415,10 +415,10 @@ def test_parts_of_a_model_are_not_whole_models(alone: None, tmp_path: Path) -> N
     whole = spec("swiglu: {hidden: 4}")
     part = tensor_parallel(whole)
     assert clip_gradients(part, 1.0) == 0, "there should be no gradients"
-    with pytest.raises(seqblocks.UsageError, match=r"spread over several ranks: export what seqblocks\.load makes"):
+    with pytest.raises(seqblocks.UsageError, match=r"split over several ranks: save it, and export"):
         seqblocks.export.pt2(part, tmp_path / "m.pt2")
     stage = pipeline_stage(whole, 0, 1)
-    with pytest.raises(seqblocks.UsageError, match="takes what build made, or its part on a rank, not Stage"):
+    with pytest.raises(seqblocks.UsageError, match="or a rank's part of one, not Stage"):
         clip_gradients(stage, 1.0)
 
 

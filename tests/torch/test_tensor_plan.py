@@ -138,7 +138,7 @@ def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypat
 
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
 def test_invalid_ranks(ranks):
-    with pytest.raises(seqblocks.UsageError, match="over a whole number of ranks, at least 1, not"):
+    with pytest.raises(seqblocks.UsageError, match="ranks must be a whole number of at least 1, not"):
         plan_of("- swiglu: {hidden: 8}", ranks)
 
 
