@@ -1,21 +1,22 @@
-"""The mLSTM in Triton. The mathematics and the letters are those of mlstm/torch.py.
+"""The mLSTM in Triton. The mathematics and the symbols are those of mlstm/torch.py.
 
-Forward: gates, states before every chunk (a program per block of C, which stays in registers), outputs (a program per
-tile of tokens and of values). Backward, with the states saved: factors of each token from dh and h, gradients of the
-states from the last chunk to the first, then tile by tile those of q, of k and of v, and chunk by chunk those of the
-gates. A single token without a derivative has a kernel of its own.
+The forward pass computes the gates, the states before every chunk (one program per block of C, which stays in
+registers), and the outputs (one program per tile of tokens and of values). The backward pass reads the saved states. It
+computes factors of each token from dh and h, the gradients of the states from the last chunk to the first, those of q,
+k and v by tiles, and those of the gates by chunks. A single token without gradients has a kernel of its own.
 
     gates.py, forward.py, backward.py   the kernels
-    tensors.py                          what kernels share: addresses, planes, weights between two tiles of tokens
-    sizes.py, launch.py                 chunks, tiles and warps; the launches and the ops of torch
+    tensors.py                          shared functions: addresses, planes, weights between two tiles of tokens
+    sizes.py, launch.py                 chunks, tiles and warps; the launches and torch ops
 
-A chunk is one, two or four tiles of tokens: longer chunks move fewer states, wider tiles would spill. Programs that
-read the same lie side by side in a grid, so that it comes from memory once and from the cache then.
+A chunk has one, two or four tiles of tokens: longer chunks move fewer states, and wider tiles would spill registers.
+Programs that read the same data are adjacent in the grid, so that it is read from memory once and then from the cache.
 
-All gates and states are float32, sums of log f float64. Dots take bfloat16 as it is; float16, whose range a state may
-exceed, goes through tf32, which has as many digits; float32 stays float32, and goes through tf32 where it meets another
-dtype. States between chunks are stored as dots take them. Nothing is transposed but by loading it that way: several
-compilers for sm_90 turn an accumulator into a transposed operand wrongly. There are no atomic additions.
+Gates and states are float32, sums of log f float64. Dots use bfloat16 operands as they are. float16, whose range a
+state may exceed, is converted to tf32, which has as many digits. float32 stays float32, but is converted to tf32 if
+dtypes are mixed. States between chunks are stored as operands of dots. Operands are transposed only by loading them in
+another order, because several compilers for sm_90 make errors when they transpose an accumulator for a dot. There are
+no atomic additions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None, *,
     reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, MLSTMState | None]:
-    """Run the scan. Arguments as `mlstm`, already checked; chunk_size is for the torch implementation only."""
+    """Run the scan. Arguments as for `mlstm`, checked; chunk_size is only for the torch implementation."""
     if v.numel() == 0 or q.numel() == 0:
         torch_run = implementation("mlstm", "torch").run
         return torch_run(
@@ -70,7 +71,7 @@ def _checked(
     C: Tensor | None = None, n: Tensor | None = None, m: Tensor | None = None, resets: Tensor | None = None,
     return_state: bool = True, **given: Any,
 ) -> Any:
-    """A scan, from a state if one is given, and a token without a derivative, which has a kernel of its own."""
+    """Run a scan, and a single token without gradients, which has a kernel of its own."""
     from seqblocks.kernels.mlstm import mlstm
 
     state = None if C is None or n is None or m is None else MLSTMState(C, n, m)
@@ -89,7 +90,7 @@ def _example(
 ) -> Any:
     DK, DV = head_dims
     L = sizes.chunk(DK, DV, dtype == torch.bfloat16)["L"]
-    # more chunks than one program walks; not where the reference would save too many large states
+    # More chunks than one program processes, unless states are so large that the reference would save too many.
     S = 20 + L * (sizes.WALKED if DK * DV <= 1 << 14 else 1)
     widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
     tensors = {name: normal(1, S, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}

@@ -1,9 +1,10 @@
-"""Backward: factors of each token, gradients of the states, of q, k and v, and of the gates.
+"""The backward kernels: factors of each token, gradients of the states, of q, k and v, and of the gates.
 
-With the stabiliser m held constant, the gradient of log f at t is that of all weights from before t to t or later. A
-chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the sequence. The rest
-is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so its gradient goes to
-the one input gate that made it, or to the m that enters the chunk, which `state_gradients` hands from chunk to chunk.
+With the stabiliser m held constant, the gradient of log f at t is that of all weights with which tokens from t on read
+tokens before t. For a chunk it can be computed from the values in the chunk and from <C, dC> + <n, dn> of the state
+after it, so no sum runs over the sequence. The remaining terms are small: those of eps, which makes h depend on the
+scale, and of the last m. Every m is a maximum, so its gradient goes to the one input gate that attains it, or to the m
+before the chunk; `state_gradients` passes the latter from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def factors(
     S, H, DV: tl.constexpr, gb, gs, gh, scale, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):
-    """From r = dh . h and the divisor. A program per chunk."""
+    """Compute the factors of each token from r = dh . h and the divisor. One program per chunk."""
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -105,9 +106,11 @@ def state_gradients(
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """flows [N, K + 1, blocks]: this block's part of <C, dC> + <n, dn> before every chunk, and after the last.
+    """Compute the gradients of the states, from the last chunk to the first.
 
-    ahead [2, N, K]: what chunks after this one give to the m that leaves it, and 1 if that is the m after the last.
+    flows [N, K + 1, blocks]: this block's part of <C, dC> + <n, dn> before every chunk, and after the last.
+    ahead [2, N, K]: the gradient, from later chunks, of the m after each chunk; and 1 if the gradient of the last m is
+    passed on to it.
     """
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     BLOCKS: tl.constexpr = (DK + BK - 1) // BK * ACROSS
@@ -168,7 +171,8 @@ def state_gradients(
             tl.store(dn0 + wide * DK + dk, total, first)
 
 
-# Each role has a loop of its own over what the state gives: as a helper it cost registers, and on sm_90 a spill.
+# Each function has its own loop over the state's part: as a shared function, it took more registers and spilled on
+# sm_90.
 
 
 @jit
@@ -180,7 +184,7 @@ def _query_gradients(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
-    """Weights are [t, s]: tokens down, what they read across."""
+    """Compute dq of a tile. Weights are [t, s]: reading tokens are rows, the tokens they read are columns."""
     n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
@@ -227,7 +231,7 @@ def _key_gradients(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
-    """Weights are [s, t]: what is read down, by which tokens across."""
+    """Compute dk of a tile. Weights are [s, t]: the tokens that are read are rows, reading tokens are columns."""
     n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
@@ -275,7 +279,7 @@ def _value_gradients(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
-    """Weights as for the gradients of keys."""
+    """Compute dv of a tile. Weights are [s, t], as for dk."""
     n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BV + tl.arange(0, BV)
     is_d = inside(d, DV, BV)
@@ -316,7 +320,7 @@ def gradients(
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
-    """Of q, k and v: the programs of a tile side by side, so that what they all read comes from memory once."""
+    """Compute dq, dk and dv. The programs of a tile are adjacent, so that common data is read from memory once."""
     OF_KEYS: tl.constexpr = (DK + BK - 1) // BK
     SHARING: tl.constexpr = 2 * OF_KEYS + (DV + BV - 1) // BV
     which = tl.program_id(0) % SHARING
@@ -343,7 +347,7 @@ def gradients(
 @jit
 @no_type_check
 def _sum_of_parts(parts, step, count, MOST: tl.constexpr, here, j):
-    """Over `count` parts [count, BT], `step` apart."""
+    """Return the sum over `count` parts [count, BT], which are `step` elements apart."""
     part = tl.arange(0, MOST)[:, None]
     return tl.sum(tl.load(parts + part * step + here + j[None, :], part < count, 0.0), 0)
 
@@ -356,8 +360,10 @@ def gate_gradients(
     EXP: tl.constexpr, FRESH: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
 ):
-    """From the last token of the chunk to its first, so that all sums are of what has been seen. FRESH: no state is
-    given."""
+    """Compute the gradients of i, f and the initial m, from the last token of a chunk to the first.
+
+    In this order, all sums are cumulative. FRESH: there is no initial state.
+    """
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -368,7 +374,7 @@ def gate_gradients(
     sign = -1 if REVERSE else 1
     read = _sum_of_parts(rows, plane, row_tiles, ROWS, here, j)
     dlog_i = _sum_of_parts(columns, plane, column_tiles, COLUMNS, here, j)
-    # <C, dC> + <n, dn>, in parts
+    # Sum the parts of <C, dC> + <n, dn>.
     state_tile = tl.arange(0, STATES)
     flows += n.to(tl.int64) * (chunks + 1) * state_tiles + state_tile
     leaves = tl.sum(tl.load(flows + (c + 1) * state_tiles, state_tile < state_tiles, 0.0), 0)
@@ -378,14 +384,15 @@ def gate_gradients(
         segment = tl.load(segments + here + j)
         reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
     if EXP:
-        g = tl.load(ahead + tl.program_id(0))  # of the m that leaves this chunk
+        g = tl.load(ahead + tl.program_id(0))  # gradient of the m after this chunk
         if dm_out is not None:
             end = tl.sum(tl.load(flows + chunks * state_tiles, state_tile < state_tiles, 0.0), 0)
             passes = tl.load(ahead + tl.num_programs(0) + tl.program_id(0))
             g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
         dm = load_plane(factors, D_M, plane, here, j) + tl.where(j == BT - 1, g, 0.0)
         read += dm
-        # a token whose e is x made that maximum, and those after it until another token's or another segment's
+        # A token whose e equals x attains the maximum x, also for the tokens after it until the maximum or the segment
+        # changes.
         made = load_plane(gates, E, plane, here, j) == load_plane(gates, X, plane, here, j)
         after = tl.minimum(j + 1, BT - 1)
         ends = load_plane(gates, E, plane, here, after) == load_plane(gates, X, plane, here, after)
@@ -407,7 +414,7 @@ def gate_gradients(
         raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
         dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
-    if i is None:  # nothing reaches over the decay of a first token: what is left there is rounding
+    if i is None:  # The decay of a first token has no effect, so its gradient is zero up to rounding errors.
         if segments is not None:
             before = tl.load(segments + here + tl.maximum(j - 1, 0))
             dlog_f = tl.where(segment == tl.where(j == 0, 0, before), dlog_f, 0.0)

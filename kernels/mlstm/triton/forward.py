@@ -1,4 +1,4 @@
-"""Forward: states before each chunk, outputs, and both at once for a single token."""
+"""The forward kernels: states before each chunk, outputs, and both at once for a single token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def states(
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """C and n before every chunk, and after the last. n only where `norm` is not None."""
+    """Compute C and n before every chunk and after the last; n only if `norm` is not None."""
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     n, block, chunks, place, plane, dk, dv, is_k, is_v, first = own_block(S, DK, DV, L, BK, BV)
     wide = n.to(tl.int64)
@@ -63,8 +63,8 @@ def states(
         weight = load_plane(gates, WRITE, plane, here, j)
         keys = load_columns(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, dk, live, is_k, REVERSE, BT)
         values = load_rows(v, n, H, tile, S, vb, vs, vh, dv, live, is_v, REVERSE, BT)
-        # the dot and n weigh keys each for itself, in its own layout: a product of both would go between threads. As a
-        # fused multiply-add, which compilers do not take for that product
+        # The dot and n each multiply keys by weights in their own layout, because a common product would have to be
+        # exchanged between threads. n uses a fused multiply-add, so that compilers do not merge the two products.
         written = operand(keys.to(tl.float32) * weight[None, :], DOT, PRECISION)
         state += tl.dot(written, operand(values, DOT, PRECISION), input_precision=PRECISION)
         if norm is not None:
@@ -84,7 +84,7 @@ def outputs(
     GROUP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """h, and q . n. A program per tile of tokens and of values."""
+    """Compute h, and q . n. One program per tile of tokens and of values."""
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     n, tile, part, at, here, plane, j, live = own_tile(S, ACROSS, L, BT)
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
@@ -92,7 +92,7 @@ def outputs(
     sign = -1 if REVERSE else 1
     queries = start(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
-    parts = tl.zeros((BT, BK), tl.float32)  # of q . n, by channels
+    parts = tl.zeros((BT, BK), tl.float32)  # terms of q . n, by channels
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = inside(dk, DK, BK)
@@ -122,7 +122,7 @@ def outputs(
     if NORMALIZE:
         tl.store(gates + plane * DEN + here + j, den, j < tl.where(tl.program_id(0) % ACROSS == 0, BT, 0))
         num *= (1.0 / (tl.maximum(tl.abs(den), load_plane(gates, FLOOR, plane, here, j)) + eps))[:, None]
-    else:  # x is rounded: so far below, or above, is the scale of m = 0
+    else:  # m should be 0, but x is rounded: the floor corrects the scale.
         num *= (1.0 / load_plane(gates, FLOOR, plane, here, j))[:, None]
     store_rows(h, num, n, H, tile, S, dv, live, is_v, DV, REVERSE, BT)
 
@@ -134,12 +134,12 @@ def step(
     H, DK: tl.constexpr, DV: tl.constexpr, qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, scale, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """One token without a derivative: a program reads and writes a strip [DK, BV] of C once."""
+    """Run one token without gradients. A program reads and writes a strip [DK, BV] of C once."""
     n = tl.program_id(0)
     b = (n // H).to(tl.int64)
     head = (n % H).to(tl.int64)
     wide = n.to(tl.int64)
-    first_strip = tl.program_id(1) == 0  # which stores n and m
+    first_strip = tl.program_id(1) == 0  # This program stores n and m.
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     is_v = dv < DV
     through = log_sigmoid(tl.load(f + b * fb + head * fh).to(tl.float32))

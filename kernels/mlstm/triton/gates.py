@@ -1,6 +1,6 @@
 """The gates of every token: sums of log f, the stabiliser, and weights relative to it.
 
-The letters are those of mlstm/torch.py; b, e and p are float64, because differences of sums are what counts.
+The symbols are those of mlstm/torch.py. b, e and p are float64, because weights depend on differences of sums.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from seqblocks.kernels.mlstm.triton.tensors import CARRIED, E_REST, FLOOR, KEEP,
 from seqblocks.kernels.triton_common import binary, constexpr, jit, log_sigmoid, tl
 
 LEAST_LOG_F = constexpr(-1e6)  # so that sums over a chunk are finite
-NEGLIGIBLE = constexpr(208.0)  # a weight smaller by e^-208 = 2^-300 than another
+NEGLIGIBLE = constexpr(208.0)  # A weight is negligible if it is e^-208 = 2^-300 times another.
 LARGEST_FLOOR = constexpr(125.51447)  # e^87 as a power of 2
 
 
 @jit
 @no_type_check
 def _add_within(segment, a, other, b):
-    """Combine runs of (segment, sum of what of it has passed)."""
+    """Combine adjacent runs, each given by its last segment and the sum over that segment's tokens in the run."""
     return other, tl.where(segment == other, a + b, b)
 
 
@@ -38,21 +38,21 @@ def _max(a, b):
 @jit
 @no_type_check
 def _compose(sum_a, most_a, sum_b, most_b):
-    """One stretch of tokens and then another, as functions of the m before: max(m + sum, most)."""
+    """Compose two adjacent runs of tokens, each given as a function of the m before it: max(m + sum, most)."""
     return sum_a + sum_b, tl.maximum(most_a + sum_b, most_b)
 
 
 @jit
 @no_type_check
 def _power(x):
-    """2^x in float32, of a float64 x that is a difference."""
+    """Return 2^x in float32 for a float64 x, which is a difference."""
     return tl.exp2(x.to(tl.float32))
 
 
 @jit
 @no_type_check
 def sums(segment, x, SEGMENTS: tl.constexpr):
-    """Of x [BT] up to each place, each segment by itself."""
+    """Return the cumulative sums of x [BT] within each segment."""
     if SEGMENTS:
         return tl.associative_scan((segment, x), 0, _add_within)[1]
     return tl.cumsum(x, 0)
@@ -63,19 +63,21 @@ def sums(segment, x, SEGMENTS: tl.constexpr):
 def _chunk_gates(
     i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr
 ):
-    """Of chunk c by itself, as binary logarithms in float64: b, e, and what b leaves out; e in float32, the largest of
-    those so far in the token's segment; and the number of that segment.
+    """Return the gates of chunk c, independent of other chunks.
+
+    As binary logarithms: b, e, and the rest left out of b, in float64; e in float32, and the largest e so far in the
+    token's segment. Also the index of that segment.
 
     Without an input gate, i is None and f is log f, or None for 0.
 
-    A gate that lets nothing through would make the sums large, or infinite. So b has of it as much as leaves all tokens
-    before with 2^-300 of the weight of the gate's own token. The rest is for the state that enters, which may weigh
-    more.
+    A closed forget gate would make the sums large or infinite. So b includes only as much of its log as reduces all
+    earlier tokens to 2^-300 of the weight of the gate's own token. The rest applies to the state before the chunk,
+    whose weight may be larger.
     """
     j = tl.arange(0, BT)
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
-    # places after S write nothing and forget nothing: the last place is like the last token
+    # Places after S neither write nor forget, so that the last place has the values of the last token.
     if i is None:
         log_f = tl.zeros((BT,), tl.float32)
         if f is not None:
@@ -111,8 +113,10 @@ def _chunk_gates(
 @jit
 @no_type_check
 def _in_last_segment(segment, resets):
-    """Which tokens are in the segment in which the chunk ends, and whether there is an earlier one: a constant without
-    resets, which saves the maximum."""
+    """Return which tokens are in the last segment of the chunk, and whether there is an earlier segment.
+
+    Without resets both are constants, which saves the maximum.
+    """
     if resets is None:
         return segment == 0, tl.full((), False, tl.int1)
     else:
@@ -122,8 +126,10 @@ def _in_last_segment(segment, resets):
 @jit
 @no_type_check
 def _passage(b, e, rest, reaches, broken, BT: tl.constexpr):
-    """What a chunk makes of the m that enters it, max(m + sum, most): after a reset that m is 0. Selected, not branched
-    over: around a branch compilers synchronise threads at every exchange of numbers."""
+    """Return the map of a chunk from the m before it to the m after it, max(m + sum, most); a reset sets m to 0.
+
+    The code selects instead of branching, because around a branch compilers synchronise threads at every exchange.
+    """
     last = tl.arange(0, BT) == BT - 1
     through = tl.sum(tl.where(last, b, 0.0), 0)
     most = tl.max(tl.where(reaches, e, float("-inf")), 0)
@@ -140,7 +146,7 @@ def totals(
     i, f, resets, passages,
     S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
-    """passages [2, N, K]: what every chunk makes of m."""
+    """Compute passages [2, N, K]: sum and most of the map of every chunk from the m before it to the m after it."""
     at = tl.program_id(0)
     chunks = tl.cdiv(S, BT)
     b, e, rest, _, _, segment = _chunk_gates(
@@ -155,7 +161,7 @@ def totals(
 @common.kernel(do_not_specialize=["K"])
 @no_type_check
 def entering(passages, m0, m_enters, K, BC: tl.constexpr):
-    """m_enters [N, K + 1]: m before every chunk and after the last. A program per head reads every chunk once."""
+    """Compute m_enters [N, K + 1]: m before every chunk and after the last. One program per head."""
     n = tl.program_id(0)
     j = tl.arange(0, BC)
     m = tl.full((), 0.0, tl.float64)
@@ -180,10 +186,10 @@ def gates(
     S, N, H, ib, js, ih, fb, fs, fh,
     EACH: tl.constexpr, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
-    """A program per head, which walks the chunks; or, if EACH, one per chunk, which finds the m that enters it in
-    `m_enters`.
+    """Compute the gates: one program per head, which loops over the chunks; with EACH, one program per chunk.
 
-    m is a binary logarithm in float64; the last one, which a state holds in float32, is rounded before it is used.
+    m_enters: with EACH, the m before each chunk. m is a binary logarithm in float64; the last one is rounded before it
+    is used, because the state stores it in float32.
     """
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
@@ -199,7 +205,7 @@ def gates(
     elif m0 is not None:
         m = binary(tl.load(m0 + n).to(tl.float64))
     if not EXP:
-        m = tl.where(first == 0, m, 0.0)  # a given m counts until the first token
+        m = tl.where(first == 0, m, 0.0)  # A reset at the first token discards the given m.
     for c in range(first, end):
         b, e, rest, high, best, segment = _chunk_gates(
             i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
@@ -213,7 +219,8 @@ def gates(
             after = tl.maximum(most, through + m)
             if c == chunks - 1:
                 after = _rounded(after)
-        # x, in float32, is whatever makes weights no larger than 1; all else is relative to it as it was rounded
+        # Any x for which weights are at most 1 would do. It is float32, and everything else is relative to its rounded
+        # value.
         carried = tl.zeros((BT,), tl.int1)
         x = (-b).to(tl.float32)
         if EXP:
@@ -241,12 +248,12 @@ def gates(
 @jit
 @no_type_check
 def _natural(x):
-    """A binary logarithm as a natural one."""
+    """Convert a binary logarithm to a natural one."""
     return x * 0.6931471805599453
 
 
 @jit
 @no_type_check
 def _rounded(m):
-    """The binary logarithm m as a state returns it, which holds the natural one in float32."""
+    """Return the binary logarithm m, rounded as in a state, which stores the natural logarithm in float32."""
     return binary(_natural(m).to(tl.float32).to(tl.float64))

@@ -1,6 +1,7 @@
-"""Launches: three forward, or five of many chunks, four backward, and one for a single token; and their ops.
+"""Launches and torch ops: three launches forward (five for many chunks), four backward, and one for a single token.
 
-Linear attention with a decay per head has the same launches but the last."""
+Linear attention with a decay per head uses the same launches, except for the last.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ from seqblocks.kernels.triton_common import ceil_div, tl
 
 
 class Plan:
-    """The grids and the arguments that launches share. Linear attention has the same, without a stabiliser, an input
-    gate and a normaliser: i, m0, n0 and norm are None then, and f is the log of the forget gate, or None."""
+    """Grids and arguments that the launches share.
+
+    Linear attention uses the same without stabiliser, input gate and normaliser: i, m0, n0 and norm are then None, and
+    f is the log of the forget gate, or None.
+    """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, reverse: bool, exp: bool = False, scale: float | None = None
@@ -42,24 +46,26 @@ class Plan:
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
         dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.state_dtype = torch.bfloat16 if narrow else torch.float32  # of the states between chunks
-        # gates are a number a token: one warp scans those of a chunk without asking others
+        # Gates have one value per token: one warp scans those of a chunk without exchanges between warps.
         self.of_gates = {"REVERSE": reverse, "BT": L, "num_warps": 1}
         self.of_dots = {"GROUP": self.H // max(1, heads), "REVERSE": reverse, **dot, **self.chunk}
         self.exp = exp
 
     @property
     def scales(self) -> tuple[float, float]:
-        """The scale of q, and its binary logarithm."""
+        """Return the scale of q, and its binary logarithm."""
         return self.scale, math.log2(self.scale)
 
     def workspaces(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Gates of every token, and the states before the chunks, which are not [N, K, ...]: a trace with one chunk
-        would be for one chunk only."""
+        """Return memory for the gates of all tokens, and for the states before the chunks.
+
+        The latter are not [N, K, ...], because a trace with one chunk would be valid for one chunk only.
+        """
         planes = like.new_empty(GATES, self.N, self.places, dtype=torch.float32)
         return planes, like.new_empty(self.N, self.chunks * self.DK * self.DV, dtype=self.state_dtype)
 
     def segments(self, like: Tensor, resets: Tensor | None) -> Tensor:
-        """Empty without resets."""
+        """Return memory for the segments [N, places], which is empty without resets."""
         return like.new_empty((self.N, self.places) if resets is not None else (0,), dtype=torch.int32)
 
     def forward(
@@ -67,7 +73,7 @@ class Plan:
         resets: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
         C: Tensor, norm: Tensor | None, eps: float, normalize: bool,
     ) -> None:
-        """state, last: C, n, m before the first token and after the last."""
+        """Launch the forward pass. state, last: C, n, m before the first token and after the last."""
         with common.on(q):
             self.gates(i, f, resets, state[2], planes, segments, last[2])
             self.states(k, v, state[0], state[1], planes, segments, last[0], last[1], C, norm)
@@ -83,7 +89,7 @@ class Plan:
         f: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
         C: Tensor, norm: Tensor | None, grads: tuple[Tensor | None, ...], eps: float, normalize: bool,
     ) -> None:
-        """grads: of q, k, v, i, f, and of C, n, m before the first token."""
+        """Launch the backward pass. grads: memory for those of q, k, v, i, f, and C, n, m before the first token."""
         dq, dk, dv, di, df, dC0, dn0, dm0 = grads
         factors = planes.new_empty(FACTORS, self.N, self.places)
         links, ahead = (planes.new_empty(2, self.N, self.chunks) for _ in range(2))
@@ -159,7 +165,7 @@ class Plan:
 
 
 def _strides(*tensors: Tensor | None) -> list[int]:
-    """Over batch, tokens, heads."""
+    """Return the strides over batch, tokens and heads; zeros for absent tensors."""
     return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
@@ -173,7 +179,7 @@ def scan(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return h, the last C, n, m (empty if not wanted); for the backward pass gates, segments, C and n by chunks."""
+    """Return h, the last C, n, m (empty unless return_state), and gates, segments, C and n of the chunks."""
     found = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
@@ -212,7 +218,7 @@ def scan_backward(
     h: Tensor, C_out: Tensor | None, n_out: Tensor | None, planes: Tensor, segments: Tensor | None,
     C: Tensor, norm: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
+    """Return the gradients of q, k, v, i, f and of the initial C, n, m, which are empty without an initial state."""
     undefined = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
@@ -271,7 +277,7 @@ def step(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take one token without a derivative: return h and the next C, n, m (empty if not wanted)."""
+    """Run one token without gradients. Returns h and the next C, n, m, which are empty unless return_state."""
     q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
     results = _step_fake(q, k, v, i, f, C0, n0, m0, resets, eps, input_gate, normalize, return_state)
     h, *last = results

@@ -1,22 +1,22 @@
-"""How kernels are launched: lengths of chunks, tiles, warps and stages."""
+"""Parameters of launches: lengths of chunks, tiles, warps and stages."""
 
 from __future__ import annotations
 
 from seqblocks.kernels import triton_common as common
 
-WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
-WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth two more launches
+WALKERS = 512  # the fewest programs that loop over chunks: four for each multiprocessor of a large GPU
+WALKED = 8  # the most chunks for which one program computes the gates; for more, two additional launches are faster
 LONGEST_CHUNK = 256
-CHUNKS_AT_ONCE = 256  # chunks whose passages a program composes in one step
+CHUNKS_AT_ONCE = 256  # chunks whose maps of m a program composes in one step
 
 
 def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
-    """Tokens of a chunk and of a tile of it.
+    """Return the tokens of a chunk (L) and of a tile (BT).
 
-    Not narrow: dots of float32, which take twice the room. A chunk is two tiles where states are larger than what the
-    tokens of one tile bring, and four where they are twice that: then less of states is written and read, which takes
-    longer than the products within a chunk where these are of bfloat16; where not, eight times. It does not depend on
-    the length, which may be unknown when a program is exported.
+    narrow: operands are bfloat16, not float32, which takes twice the space. A chunk has two tiles if a state is at
+    least as large as the keys and values of one tile, and four if it is at least twice as large (eight times, if not
+    narrow). Longer chunks read and write fewer states, which takes longer than bfloat16 products within a chunk. The
+    result does not depend on the sequence length, which may be unknown when a program is exported.
     """
     BT = 64 if narrow else 32
     states, tokens = dk * dv, BT * (dk + dv)
@@ -24,12 +24,14 @@ def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
 
 
 def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1 << 20) -> dict[str, int]:
-    """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines;
-    of gradients also the channels that a product takes at a time (of outputs: BK).
+    """Return the columns of keys (BK) and values (BV) of a program of this kernel, its warps and pipeline stages.
 
-    A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
-    of those it writes, and on NVIDIA's up to all of a wide head, by twice the warps. Programs that walk over chunks are
-    few: those are wide where heads (of all sequences together) and tiles leave several for each multiprocessor.
+    For gradients the result also has the channels of a product at a time, BD; for outputs these are BK.
+
+    A program that computes all weights between two tiles of tokens should use them for many columns. It therefore
+    writes twice as many columns, and on NVIDIA GPUs up to all those of a wide head, with twice the warps. There are few
+    programs that loop over chunks. They are wide only if heads (of all sequences together) and tiles leave several
+    programs for each multiprocessor.
     """
     most = 64 if narrow else 32
     walks, both = kernel in ("states", "state_gradients"), kernel == "gradients"
@@ -41,15 +43,16 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     columns = max(size.values()) if both else size["BV"]
     step, warps, ahead = min(most, max(size.values())), 4, 3
     if wide and not walks:
-        widest = 512 if arch == "sm_90" else 256 if arch.startswith("sm_8") else 128  # columns that 8 warps can hold
+        # widest: the most columns for the registers of 8 warps
+        widest = 512 if arch == "sm_90" else 256 if arch.startswith("sm_8") else 128
         if columns > (64 if both and widest == 256 else 128) and widest > 128:
             tile["BV"], warps = min(widest, size["BV"]), 8
             if both:
                 tile |= {"BK": min(256, size["BK"]), "BV": min(tile["BV"], 256 if dk > 256 else 512)}
-        # short steps, of which compilers unroll the loop; but not so many that this takes registers
+        # Compilers unroll the loop of short steps; too many of them would take registers.
         step, ahead = (32, 3) if columns > most and (both or warps == 4 or dk <= 256) else (step, 2)
     elif walks and amd:
-        ahead = 2  # more, or wider tiles, would take registers of the second half
+        ahead = 2  # More stages, or wider tiles, would need the second half of the register file.
     if both:
         tile["BD"] = step
     elif not walks:
@@ -58,6 +61,6 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
-    """Rows and columns of C that a program holds at a time: enough of them under way to fill the memory's pipe."""
+    """Return the rows and columns of C that a program loads at a time, enough to saturate the memory bandwidth."""
     BK, BV = (max(16, min(64, common.power_of_two(n))) for n in (dk, dv))
     return {"BK": BK, "BV": BV, "num_warps": common.warps(BK * BV, 16)}

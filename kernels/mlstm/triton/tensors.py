@@ -1,14 +1,14 @@
-"""How the kernels address tensors, and the names of what they hand to one another.
+"""Layouts of the tensors that kernels exchange, and functions that kernels share.
 
 q, k, v, dh, i, f have strides xb, xs, xh over batch, tokens and heads; h, dq, dk, dv [B, S, H, D] and di, df [B, S, H]
 are contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
 
-    gates [9, N, T], factors [5, N, T]   a number a token, in planes: see below
-    segments [N, T]                      resets met so far in the chunk
-    links [2, N, K]                      what a chunk adds to the gradient of the m that enters it; 1 where it passes on
-                                         that of the m that leaves it
-    rows, columns [tiles of DK, N, T]    parts of q . dq and k . dk, made with the same gradient of the divisor, so that
-                                         what both contain cancels, rounded or not
+    gates [9, N, T], factors [5, N, T]   one value per token, in planes: see below
+    segments [N, T]                      the number of resets so far in the chunk
+    links [2, N, K]                      the part of a chunk in the gradient of the m before it; 1 if the gradient of
+                                         the m after it is passed on
+    rows, columns [tiles of DK, N, T]    parts of q . dq and k . dk, computed with the same gradient of the divisor, so
+                                         that common terms cancel, including their rounding errors
     C, dC [N, K, DK, DV], n, dn [N, K, DK]   states before each chunk; gradients of states after it
 """
 
@@ -22,27 +22,27 @@ from seqblocks.kernels.triton_common import constexpr, jit, operand, tl
 GATES = 9
 E = constexpr(0)  # e, rounded to float32
 X = constexpr(1)  # x
-U = constexpr(2)  # weight of the state that enters the chunk, for this token
+U = constexpr(2)  # weight of the state before the chunk, for this token
 FLOOR = constexpr(3)  # exp(-m)
-CARRIED = constexpr(4)  # 1 where the m that enters made the maximum x
+CARRIED = constexpr(4)  # 1 where the m before the chunk attains the maximum x
 DEN = constexpr(5)  # q . n
-WRITE = constexpr(6)  # weight of this token in the state that leaves the chunk
-E_REST = constexpr(7)  # what rounding e left
-KEEP = constexpr(8)  # in the last place of a chunk: weight of the state that enters in the one that leaves
+WRITE = constexpr(6)  # weight of this token in the state after the chunk
+E_REST = constexpr(7)  # rounding error of e
+KEEP = constexpr(8)  # at the last place of a chunk: weight of the state before the chunk in the one after it
 
 # Planes of `factors`.
 FACTORS = 5
 INVERSE = constexpr(0)  # 1 / (max + eps)
 D_DEN = constexpr(1)  # gradient of q . n
 D_M = constexpr(2)  # gradient of m
-READ_C = constexpr(3)  # INVERSE with U and the scale of q
-READ_N = constexpr(4)  # D_DEN with U and the scale of q
+READ_C = constexpr(3)  # INVERSE times U and the scale of q
+READ_N = constexpr(4)  # D_DEN times U and the scale of q
 
 
 @jit
 @no_type_check
 def load_plane(planes, PLANE: tl.constexpr, size, here, j):
-    """Places j from `here` of one of several planes of this size."""
+    """Load places here + j of one of several planes of this size."""
     return tl.load(planes + size * PLANE + here + j)
 
 
@@ -55,7 +55,7 @@ def store_plane(planes, PLANE: tl.constexpr, size, here, j, x):
 @jit
 @no_type_check
 def start(x, n, H, c, S, xb, xs, xh, REVERSE: tl.constexpr, BT: tl.constexpr):
-    """Where the first token of chunk or tile c of head n is."""
+    """Return a pointer to the first token of chunk or tile c of head n."""
     t = S - 1 - c * BT if REVERSE else c * BT
     return x + (n // H).to(tl.int64) * xb + (n % H).to(tl.int64) * xh + tl.cast(t, tl.int64) * xs
 
@@ -69,7 +69,7 @@ def load_tile(x, down, across, is_down, is_across):
 @jit
 @no_type_check
 def load_rows(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
-    """Channels d of a tile of tokens: tokens down."""
+    """Load channels d of a tile of tokens: [tokens, channels]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
     return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), sign * j * xs, d, live, is_d)
@@ -78,7 +78,7 @@ def load_rows(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr
 @jit
 @no_type_check
 def load_columns(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
-    """The same with tokens across."""
+    """Load channels d of a tile of tokens transposed: [channels, tokens]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
     return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), d, sign * j * xs, is_d, live)
@@ -87,7 +87,7 @@ def load_columns(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.conste
 @jit
 @no_type_check
 def store_rows(out, x, n, H, tile, S, d, live, is_d, D: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr):
-    """x [tokens, channels d] to a contiguous [B, S, H, D]."""
+    """Store x [tokens, channels d] into a contiguous tensor [B, S, H, D]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
     to = start(out, n, H, tile, S, tl.cast(S, tl.int64) * H * D, H * D, D, REVERSE, BT)
@@ -98,7 +98,7 @@ def store_rows(out, x, n, H, tile, S, d, live, is_d, D: tl.constexpr, REVERSE: t
 @jit
 @no_type_check
 def inside(d, D: tl.constexpr, B: tl.constexpr):
-    """Which of the channels d, B from a multiple of B, exist: a constant where all do, which saves the comparison."""
+    """Return the mask of the B channels d that exist: a constant if all do, which saves the comparison."""
     if D % B == 0:
         return tl.full((B,), True, tl.int1)
     else:
@@ -108,8 +108,11 @@ def inside(d, D: tl.constexpr, B: tl.constexpr):
 @jit
 @no_type_check
 def own_tile(S, SHARING: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
-    """A program's head, its tile among those of the head and within its chunk, the chunk among all, its place in planes
-    and their size, its tokens and which of them exist. SHARING programs, side by side, have the same tile."""
+    """Return a program's head, its tile, and its tokens. SHARING adjacent programs have the same tile.
+
+    In order: head; tile within the head and within its chunk; index of the chunk; offset in planes; size of planes;
+    tokens; mask of those that exist.
+    """
     own, count = tl.program_id(0) // SHARING, tl.num_programs(0) // SHARING
     tiles = tl.cdiv(S, L) * (L // BT)
     tile = own % tiles
@@ -123,9 +126,12 @@ def own_tile(S, SHARING: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
 @jit
 @no_type_check
 def own_block(S, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """A program's head, its block of C, the number of chunks, the place of the head in planes and their size; the
-    block's rows and columns, which of them exist, and the rows of n that it stores: of the blocks with the same rows,
-    one has n."""
+    """Return a program's head and its block of C.
+
+    In order: head; block; number of chunks; offset of the head in planes; size of planes; rows and columns of the
+    block; masks of those that exist; mask of the rows of n to store, which only one of the blocks with the same rows
+    does.
+    """
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     BLOCKS: tl.constexpr = (DK + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // BLOCKS
@@ -149,7 +155,7 @@ def products(
     a, b, down, across, is_down, is_across, D: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """a . b of every row of the one tile with every row of the other, over D channels."""
+    """Return the dot products, over D channels, of all rows of one tile with all rows of the other."""
     out = tl.zeros((BT, BT), tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
@@ -163,7 +169,7 @@ def products(
 @jit
 @no_type_check
 def load_segment(segments, here, j):
-    """Of a tile's tokens; without resets anything."""
+    """Load the segments of the tokens of a tile; without resets the result is arbitrary."""
     segment = j
     if segments is not None:
         segment = tl.load(segments + here + j)
@@ -173,9 +179,11 @@ def load_segment(segments, here, j):
 @jit
 @no_type_check
 def weights_read(gates, segments, plane, written, x, segment, t, s, j, log_scale, DOT: tl.constexpr):
-    """Weights [t, s] of what tokens t of one tile, of known x and segment, read of tokens s of another, at `written`:
-    the scale times 2^(e_s - x_t), or 0. e has two parts, and the scale is added to the second; but where dots are of
-    bfloat16, which round weights at 2^-9, only the first is taken, and the scale is in x."""
+    """Return the weights [t, s] with which tokens t of one tile read tokens s of another: scale * 2^(e_s - x_t), or 0.
+
+    x, segment: those of tokens t. written: the place of tokens s. e has two parts, and the log of the scale is added to
+    the second. For bfloat16 dots, which round weights at 2^-9, only the first part is used, and the scale is in x.
+    """
     sees = s[None, :] <= t[:, None]
     if segments is not None:
         sees = sees & (tl.load(segments + written + j)[None, :] == segment[:, None])
@@ -188,7 +196,10 @@ def weights_read(gates, segments, plane, written, x, segment, t, s, j, log_scale
 @jit
 @no_type_check
 def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_scale, here, DOT: tl.constexpr):
-    """The same as [s, t], of known e and segment of s, for tokens t at `reading`: nothing is transposed."""
+    """Return the same weights as [s, t], which saves a transpose.
+
+    e, segment: those of tokens s. reading: the place of tokens t.
+    """
     seen = s[:, None] <= t[None, :]
     if segments is not None:
         seen = seen & (tl.load(segments + reading + j)[None, :] == segment[:, None])
@@ -201,7 +212,7 @@ def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_sc
 @jit
 @no_type_check
 def load_x(gates, plane, here, j, log_scale, DOT: tl.constexpr):
-    """As `weights_read` takes it."""
+    """Load x as an argument of `weights_read`."""
     x = load_plane(gates, X, plane, here, j)
     if tl.bfloat16 == DOT:
         x -= log_scale
@@ -211,7 +222,7 @@ def load_x(gates, plane, here, j, log_scale, DOT: tl.constexpr):
 @jit
 @no_type_check
 def load_e(gates, plane, here, j, log_scale, DOT: tl.constexpr):
-    """As `weights_written` takes it."""
+    """Load e as an argument of `weights_written`."""
     e = load_plane(gates, E, plane, here, j)
     if tl.bfloat16 == DOT:
         e += log_scale
