@@ -1,6 +1,6 @@
-"""What is special to the mLSTM: official numbers, extreme gates, the stabiliser, steps, tiles and chunks.
+"""Properties specific to the mLSTM: official numbers, extreme gates, the stabiliser, steps, tiles and chunks.
 
-Everything else: test_conformance.py.
+Common properties are in test_conformance.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OUTPUT = 2e-5  # of an output in float32 with the draws of the suite: a tenth of
 
 
 def load(path: str, dtype: torch.dtype) -> Any:
-    """Inputs in our layout [B, S, H, D], the state if the case has one, and the file."""
+    """Return inputs in our layout [B, S, H, D], the state if the case has one, and the file."""
     z, meta = golden.read(f"xlstm/{path}")
     x = [torch.tensor(z[f"in/{n}"], dtype=dtype).transpose(1, 2).requires_grad_() for n in "qkvif"]
     state = None
@@ -71,7 +71,8 @@ def run_golden(z: Any, meta: Any, x: list[Tensor], state: Any, backend: str) -> 
 
 
 def size(meta: Any, key: str) -> float:
-    """The largest magnitude; a gradient of f is a difference of sums as large as those of i, and may be all zero."""
+    """Return the largest magnitude. A gradient of f is a difference of sums as large as those of i, and may be all
+    zero."""
     return max(meta["max_abs"][key], meta["max_abs"]["grad_in/i"] if key == "grad_in/f" else 0.0)
 
 
@@ -102,7 +103,7 @@ def test_golden_float64(case: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", PARALLEL)
 def test_golden_with_the_m_of_the_parallel_form(case: str, backend: str) -> None:
-    # with m0 = -1e30 the initial state never wins the maximum: the stabiliser is the parallel form's row maximum
+    # With m0 = -1e30 the initial state never wins the maximum: the stabiliser is the parallel form's row maximum.
     z, meta, x, _ = load(case, torch.float64)
     B, _, H, DK = x[0].shape
     empty = mlstm_init_state(B, H, DK, x[2].shape[-1], dtype=torch.float64)
@@ -115,7 +116,7 @@ def test_golden_with_the_m_of_the_parallel_form(case: str, backend: str) -> None
 def test_golden_float32(case: str, backend: str) -> None:
     z, meta, x, state = load(case, torch.float32)
     got, _ = run_golden(z, meta, x, state, backend)
-    # ten times what the official code itself loses in float32; plus the eps difference, as above
+    # Ten times the error of the official float32 run, plus the eps difference as above.
     compare(z, meta, got, lambda key: 10 * meta["f32_max_abs_err"][key] + 3e-6 * size(meta, key))
 
 
@@ -149,7 +150,7 @@ def test_finite_for_gates_of_100(backend: str, gate: str, i: Any, f: Any) -> Non
 
 
 def test_gates_of_ten_thousand() -> None:
-    """A chunk's sums of log f reach -5e4, of which float64 keeps 1e-11."""
+    """A chunk's sums of log f reach -5e4, for which the precision of float64 is 1e-11."""
     subject = Subject(MLSTM, "chunks of 5", IMPLEMENTATIONS["torch"])
     x = subject.inputs(S=23)
     x |= {"i": x["i"] * 1e4, "f": torch.full_like(x["f"], -1e4)}
@@ -157,7 +158,7 @@ def test_gates_of_ten_thousand() -> None:
     assert_close(found, wanted, 1e-9, smallest=1.0)
 
 
-# Forget gates of one size, closed ones among open ones, and gates drawn from N(0, s).
+# Forget gates of one size, closed gates among open ones, and gates drawn from N(0, s).
 HARD_GATES = ("-8", "-50", "-1000", "mixed", "closed", "masked", "s=1", "s=5", "s=50", "s=200", "s=1000")
 
 
@@ -178,7 +179,7 @@ def hard_gates(kind: str, S: int) -> Tensors:
 
 
 @INTERPRETED
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # 1 / (1 + e^1000) is 0 by way of an infinity
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # 1 / (1 + e^1000) is 0 through an infinity
 @crossed(
     ("backend", ["torch", "triton"]),
     ("kind", HARD_GATES),
@@ -210,8 +211,8 @@ def test_float32_keeps_its_digits_whatever_the_gates(backend: str, kind: str, ga
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_forbidden_token_leaves_no_trace(backend: str) -> None:
-    """i = -1e30 is how padding is written; f = 100 keeps what was there."""
+def test_a_masked_token_has_no_effect(backend: str) -> None:
+    """i = -1e30 is the value for padding; f = 100 preserves the state."""
     x = TRITON.inputs(batch=1, S=8)
     x["i"][:, 5:], x["f"][:, 5:] = -1e30, 100.0
     padded, short = TRITON(x, backend=backend), TRITON(TRITON.cut(x, 0, 5), backend=backend)
@@ -221,8 +222,8 @@ def test_a_forbidden_token_leaves_no_trace(backend: str) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-def test_a_forget_gate_that_lets_nothing_through(backend: str, gate: str) -> None:
-    """f of -inf or far below: what was before is gone, and nothing else is lost with it."""
+def test_a_closed_forget_gate_clears_the_state(backend: str, gate: str) -> None:
+    """f of -inf or very small clears the earlier state, and nothing else is lost."""
     x = TRITON.inputs(batch=1, S=40, H=1, DV=4, scale=1.0, state=False)
     x["f"][0, 7], x["f"][0, 20], x["f"][0, 33] = -torch.inf, -1e6, -300.0
     subject = TRITON._replace(variant=gate)
@@ -234,7 +235,7 @@ def test_a_forget_gate_that_lets_nothing_through(backend: str, gate: str) -> Non
 @INTERPRETED
 @pytest.mark.parametrize(("i", "f"), [(30.0, 30.0), (-30.0, -30.0), (30.0, -110.0), (-110.0, 30.0), (0.0, -110.0)])
 def test_extreme_gates_in_triton(i: float, f: float) -> None:
-    """Finite, and the output right."""
+    """Results are finite, and the output is correct."""
     x = {name: t.float() for name, t in TRITON.inputs(batch=1, S=40, H=1, DK=8, DV=8, state=False).items()}
     leaves = {name: t.requires_grad_() for name, t in (x | {"i": x["i"] + i, "f": x["f"] + f}).items()}
     found = with_gradients(TRITON(leaves, return_state=False), leaves)
@@ -250,11 +251,11 @@ def test_extreme_gates_in_triton(i: float, f: float) -> None:
 
 @INTERPRETED
 def test_the_initial_state_stays_the_maximum() -> None:
-    """Through several chunks no input gate wins over the m that came in: its gradient comes from the last one."""
+    """No input gate in several chunks exceeds the initial m, so its gradient comes from the last chunk."""
     x = TRITON.inputs(batch=1, S=100, H=1, DV=4, scale=0.1)
     x |= {"i": x["i"] - 30, "f": x["f"] + 4}
     check(TRITON, x)
-    check(TRITON, x, eps=0.3)  # large enough to be seen in the gradients of every m
+    check(TRITON, x, eps=0.3)  # large enough to be visible in the gradients of every m
 
 
 @INTERPRETED
@@ -275,7 +276,7 @@ def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
     ("reverse", [False, True]),
 )
 def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
+    """Wide heads have several tiles; this test has twice as many, and tiles without tokens in the last chunk."""
     size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(sizes, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
     monkeypatch.setattr(sizes, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
@@ -299,7 +300,7 @@ def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
     ("gate", "reverse", "resets"), [("exp", True, True), pytest.param("sigmoid", False, False, marks=pytest.mark.slow)]
 )
 def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk by a program of its own, as in sequences longer than the interpreter has patience for."""
+    """Each chunk runs in its own program, as in sequences that are too long for the interpreter."""
     subject = TRITON._replace(variant=gate)
     x = subject.exact(S=130, DV=4)
     marks = reset_marks(2, 130, 37) if resets else None
@@ -327,13 +328,13 @@ def test_forward_alone_is_closer(reverse: bool) -> None:
     ("reverse", [False, True]),
 )
 def test_narrow(gate: str, reverse: bool, precision: Precision) -> None:
-    """More tokens and channels than a tile of that dtype has."""
+    """There are more tokens and channels than a tile of that dtype has."""
     subject = TRITON._replace(variant=gate)
     check(subject, subject.inputs(batch=1, S=70, H=1, DK=70, DV=24), precision=precision, reverse=reverse)
 
 
 class Without:
-    """A launch to which the last number of one of its arguments is zero."""
+    """Launch a kernel with the last number of one argument set to zero."""
 
     def __init__(self, kernel: Any, argument: str) -> None:
         self.kernel, self.at = kernel, kernel.function.arg_names.index(argument)
@@ -352,9 +353,9 @@ class Without:
 def test_the_bars_of_16_bits_are_narrow_enough(
     gate: str, precision: Precision, term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A term that is left out of the gradients of gates is seen: <C, dC> + <n, dn>, or a token's k . dk."""
+    """A term missing from the gradients of gates is detected: <C, dC> + <n, dn>, or a token's k . dk."""
     subject = TRITON._replace(variant=gate)
-    x = subject.inputs(S=64, DK=2, DV=2)  # a chunk: its last place is a token
+    x = subject.inputs(S=64, DK=2, DV=2)  # of a chunk, whose last place is a token
     monkeypatch.setattr(backward, "gate_gradients", Without(backward.gate_gradients, term))
     with pytest.raises(AssertionError, match=r"gradient of [ifm]: differs"):
         check(subject, x, precision=precision)
@@ -362,7 +363,7 @@ def test_the_bars_of_16_bits_are_narrow_enough(
 
 @INTERPRETED
 @pytest.mark.parametrize("state", [False, True])
-def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
+def test_several_chunks_without_returning_the_state(state: bool) -> None:
     check(TRITON, TRITON.inputs(batch=1, S=130, DK=8, DV=4, state=state), return_state=False)
 
 
@@ -372,7 +373,8 @@ def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
 def test_chunks_are_read_a_number_of_times_that_does_not_grow(
     state_wins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, also where every chunk hands on the gradient of m: 8 more chunks are 8 times one more."""
+    """Forward and backward, also where every chunk passes on the gradient of m: the cost of 8 more chunks is 8 times
+    that of one."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     counts = {"loads": 0}
@@ -429,7 +431,7 @@ def test_steps_without_a_gradient_are_the_whole() -> None:
 
 
 def one_token(on: Implementation, gate: str, width: tuple[int, int], precision: Precision, state: bool) -> None:
-    """In one launch, where nobody asks for a gradient: everything in float32, and h rounded once."""
+    """Without gradients one launch computes everything in float32, and rounds h once."""
     subject = Subject(MLSTM, gate, on)
     inputs = subject.rounded(subject.inputs(batch=3, S=1, DK=width[0], DV=width[1], state=state), precision)
     marks = torch.tensor([[False], [True], [False]])
@@ -466,7 +468,7 @@ def test_one_token_in_any_layout(layout: str) -> None:
 
 
 @INTERPRETED
-def test_a_token_takes_the_short_way_only_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_uses_the_step_kernel_only_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     original = launch.step
     monkeypatch.setattr(launch, "step", lambda *a: taken.append(1) or original(*a))
@@ -478,14 +480,14 @@ def test_a_token_takes_the_short_way_only_without_a_gradient(monkeypatch: pytest
 
 @INTERPRETED
 @pytest.mark.parametrize("resets", [False, True])
-def test_the_op_of_one_token_keeps_its_promises_to_torch(resets: bool) -> None:
+def test_the_op_of_one_token_satisfies_opcheck(resets: bool) -> None:
     x = [t.detach() for t in TRITON.exact(batch=1, S=1).values()]
     marks = torch.zeros(1, 1, dtype=torch.uint8) if resets else None
     torch.library.opcheck(launch.step.traced, (*x, marks, 1e-6, "exp", True, True))
 
 
 def test_the_gradient_of_a_part_of_the_last_state_is_in_its_own_scale() -> None:
-    """The state holds m in float32, and C and n are scaled by what was rounded: m = 1e6 loses 0.03."""
+    """The state stores m in float32, and C and n are scaled by the rounded value: m = 1e6 has an error of 0.03."""
     q, k, v = (draw(1, 70, 1, 4, seed=at).float() for at in range(3))
     i, f = torch.zeros(1, 70, 1), torch.full((1, 70, 1), 7.0)
     i[:, 0] = 1e6

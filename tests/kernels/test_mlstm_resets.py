@@ -42,7 +42,7 @@ def marks(reverse):
 
 
 def poisoned(x, name, value, reverse):
-    """x with a value that is not finite in one token, or in the state; and the tokens of that sequence."""
+    """Return x with a value that is not finite in one token, or in the state, and the tokens of that sequence."""
     x = {key: y.clone() for key, y in x.items()}
     if name in "Cnm":
         x[name].view(-1)[0] = value
@@ -78,9 +78,9 @@ def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, n
     torch.testing.assert_close(found[0][:, ~within], wanted[0][:, ~within], rtol=1e-6, atol=1e-6)
     for a, b in zip(found[1:], wanted[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert not found[0][:, within].isfinite().all()  # and nothing is hidden
+    assert not found[0][:, within].isfinite().all()  # and no NaN is hidden
 
-    # a loss of tokens of other sequences alone
+    # a loss of tokens of other sequences only
     others = (~within).float()
     wanted, found = (gradients(y, backend, resets, others, 1.0, reverse=reverse) for y in (clean, x))
     for key, a, b in zip(NAMES, found, wanted, strict=True):
@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, n
         if a.shape[1] == S:
             assert not a[:, within].any()
 
-    # a loss that is not finite itself: it says so, in the gradients of that sequence alone
+    # A loss that is not finite itself shows in the gradients of its own sequence only.
     found = gradients(x, backend, resets, torch.ones(S), 1.0, reverse=reverse)
     wanted = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
     for a, b in zip(found[:5], wanted[:5], strict=True):

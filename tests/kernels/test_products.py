@@ -1,4 +1,4 @@
-"""Products of tokens with matrices: numbers, layout and gradients of torch's `linear`."""
+"""Products of tokens and matrices: values, layout and gradients equal torch's `linear`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All matrices count as large ones of a model that no cache holds."""
+    """Treat all matrices as large ones of a model that fits into no cache."""
     monkeypatch.setattr(products, "LARGE", 0)
     monkeypatch.setattr(products, "CACHE", -1)
 
 
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """All products of more than a few tokens go to oneDNN. Returns the shapes of their weights."""
+    """Send all products of more than a few tokens to oneDNN. Return the shapes of their weights."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     calls: list[torch.Size] = []
@@ -121,7 +121,7 @@ def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypa
 
 @pytest.mark.parametrize("bias", [torch.arange(16.0)[::2], torch.ones(1).expand(8), torch.ones(1), torch.ones(12, 8)])
 def test_onednn_takes_any_bias_that_torch_takes(bias: torch.Tensor, onednn: list[torch.Size]) -> None:
-    """It would read beyond one with strides."""
+    """oneDNN would read beyond a bias with strides."""
     x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
     torch.testing.assert_close(products.linear(x, weight, bias), linear(x, weight, bias))
     assert bool(onednn) == (bias.shape == (8,))
@@ -136,7 +136,7 @@ def test_errors_are_those_of_torch() -> None:
 
 
 def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of a slice takes a thousand times as long."""
+    """oneDNN takes a thousand times as long for a product of a slice."""
     seen = []
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: seen.append(given[:2]) or given[0])
     x, weight = torch.ones(3, 12, 20)[..., :10], torch.ones(10, 16)[:, :8]

@@ -1,6 +1,6 @@
-"""What is special to the selective scan: segments, tiles, sums over channels, the step's softplus, addresses.
+"""Properties specific to the selective scan: segments, tiles, sums over channels, the step's softplus, addresses.
 
-Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_mamba.py.
+Common properties are in test_conformance.py, official numbers in tests/torch/test_golden_mamba.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BARE_TRITON = TRITON._replace(variant="bare")
 
 
 def bare(**sizes: Any) -> Tensors:
-    """In float32, without a state."""
+    """Return inputs in float32, without a state."""
     return {name: x.float() for name, x in BARE_TRITON.inputs(state=False, **sizes).items()}
 
 
@@ -62,7 +62,8 @@ def test_extreme_steps_are_finite(backend: str, size: float) -> None:
 
 
 def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
-    """100,000 tokens in float32: each step forgets, so errors do not add up; the bar is 100 units in the last place."""
+    """100,000 tokens in float32. Each step decays, so errors do not add up; the tolerance is 100 units in the last
+    place."""
     x = bare(batch=1, S=100_000, E=2, N=2)
     short, exact = selective_scan(**x), selective_scan(**{name: t.double() for name, t in x.items()})
     assert torch.isfinite(short).all()
@@ -89,7 +90,7 @@ def test_complex_is_computed_by_the_reference() -> None:
     ("places", [(), (5, 40, 64), (33,)]),
 )
 def test_segments(reverse: bool, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence in three parts at once, the last one shorter; a new sequence may begin in some of them."""
+    """Cut a sequence into three concurrent segments, the last one shorter. A new sequence may begin in some of them."""
     monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 3)
     marks = torch.zeros(1, 70, dtype=torch.bool)
     marks[:, list(places)] = True
@@ -105,7 +106,7 @@ def test_segments_of_other_variants(variant: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_sequences_are_cut_where_programs_are_few() -> None:
-    """Until a scheduler has the three warps that registers let it hold forward, and the two backward."""
+    """Cut until each scheduler has as many warps as the registers allow: three forward, two backward."""
     segments, schedulers = selective_scan_triton.segments, selective_scan_triton.SCHEDULERS
     assert schedulers == 4 * 132
     for backward, most in ((False, 3), (True, 2)):
@@ -117,8 +118,8 @@ def test_sequences_are_cut_where_programs_are_few() -> None:
         for warps in range(1, 3 * schedulers, 7):
             cut = segments(warps, 1 << 20, backward)
             assert warps * cut <= most * schedulers or cut == 1
-            assert warps > schedulers or warps * (cut + 1) > most * schedulers, "as many as are held at once"
-            assert warps <= schedulers or cut == 1, "a walk more would cost more than it hides"
+            assert warps > schedulers or warps * (cut + 1) > most * schedulers, "as many as run at once"
+            assert warps <= schedulers or cut == 1, "another pass would cost more than it saves"
         assert segments(1, 1000, backward) == 7
         assert segments(1, 100, backward) == 1
 
@@ -126,7 +127,8 @@ def test_sequences_are_cut_where_programs_are_few() -> None:
 @INTERPRETED
 @pytest.mark.parametrize("variant", ["all", "constant B", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_a_large_batch_takes_several_launches(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward, where each program has memory of its own: two sequences, and the third. The same bits as in one."""
+    """In the backward pass each program has its own memory: two sequences, then the third. The bits equal those of one
+    launch."""
     monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 2)
     monkeypatch.setattr(selective_scan_triton, "CHUNK", 4)
     subject = TRITON._replace(variant=variant)
@@ -153,13 +155,14 @@ def test_a_large_batch_takes_several_launches(variant: str, monkeypatch: pytest.
     ("sizes", [{"E": 20, "N": 16}, {"E": 40, "N": 32, "groups": 2}, {"E": 16, "N": 20}]),
 )
 def test_sums_over_channels(sizes: dict[str, int], sums: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a device adds; tf32, which cuts off what bfloat16 does not have, is for bfloat16."""
+    """The result does not depend on how a device adds. tf32 drops digits that bfloat16 lacks, so it is used for
+    bfloat16."""
     monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: sums)
     precision = SIXTEEN[0] if sums[0] == "tf32" else SINGLE[0]
     check(TRITON, TRITON.inputs(batch=1, S=5, **sizes), precision=precision, resets=reset_marks(1, 5, 3))
 
 
-def test_sums_are_cut_off_only_where_results_are() -> None:
+def test_sums_use_tf32_only_for_narrow_results() -> None:
     tile = selective_scan_triton.tiles(16, 64, True, "sm_90")
     wide, half, narrow = (torch.empty(0, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     pairs = (narrow, narrow), (narrow, wide), (half, half), (narrow, half)
@@ -168,8 +171,8 @@ def test_sums_are_cut_off_only_where_results_are() -> None:
 
 
 @INTERPRETED
-def test_twice_is_exact_where_units_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With products that read eleven bits of a float32, as NVIDIA's do: what is left of the rest is 2^-21 of it."""
+def test_two_products_are_exact_on_units_that_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate products that read eleven bits of a float32, as NVIDIA's do: the remaining error is 2^-21."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     exact = InterpreterBuilder.create_dot
@@ -203,7 +206,7 @@ def test_one_matrix_may_have_fewer_groups(B: int, C: int) -> None:
 
 
 @INTERPRETED
-def test_the_bare_scan_takes_steps_as_they_are() -> None:
+def test_the_bare_scan_uses_steps_unchanged() -> None:
     x = BARE_TRITON.inputs()
     check(BARE_TRITON, {**x, "dt": x["dt"].abs()}, dt_softplus=False)
 
@@ -215,7 +218,7 @@ def test_the_softplus_is_exact_for_small_and_large_steps() -> None:
     one, E = torch.ones(1, 1, 1), raw.numel()
     y = selective_scan(torch.ones(1, 1, E), raw.view(1, 1, E), torch.zeros(E, 1), one, one, backend="triton")
     exact = torch.where(raw > 30, raw.double(), torch.log1p(raw.double().exp()))
-    # the exponential's argument is rounded (80 * 2^-24 of it), then a handful of roundings
+    # The exponential's argument is rounded (80 * 2^-24 of it), then a handful of roundings follow.
     assert ((y.flatten().double() - exact) / exact).abs().max() <= (80 + 16) * 2**-24
 
 
@@ -224,7 +227,7 @@ def test_the_softplus_is_exact_for_small_and_large_steps() -> None:
 
 @INTERPRETED
 def test_windows_into_one_another() -> None:
-    """Of states that lie one number further for each token: what is made float32 has to lie in lines again."""
+    """The states are shifted by one number per token, so the float32 copy has to be contiguous again."""
     x = {name: t.bfloat16() for name, t in bare(batch=1, S=5, N=8).items()}
     x["B"] = draw(1, 12).bfloat16().unfold(1, 8, 1)
     found = selective_scan(**x, backend="triton")
@@ -243,10 +246,10 @@ def test_resets_are_each_piece_on_its_own_to_the_bit() -> None:
 
 @pytest.mark.slow
 @INTERPRETED
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy, which mentions every NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_reset_stops_nan_in_segments(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also backward, where states are made again."""
+    """The backward pass is included, where states are recomputed."""
     monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 3)
     monkeypatch.setattr(selective_scan_triton, "CHUNK", 4)
     check_poison(TRITON, float("nan"), reverse=reverse)
@@ -255,7 +258,7 @@ def test_a_reset_stops_nan_in_segments(reverse: bool, monkeypatch: pytest.Monkey
 @INTERPRETED
 @pytest.mark.parametrize(("S", "apart"), [(4, 2**30), (70, 2**25 - 16)])
 def test_offsets_beyond_31_bits(S: int, apart: int) -> None:
-    """Tokens so far apart that they are copied, or that chunks are; in memory that is promised and hardly touched."""
+    """Tokens are so far apart that they, or their chunks, are copied; the memory is reserved and hardly touched."""
     u = promised().as_strided((1, S, 4), (0, apart, 1))
     x = bare(batch=1, S=S)
     u.copy_(x["u"])
@@ -302,7 +305,7 @@ def test_states_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) ->
 
 @INTERPRETED
 def test_a_gradient_that_the_forward_pass_did_not_expect() -> None:
-    """The op without kept states makes them when it is differentiated all the same."""
+    """Without stored states, the op recomputes them for the backward pass."""
     x = TRITON.exact(S=3)
     order = ("u", "dt", "A", "B", "C", *BARE, "state")
     args = [x[name].unsqueeze(2) if name in ("B", "C") else x[name] for name in order]
@@ -316,7 +319,7 @@ def test_a_gradient_that_the_forward_pass_did_not_expect() -> None:
 @on_device
 @pytest.mark.parametrize("precision", SINGLE, ids=str)
 def test_backward_in_several_launches(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence each, of which all but the first begin where no wide word does."""
+    """One sequence per launch; all but the first start at an address that is not aligned for wide loads."""
     monkeypatch.setattr(selective_scan_triton, "AT_ONCE", 1)
     check(GPU, GPU.inputs(batch=3, S=37, E=71, N=16), precision=precision, resets=reset_marks(3, 37))
 
@@ -324,7 +327,7 @@ def test_backward_in_several_launches(precision: Precision, monkeypatch: pytest.
 @INTERPRETED
 @pytest.mark.parametrize(("groups", "states", "rest"), [(1, 5, True), (3, 4, True), (1, 4, False)])
 def test_a_token_of_a_stream_in_triton(groups: int, states: int, rest: bool) -> None:
-    """Without gradients a token has a kernel of its own. A dozen roundings of float32, of the largest value."""
+    """Without gradients a token has its own kernel. The tolerance is a dozen float32 roundings of the largest value."""
     width = 3 * groups * 5
     given = {"u": draw(2, 1, width), "dt": draw(2, 1, width, seed=1), "A": -draw(width, states, seed=2).exp()}
     shape = (2, 1, groups, states) if groups > 1 else (2, 1, states)
@@ -343,7 +346,7 @@ def test_a_token_of_a_stream_in_triton(groups: int, states: int, rest: bool) -> 
 
 @pytest.mark.parametrize("name", ["D", "z"])
 def test_vmap_over_what_follows_the_scan(name: str) -> None:
-    """Without gradients too, where the skip and the gate are otherwise applied in place."""
+    """Includes calls without gradients, where the skip and the gate are otherwise applied in place."""
     x = {"u": draw(2, 5, 6), "dt": draw(2, 5, 6, seed=1), "A": -draw(6, 4, seed=2).exp(), "B": draw(2, 5, 4, seed=3)}
     x |= {"C": draw(2, 5, 4, seed=4), "D": draw(6, seed=5), "z": draw(2, 5, 6, seed=6)}
     several = torch.stack([x[name], 2 * x[name]])

@@ -1,4 +1,4 @@
-"""The check before the first use, on a device: it passes what is sound, is made once, and refuses what is wrong."""
+"""The check before the first use, on a device: it accepts sound kernels, runs once, and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_call_checks_once_and_a_wrong_one_is_refused(cache: Path, monkeypatch:
     assert kernels.head_norm(x, 4).isfinite().all()
     assert values(cache) == [""]
     monkeypatch.setattr(self_check, "run_in_subprocess", lambda call: ("its output is off", True))
-    kernels.head_norm(x, 4, backend="triton")  # known to be sound
+    kernels.head_norm(x, 4, backend="triton")  # known to be correct
     with pytest.raises(BackendError, match="its output is off"), pytest.warns(UserWarning, match="is not used here"):
         kernels.head_norm(x, 8, backend="triton")
     assert sorted(values(cache)) == ["", "its output is off"]

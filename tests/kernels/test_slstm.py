@@ -1,6 +1,6 @@
-"""What is special to the sLSTM: the official cell, extreme gates, heads by tiles and by teams of programs.
+"""Properties specific to the sLSTM: the official cell, extreme gates, heads by tiles and by teams of programs.
 
-Everything else: test_conformance.py.
+Common properties are in test_conformance.py.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_extreme_gates_in_triton(shift: dict[str, int]) -> None:
     x = {name: (t + shift.get(name, 0)).float().requires_grad_() for name, t in inputs.items()}
     found = with_gradients(TRITON(x), x)
     wanted = slstm(**{name: t.double() for name, t in x.items()}, backend="reference")
-    # gates of 100 are rounded at 100 * 2^-24, and so are exponents of weights
+    # Gates of 100 are rounded at 100 * 2^-24, and so are exponents of weights.
     assert (found["out"] - wanted).abs().max() <= 100 * float32_bar(6)
     assert all(t.isfinite().all() for t in found.values())
 
@@ -95,7 +95,7 @@ def test_extreme_gates_in_triton(shift: dict[str, int]) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("width", [16, 48])
 def test_small_gradients_survive_float16(width: int) -> None:
-    """Whole heads and heads by tiles: what goes back through the matrices does not pass through float16."""
+    """Whole heads and heads by tiles: gradients through the matrices are not stored in float16."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -121,14 +121,14 @@ def test_small_gradients_survive_float16(width: int) -> None:
 
 @pytest.fixture
 def by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As heads go that are too wide to stay on chip."""
+    """Run heads by tiles, as heads do that are too wide to stay on chip."""
     size = {"BB": 16, "BD": 16, "WHOLE": 0, "num_warps": 4, "num_stages": 2}
     monkeypatch.setattr(slstm_triton, "tiles", lambda *a: dict(size))
 
 
 @pytest.fixture
 def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As heads go that several multiprocessors share: slices of 16 channels, and six programs at once."""
+    """Run heads on several multiprocessors: slices of 16 channels, and six programs at once."""
 
     def tiles(width: int, dots: str, backward: bool, *a: Any) -> dict[str, int]:
         BD = triton_common.power_of_two(width)
@@ -151,7 +151,7 @@ def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: boo
     check(TRITON, x, reverse=reverse, resets=reset_marks(batch, 6, 3) if resets else None)
 
 
-# two teams of two, and two of three: of six programs at once, one launch
+# Two teams of two, and two of three: of six programs at once, one launch.
 @INTERPRETED
 @pytest.mark.usefixtures("by_team")
 @crossed(
@@ -178,13 +178,13 @@ def test_six_teams_of_four_take_six_launches(reverse: bool) -> None:
 def test_a_team_of_one_walks_several_tokens_in_a_launch(
     at_once: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that a device runs, except the waiting: there is no other program to wait for."""
+    """Everything runs as on a device except waiting, since there is no other program to wait for."""
     monkeypatch.setattr(slstm_triton, "AT_ONCE", at_once)
     check(TRITON, TRITON.inputs(batch=3, S=7, D=16), reverse=reverse, resets=reset_marks(3, 7, 3))
 
 
 @INTERPRETED
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy, which mentions every NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
 @crossed(("way", ["by_tiles", "by_team"]), ("reverse", [False, True]))
 def test_a_reset_stops_nan(way: str, reverse: bool, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)
@@ -201,7 +201,7 @@ def test_narrow(precision: Precision, way: str, request: pytest.FixtureRequest) 
 @INTERPRETED
 @pytest.mark.parametrize("way", ["whole", "by_tiles", "by_team"])
 def test_dots_through_tf32_are_not_biased(way: str, request: pytest.FixtureRequest) -> None:
-    """Operands that are cut off, not rounded, make every product smaller, by 2^-11 for each on average.
+    """Truncated operands make every product smaller, by 2^-11 for each on average; rounded operands do not.
 
     With the forget gate shut, m after a token is the product of y and the input gate's matrix; its gradient with
     respect to y is a product with that matrix too.
@@ -224,8 +224,8 @@ def test_dots_through_tf32_are_not_biased(way: str, request: pytest.FixtureReque
 
 
 def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
-    """In place of `_Plan.launch_teams`: all programs of all teams run at the same time, a process each, and all tokens
-    in one launch. The interpreter's atomics are those of the processor."""
+    """Replace `_Plan.launch_teams`: all programs of all teams run at the same time, one process each, and all tokens in
+    one launch. The interpreter's atomics are those of the processor."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     for x in args:
@@ -269,14 +269,14 @@ def test_programs_wait_for_one_another(
 @INTERPRETED
 @pytest.mark.usefixtures("by_team")
 def test_a_program_that_waits_in_vain_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN at once, an error in words at the next call, and heads by tiles from then on."""
+    """The call returns NaN, the next call reports an error, and heads run by tiles from then on."""
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     monkeypatch.setattr(slstm_triton, "AT_ONCE", 100)
     monkeypatch.setattr(slstm_triton, "PATIENCE", 3)
     x = TRITON.exact(S=4, H=1, D=32, state=False)
     y = slstm(**x, backend="triton")
     assert y[:, 0, :16].isfinite().all()
-    assert y[:, 1:, :16].isnan().all(), "the first program runs alone"
+    assert y[:, 1:, :16].isnan().all(), "the first program should run alone"
     monkeypatch.setattr(slstm_triton, "AT_ONCE", 1)
     with pytest.raises(RuntimeError, match=r"sLSTM kernel .* on cpu timed out: .* its outputs are NaN"):
         slstm(**x, backend="triton")
@@ -294,8 +294,8 @@ def test_a_program_that_waits_in_vain_is_reported(monkeypatch: pytest.MonkeyPatc
 
 @INTERPRETED
 @pytest.mark.parametrize("error", ["too many blocks in cooperative launch", "operation not supported"])
-def test_a_refused_launch_goes_by_tiles(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, from the start, and for good; another error is passed on."""
+def test_a_refused_launch_falls_back_to_tiles(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward fall back to tiles from the start and permanently; another error is passed on."""
 
     def tiles(
         width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int, *a: Any
@@ -323,7 +323,7 @@ def test_a_refused_launch_goes_by_tiles(error: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(slstm_triton, "scan_backward_by_team", Refused())
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     check(TRITON, TRITON.inputs(S=4, H=1, D=8))
-    assert Refused.calls == 1, "the backward pass does not try again"
+    assert Refused.calls == 1, "the backward pass should not try again"
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     x = TRITON.exact(S=4, H=1, D=8, state=False)
     y = slstm(**x, backend="reference")
@@ -342,7 +342,7 @@ def test_a_refused_launch_goes_by_tiles(error: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_heads_stay_on_chip_where_they_fit() -> None:
-    """By the shared memory of the architecture, or of the device at hand."""
+    """Limited by the shared memory of the architecture, or of the current device."""
 
     def whole(width: int, dots: str, backward: bool, arch: str, room: int | None = None) -> bool:
         return bool(slstm_triton.tiles(width, dots, backward, arch, room=room)["WHOLE"])
@@ -361,7 +361,7 @@ def test_heads_stay_on_chip_where_they_fit() -> None:
     assert whole(64, "bf16", True, "sm_200", room=227 << 10), "one that is not in the table"
     assert not whole(64, "bf16", True, "sm_90", room=48 << 10)
     assert not whole(64, "bf16", True, "gfx942")
-    # what the compilers say of each kernel that is compiled ahead of time is no more than is reckoned with
+    # The resources that compilers report for each kernel compiled ahead of time are within the estimate.
     lines = Path("tests/golden/triton/slstm.txt").read_text().splitlines()[1:]
     for line in lines:
         name, kernel, arch, tile, _, _, shared, _ = (cell.strip() for cell in line.split("|"))
@@ -402,7 +402,7 @@ def test_pieces_of_a_team_are_the_whole_to_the_bit() -> None:
 
 
 @INTERPRETED
-def test_what_backward_needs_is_kept_for_a_gradient_and_made_where_none_was_announced(
+def test_backward_inputs_are_stored_for_a_gradient_or_recomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = []
@@ -426,7 +426,7 @@ def team(x: torch.Tensor, width: int, heads: int, backward: bool) -> bool:
     return "BU" in slstm_triton.tiles(width, "bf16", backward, triton_common.arch(x), *size)
 
 
-# one team, teams side by side, more than a device holds at once, and slices that do not come out even
+# One team, several teams, more than a device runs at once, and slices of unequal size.
 @on_device
 @pytest.mark.parametrize(
     ("batch", "heads", "width"), [(1, 1, 256), (16, 4, 512), (40, 4, 512), (70, 8, 256), (3, 2, 1024), (5, 3, 200)]
@@ -442,7 +442,7 @@ def test_teams(batch: int, heads: int, width: int) -> None:
 
 @on_device
 def test_a_long_walk_of_teams_is_that_of_pieces() -> None:
-    """Thousands of barriers, and launches that begin where others ended."""
+    """Thousands of barriers, and launches that continue others."""
     x = {name: t.detach() for name, t in GPU.leaves(GPU.inputs(batch=16, S=4096, H=4, D=256), SIXTEEN[0]).items()}
     whole = GPU(x)
     parts, state = [], {name: x[name] for name in STATE}
@@ -465,7 +465,7 @@ def test_the_same_bits_every_time_of_wide_heads(width: int, precision: Precision
 @on_device
 @pytest.mark.parametrize("width", [64, 256, 512])
 def test_forward_and_backward_in_a_graph(width: int) -> None:
-    """Counters of teams are zeroed within it, or a second replay would not wait."""
+    """Counters of teams are set to zero within the graph, or a second replay would not wait."""
     x = GPU.leaves(GPU.inputs(batch=20, S=50, D=width, state=False), SIXTEEN[0])
 
     def everything() -> Tensors:

@@ -1,16 +1,16 @@
-"""Compile what calls would launch, for GPUs that are not here, and print what the compilers say: a table.
+"""Compile the kernels that calls would launch for GPUs that are not present, and print a table of compiler statistics.
 
-A program of its own, because it needs triton without its interpreter. Host code runs as it is, on CPU tensors and with
-the architecture pretended; where it would launch a kernel, a recorder compiles it for that architecture instead, with
-the types, constants and alignments that triton would derive from the arguments.
+A separate program, because it needs triton without its interpreter. Host code runs unchanged, on CPU tensors and with a
+simulated architecture. In place of each launch, a recorder compiles the kernel for that architecture, with the types,
+constants and alignments that triton would derive from the arguments.
 
     python -m tests.triton.ahead_of_time                    all cases
-    python -m tests.triton.ahead_of_time NAME [NAME ...]    those that are called, or whose names begin, like that
-    python -m tests.triton.ahead_of_time --names            what they are called
+    python -m tests.triton.ahead_of_time NAME [NAME ...]    cases with these names or prefixes
+    python -m tests.triton.ahead_of_time --names            list the names
 
-A line has the case, the kernel, the architecture, the launch, the registers of a thread, the bytes that a thread keeps
-in local memory (what it spills and what it indexes), the bytes of shared memory of a program, and the machine's
-instructions, loops once: where no device times anything, a kernel that grows is seen here.
+A line has the case, the kernel, the architecture, the launch, registers per thread, bytes of local memory per thread
+(spills and indexed arrays), bytes of shared memory per program, and machine instructions, counting loops once. Where no
+device measures time, growing kernels show here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(arch: str, call: Callable[[], None]) -> list[Launch]:
-    """The kernels that `call` launches, with their arguments."""
+    """Return the kernels that `call` launches, with their arguments."""
     found: list[Launch] = []
 
     def launch(kernel: triton_common.Kernel, grid: Any) -> Callable[..., None]:
@@ -70,7 +70,7 @@ def launches(arch: str, call: Callable[[], None]) -> list[Launch]:
 
 
 def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: GPUTarget) -> Any:
-    """The kernel as triton's own launcher would compile it for these arguments."""
+    """Compile the kernel as triton's own launcher would for these arguments."""
     constants = {p.name for p in kernel.params if p.is_constexpr}
     general = {p.name for p in kernel.params if p.do_not_specialize}
     values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
@@ -93,7 +93,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target:
 
 
 def usage(binary: Any) -> dict[str, int]:
-    """Registers of a thread, bytes it spills or keeps in local memory, shared bytes of a program, instructions."""
+    """Return registers per thread, bytes of local memory per thread, shared bytes per program, and instructions."""
     shared = binary.metadata.shared
     if "amdgcn" in binary.asm:
         text = binary.asm["amdgcn"]
@@ -250,7 +250,7 @@ def cases_of_linear_attention() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    """(name, call)."""
+    """Return the cases as (name, call)."""
     for states in (1, 16, 32, 64, 256):
         yield f"selective_scan N={states} bf16", lambda n=states: selective_scan(n, torch.bfloat16)
     yield "selective_scan N=16 fp32", lambda: selective_scan(16, torch.float32)
@@ -289,7 +289,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 lambda o=O, i=I, dtype=dtype: headwise_linear(o, i, dtype))
     yield "mlstm D=16 bf16", lambda: mlstm(16, torch.bfloat16)
     yield "mlstm D=64 bf16", lambda: mlstm(64, torch.bfloat16)
-    yield "mlstm D=128 bf16", lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
+    yield "mlstm D=128 bf16", lambda: mlstm(128, torch.bfloat16)  # more than a tile, so any number
     yield "mlstm D=128 fp32", lambda: mlstm(128, torch.float32)
     yield "mlstm D=64 fp16", lambda: mlstm(64, torch.float16)
     yield "mlstm D=128 bf16 sigmoid reverse resets", lambda: mlstm(
@@ -319,7 +319,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def rows(words: list[str]) -> Iterator[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     for name, call in cases():
         if words and not any(f"{name} ".startswith(f"{word} ") for word in words):
             continue

@@ -1,4 +1,4 @@
-"""An op whose Triton implementation does what a check must survive. Imported by the process that makes the check."""
+"""An op whose Triton implementation crashes in ways that a check must survive. The process of the check imports it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from seqblocks.kernels import dispatch
 
 if os.environ.get("BROKEN_ABORTS"):
-    os.abort()  # as a driver that does not work at all
+    os.abort()  # like a driver that does not work at all
 
 
 def double(x: Tensor, how: str = "", backend: str | None = None) -> Tensor:
@@ -22,9 +22,9 @@ def double(x: Tensor, how: str = "", backend: str | None = None) -> Tensor:
 
 def triton(x: Tensor, how: str) -> Tensor:
     if how == "abort":
-        os.abort()  # as an assertion of a driver
+        os.abort()  # like an assertion of a driver
     if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)  # as a system that has no memory left
+        os.kill(os.getpid(), signal.SIGKILL)  # like a system without free memory
     if how == "hang":
         time.sleep(600)
     if how == "illegal access":

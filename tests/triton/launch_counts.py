@@ -1,9 +1,10 @@
 """Count what a model would launch on a GPU, for each token of a stream and for a training step, without a GPU.
 
-Host code runs as it is, on CPU tensors, with Triton chosen and an architecture pretended. A recorder counts the Triton
-kernels instead of running them, so that numbers mean nothing; a dispatch mode counts operations of torch. An operation
-that only makes a view or allocates launches nothing; any other counts as one launch, although on a device some are
-several (sorting, the gradient of an embedding). What a layer costs is the difference of models of two depths.
+Host code runs unchanged, on CPU tensors, with Triton selected and a simulated architecture. A recorder counts the
+Triton kernels instead of running them, so results are meaningless; a dispatch mode counts operations of torch. An
+operation that only makes a view or allocates launches nothing. Any other counts as one launch, although some are
+several on a device (sorting, the gradient of an embedding). The cost of a layer is the difference of models of two
+depths.
 
     python -m tests.triton.launch_counts            all models, as JSON
     python -m tests.triton.launch_counts NAME       the operations of one, by name
@@ -66,7 +67,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _launches(func: Any) -> bool:
-    """Whether an operation computes tensors: it makes no view, and does more than allocate."""
+    """Return whether an operation computes tensors, beyond making a view or allocating."""
     if func._schema.name.removeprefix("aten::") in NOT_LAUNCHED:
         return False
     tensors = [each.alias_info for each in func._schema.returns if "Tensor" in str(each.type)]
@@ -75,7 +76,7 @@ def _launches(func: Any) -> bool:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Choose Triton, and count instead of launching."""
+    """Select Triton, and count launches instead of running them."""
     counts = Counts(Counter(), Counter())
 
     def launch(kernel: triton_common.Kernel, grid: Any) -> Callable[..., None]:
@@ -83,7 +84,7 @@ def counting() -> Iterator[Counts]:
 
     with (
         mock.patch.object(triton_common, "arch", return_value=ARCH),
-        mock.patch.object(triton_common, "INTERPRETED", True),  # so Triton takes tensors on a CPU
+        mock.patch.object(triton_common, "INTERPRETED", True),  # so that Triton accepts tensors on a CPU
         mock.patch.object(custom_op, "is_seen", return_value=False),
         mock.patch.object(triton_common.Kernel, "__getitem__", launch),
         use_backend("triton"),
@@ -99,16 +100,16 @@ def built(name: str, depth: int) -> seqblocks.SequenceModel:
 
 
 def of_step(name: str, depth: int) -> Counts:
-    """A token of a stream."""
+    """Count a token of a stream."""
     model = built(name, depth).eval()
     state, tokens = model.init_state(2), torch.zeros(2, dtype=torch.long)
-    with counting() as counts, torch.no_grad():  # inference mode would not take composed operations apart
+    with counting() as counts, torch.no_grad():  # inference mode would not decompose composite operations
         model.step(tokens, state)
     return counts
 
 
 def of_training(name: str, depth: int) -> Counts:
-    """A pass over two sequences and back, without loss and optimiser."""
+    """Count a forward and backward pass over two sequences, without loss and optimiser."""
     model = built(name, depth).train()
     with counting() as counts:
         y = model(torch.zeros(2, 64, dtype=torch.long))
@@ -120,7 +121,7 @@ KINDS = {"step": of_step, "training": of_training}
 
 
 def table() -> dict[str, dict[str, dict[str, list[int]]]]:
-    """{model: {kind: {"layer", "rest": [Triton kernels, operations of torch]}}}."""
+    """Return {model: {kind: {"layer", "rest": [Triton kernels, operations of torch]}}}."""
     found: dict[str, dict[str, dict[str, list[int]]]] = {}
     for name in MODELS:
         found[name] = {}

@@ -1,7 +1,7 @@
-"""Every kernel compiles for GPUs that are not here, fits into their shared memory, and keeps its values in registers.
+"""Every kernel compiles for GPUs that are not present, fits into shared memory, and keeps its values in registers.
 
-`ahead_of_time.py` does the compiling, in a process of its own. tests/golden/triton/<op>.txt is what it prints with the
-Triton named in its first line; other versions are held to the bounds, and to the same launches.
+`ahead_of_time.py` compiles in a separate process. tests/golden/triton/<op>.txt is its output with the Triton version in
+the first line. Other versions are checked against the bounds, and for the same launches.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton here")
 
 GOLDEN = Path("tests", "golden", "triton")
-SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes that a program may have
-LOCAL = 16  # bytes: a value or two put aside outside the loops is no harm
-REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above that the second half of the file is used
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes available to a program
+LOCAL = 16  # bytes: a few values stored outside the loops are acceptable
+REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above this, the second half of the registers
 
 
 def table(words: list[str], root: Path, cache: Path) -> list[str]:
@@ -63,7 +63,7 @@ OPS = (
     "selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus", "linear_attention",
     "residual_norm",
 )
-TYPICAL = {  # of each op the cases that each run compiles, which have all its kernels; with `long` all are
+TYPICAL = {  # the cases of each op compiled in every run, which include all its kernels; with `long` all cases run
     "selective_scan": ["selective_scan N=16 bf16 segments resets", "selective_scan token N=16 bf16"],
     "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
     "head_norm": ["head_norm D=192 bf16 skip gate"],
@@ -98,7 +98,7 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
 
 
 def triton_files(folder: Path) -> list[Path]:
-    """`triton.py`, or the files of a folder `triton`, without what is generated."""
+    """Return `triton.py`, or the files of a folder `triton`, except generated ones."""
     return [*folder.glob("triton.py"), *folder.glob("triton/*.py")]
 
 

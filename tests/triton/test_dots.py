@@ -1,4 +1,4 @@
-"""The operands of dots on tensor cores that read float32 as tf32, in the interpreter."""
+"""The operands of dots on tensor cores, which read float32 as tf32, in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def copied(x, y, PRECISION: tl.constexpr, N: tl.constexpr):
 
 
 def test_tf32_is_rounded_to_nearest_and_odd_values_stay():
-    """Ten bits of fraction after the leading one are left; ties go away from zero. NaN of any bits stays NaN."""
+    """Ten fraction bits remain after the leading one; ties round away from zero. NaN of any bits stays NaN."""
     largest = torch.finfo(torch.float32).max
     x = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 2**-11, 2 - 2**-23, largest, 1 + 2**-10, 0.0, 2**-149])
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
@@ -38,12 +38,12 @@ def test_tf32_is_rounded_to_nearest_and_odd_values_stay():
 
 @pytest.mark.parametrize("dtypes", [(torch.float16,) * 3, (torch.bfloat16, torch.bfloat16, torch.float32)])
 def test_dots_through_tf32_are_not_biased(dtypes):
-    """Operands that are cut off make every product smaller, by 2^-11 for each on average, and sums of them too."""
+    """Truncated operands make every product smaller, by 2^-11 for each on average, and therefore sums too."""
     S, D = 64, 64
     q, k, v = (draw(1, S, 1, D, seed=at).abs().to(dtype) for at, dtype in enumerate(dtypes))
     i, f = torch.zeros(1, S, 1), torch.full((1, S, 1), 3.0)
     options = {"input_gate": "sigmoid", "normalize": False, "return_state": True}
     _, found = mlstm(q, k, v, i, f, backend="triton", **options)
     _, wanted = mlstm(q.double(), k.double(), v.double(), i.double(), f.double(), backend="reference", **options)
-    off = (found.C.double() / wanted.C - 1).mean().item()  # of one product each, of a rounded operand or two
+    off = (found.C.double() / wanted.C - 1).mean().item()  # of one product each, with one or two rounded operands
     assert abs(off) < 2**-14, off

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(launch_counts.triton_common.MISSING != "", reaso
 
 
 def lines(table: dict[str, dict[str, dict[str, list[int]]]]) -> list[str]:
-    """The rows of the page: of a layer, and of all around the layers, Triton kernels + operations of torch."""
+    """Return the rows of the page: Triton kernels + operations of torch, for a layer and for everything around the
+    layers."""
     return [
         f"| `{name}` | {kind} | {layer[0]} + {layer[1]} | {rest[0]} + {rest[1]} |"
         for name, kinds in table.items()

@@ -1,4 +1,4 @@
-"""The check before the first use launches what the call launches: kernels, tiles, warps, options and dtypes."""
+"""The check before the first use launches the same as the call: kernels, tiles, warps, options and dtypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Launched = set[tuple[Any, ...]]
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """What is launched within, where nothing runs: kernels, the dtypes of their tensors, and their constants."""
+    """Record launches without running them: kernels, the dtypes of their tensors, and their constants."""
     found: Launched = set()
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
@@ -42,9 +42,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
 @pytest.fixture(params=[pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is not there: calls on the CPU are launched as on it."""
+    """Simulate a GPU: calls on the CPU launch as on that GPU."""
     processors = triton_common.PROCESSORS[request.param]
-    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # so that the CPU can be asked for Triton
+    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # so that Triton can be selected on the CPU
     monkeypatch.setattr(triton_common, "arch", lambda x: request.param)
     monkeypatch.setattr(triton_common, "processors_of", lambda index: processors)
     monkeypatch.setattr(self_check, "DEVICE", "cpu")

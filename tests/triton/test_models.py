@@ -26,7 +26,7 @@ STREAMING = ("mlstm", "mamba")
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> seqblocks.SequenceModel:
-    """With random weights throughout: some gates start at zero weights, which would hide what enters them."""
+    """Return a model with random weights: some gates start at zero weights, which would hide errors in their inputs."""
     file, step = BLOCKS[name]
     text = f"seqblocks: 1\nuse: [{file}]\nmodel: {{input: {{features: {DIM}}}, steps: [{{{step}}}]}}"
     made = seqblocks.build_text(text, dtype=dtype, seed=1)
@@ -37,7 +37,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> seqblocks.SequenceMo
 
 
 def results(made: seqblocks.SequenceModel, call: Any, x: Tensor) -> list[Tensor]:
-    """y, and the gradients of x and of all parameters."""
+    """Return y, and the gradients of x and of all parameters."""
     x = x.clone().requires_grad_()
     y = call(x)
     loss = (y.double() * draw(*y.shape, seed=99)).sum()
@@ -55,8 +55,8 @@ def close(found: list[Tensor], wanted: list[Tensor], bar: float) -> None:
     ("reset", [False, True]),
 )
 def test_the_same_as_the_recurrence_in_float64(name: str, reset: bool) -> None:
-    """float32: a dozen steps of 1e-6 each, the scan's and the gates' gradients 1e-5 at 12 tokens; 1e-4 leaves room
-    for what a norm divides by."""
+    """float32: a dozen steps of 1e-6 each, the scan's and the gates' gradients 1e-5 at 12 tokens; 1e-4 leaves room for
+    the divisor of a norm."""
     marks = torch.zeros(2, 12, dtype=torch.bool)
     marks[0, 5] = marks[1, 0] = marks[1, 11] = reset
     x = draw(2, 12, DIM)
@@ -103,8 +103,8 @@ def test_compiled_without_a_break_and_exported(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlstm", "mamba", "vil"])
 def test_autocast_narrows_what_torch_narrows(name: str) -> None:
-    """The same dtypes as the torch forms, and no further from the truth than twice those, or than 16 roundings of
-    bfloat16, 2^-9 each: a block has about eight on its longest way, and a gradient goes there and back."""
+    """Dtypes equal those of the torch implementations. Errors are at most twice theirs, or 16 roundings of bfloat16,
+    2^-9 each: a block has about eight on its longest path, and a gradient goes both ways."""
     x = draw(2, 6, DIM)
     exact = model(name, torch.float64)
     with use_backend("reference"):

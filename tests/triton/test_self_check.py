@@ -1,4 +1,4 @@
-"""What a Triton implementation gets wrong on a device is found before it is used, reported, recorded, and avoided."""
+"""Faults of a Triton implementation on a device are found before it is used, reported, recorded, and avoided."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def example(op: str) -> Any:
 
 
 def fault(op: str, other: Any = None, **change: Any) -> str:
-    """What the check of an op finds on the CPU, of its example or of another."""
+    """Return the finding of an op's check on the CPU, with its example or another."""
     with with_example(op, other or example(op)):
         found, lasting = self_check.check(self_check.Call(op, {**CPU, **FACTS[op], **change}))
     assert lasting
@@ -94,7 +94,7 @@ def test_a_wrong_one_is_found(wrong: Callable[..., Any], found: str) -> None:
 
 @INTERPRETED
 def test_every_part_of_a_state_is_compared() -> None:
-    """The last of them is not the only one."""
+    """States with several parts are compared completely, not only in the last part."""
     right = example("slstm")
 
     def changed_example(**facts: Any) -> Any:
@@ -114,7 +114,7 @@ def test_every_part_of_a_state_is_compared() -> None:
     "sizes", [{"batch": 1, "length": 1 << 16}, pytest.param(None, marks=pytest.mark.slow)]
 )
 def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example is too short for segments, and still they are found to be wrong; so too where no size is known."""
+    """The example is too short for segments, but wrong segments are still found; also where no size is known."""
 
     def nothing(cut: Any, *args: Any) -> torch.Tensor:
         return torch.zeros(cut.batch * cut.K, cut.N, cut.E)
@@ -167,7 +167,7 @@ def check(how: str) -> tuple[str, bool]:
         ("no reference", "its reference cannot be computed here (NotImplementedError: not for this device)", False),
     ],
 )
-def test_what_happens_in_a_check_stays_in_its_process(how: str, found: str, lasting: bool) -> None:
+def test_a_crash_in_a_check_does_not_affect_other_processes(how: str, found: str, lasting: bool) -> None:
     fault, kept = check(how)
     assert fault.startswith(found) if found else not fault
     assert kept is lasting
@@ -178,7 +178,7 @@ def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert check("hang") == ("its check did not finish within 2 s", True)
 
 
-def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_cannot_start_is_no_verdict_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(broken.triton, "__module__", "no_such_module")
         found, lasting = check("right")
@@ -206,7 +206,7 @@ def test_a_real_implementation_is_checked_there() -> None:
 
 
 class Device:
-    """A device that is not there; what its checks find, and which have been made."""
+    """A simulated device with given findings, which records its checks."""
 
     def __init__(self) -> None:
         self.fault, self.lasting = "it is wrong", True
@@ -259,13 +259,13 @@ def test_a_recorded_failure_warns_in_every_process_once(device: Device, tmp_path
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert verdict() == verdict(101) == "it is wrong"
-        self_check.forget()  # as another process
+        self_check.forget()  # simulates another process
     assert len(device.checked) == 1
     (record,) = tmp_path.rglob("*.json")
     assert json.loads(record.read_text())["text"] == "it is wrong"
 
 
-def test_what_may_change_is_not_recorded(device: Device, tmp_path: Path) -> None:
+def test_temporary_failures_are_not_recorded(device: Device, tmp_path: Path) -> None:
     device.fault, device.lasting = "it does not run (no compiler)", False
     with pytest.warns(UserWarning, match="no compiler"):
         assert verdict() == verdict() == "it does not run (no compiler)"
@@ -296,7 +296,7 @@ def test_a_record_that_is_not_one_is_replaced(device: Device, tmp_path: Path) ->
 
 
 def test_a_check_within_a_backward_pass(device: Device) -> None:
-    """It is made: another process does not wait for the backward pass that is under way."""
+    """The check runs in another process, which does not wait for the current backward pass."""
     device.fault = ""
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -307,7 +307,7 @@ def test_a_check_within_a_backward_pass(device: Device) -> None:
     assert len(device.checked) == 1
 
 
-def test_dispatch_falls_back_and_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_falls_back_with_a_warning(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     run, can = dispatch.implementation(OP, "torch").run, dispatch.always("a test")
     monkeypatch.setitem(registry.OPS[OP], "triton", dispatch.implementation(OP, "triton")._replace(run=run, can=can))
     x, weight = torch.ones(3, 8), torch.ones(4, 2, 2)
@@ -322,10 +322,10 @@ def test_dispatch_falls_back_and_says_so(device: Device, monkeypatch: pytest.Mon
         kernels.headwise_linear(x, weight, backend="triton")
     assert len(device.checked) == 1
     assert device.checked[0].sizes == {"rows": 3}
-    assert dispatch.why(OP, device="cpu", dtype=torch.float32, **FACTS[OP])[0].can  # asking causes no check
+    assert dispatch.why(OP, device="cpu", dtype=torch.float32, **FACTS[OP])[0].can  # a query causes no check
 
 
-def test_what_auto_passed_over_is_remembered() -> None:
+def test_implementations_that_auto_skipped_are_remembered() -> None:
     x = torch.ones(2, 3, 8)
     kernels.head_norm(x, 2)
     assert "needs a CUDA or ROCm device" in kernels.fallbacks()["head_norm"]["triton"] or (
@@ -341,7 +341,7 @@ def test_what_auto_passed_over_is_remembered() -> None:
 def test_a_compiler_causes_the_check_and_an_export_does_not(
     how: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code serves other sizes too: those of the call are not what is checked."""
+    """Compiled code serves other sizes too, so the check does not use the sizes of the call."""
     device.fault = ""
     monkeypatch.setattr(self_check, "DEVICE", "cpu")
     monkeypatch.setitem(

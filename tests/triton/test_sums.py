@@ -43,7 +43,7 @@ def built(dtype: torch.dtype = torch.float32) -> seqblocks.SequenceModel:
 
 
 def results(model: seqblocks.SequenceModel, backend: str) -> list[Tensor]:
-    """y, and the gradients of x and of all parameters."""
+    """Return y, and the gradients of x and of all parameters."""
     x = draw(2, 3, 6).to(next(model.parameters()).dtype).requires_grad_()
     torch.manual_seed(0)
     with use_backend(backend):
@@ -59,13 +59,13 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("training", [False, True])
 def test_the_same_numbers_as_the_recurrence(training: bool) -> None:
-    """Five norms of float32 follow each other; samples are dropped alike."""
+    """Five consecutive float32 norms; both drop the same samples."""
     close(*(results(built(dtype).train(training), backend)
             for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference"))))  # fmt: skip
 
 
 def added(model: seqblocks.SequenceModel) -> tuple[int, int]:
-    """Sums of residuals by an operation of their own, and norms by a kernel."""
+    """Count the sums of residuals as separate operations, and norms by a kernel."""
     with counting() as counts, torch.no_grad():
         model(torch.zeros(2, 3, 6))
     return counts.torch["add"] - 1, counts.triton["_norm"]  # one is the step `add`
@@ -79,7 +79,7 @@ def test_only_sums_that_no_norm_reads_are_added() -> None:
 
 @INTERPRETED
 @pytest.mark.parametrize("kind", ["hook", "replaced", "global hook", "checkpointing"])
-def test_what_observes_a_module_is_handed_tensors(kind: str) -> None:
+def test_observers_of_a_module_get_tensors(kind: str) -> None:
     model, seen = built().eval(), []
     expected = results(model, "triton")
 
@@ -120,7 +120,7 @@ model:
 
 
 @INTERPRETED
-def test_a_norm_whose_output_is_split_is_handed_the_sum() -> None:
+def test_a_norm_whose_output_is_split_gets_the_sum() -> None:
     model = seqblocks.build_text(SPLIT, seed=1)
     close(*(results(model, backend) for backend in ("triton", "torch")))
 
@@ -137,7 +137,7 @@ class Wrapped(torch.nn.Module):
         return self.inner(x, **more)
 
 
-def test_no_sum_is_open_where_none_of_this_runs() -> None:
+def test_sums_are_complete_without_these_kernels() -> None:
     model = built().eval()
     with torch.no_grad():
         assert torch.equal(model(torch.ones(1, 2, 6)), model.double().float()(torch.ones(1, 2, 6)))
