@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from seqblocks.kernels.dispatch.compiled import watched
 
+_is_batch = torch._C._functorch.is_legacy_batchedtensor
+
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
     """Return a decorator that makes a CustomOp of a function.
@@ -69,9 +71,14 @@ class CustomOp:
 
 
 def is_seen(args: tuple[Any, ...]) -> bool:
-    """Return whether anything intercepts ops, or an argument is a meta tensor or an instance of a Tensor subclass."""
+    """Return whether anything intercepts ops, or an argument is more or less than a plain tensor with numbers.
+
+    That is a meta tensor, an instance of a Tensor subclass, or a batch of gradients (`is_grads_batched`).
+    """
     return (
         watched()
         or torch._C._is_torch_function_mode_enabled()
-        or any(isinstance(x, Tensor) and (type(x) not in (Tensor, nn.Parameter) or x.is_meta) for x in args)
+        or any(
+            isinstance(x, Tensor) and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or _is_batch(x)) for x in args
+        )
     )
