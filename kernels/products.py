@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN may multiply these, and has enough to do. What does not fit is left to torch and its errors."""
+    """Return whether oneDNN supports these operands and the product is large enough. torch handles all others."""
     each = (x, weight) if bias is None else (x, weight, bias)
     if not all(t.is_cpu and t.dtype is torch.float32 for t in each) or not weight.dim() == 2 <= x.dim():
         return False
