@@ -1,12 +1,12 @@
-"""Kernels on a device. From the root of a checkout, with torch, triton, pytest, pytest-xdist and hypothesis:
+"""Run the kernels on a device. From the root of a checkout, with torch, triton, pytest, pytest-xdist and hypothesis:
 
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 20 240 \\
         python -m pytest tests/kernels -m gpu -vv --tb=short -p no:benchmark -n 12 --maxschedchunk 1
 
-Nine hundred kernels are compiled, most within a second: -n is for that, and several processes share one device. The
-check before the first use would compile as many again: it is off, but in test_self_check_on_device.py. A first case of
-every test comes first, then a second, and so on: a run that is cut off has seen something of everything.
-(--maxschedchunk 1 keeps that order under xdist.) `benchmarks/gpu.sh` runs this and then the benchmark.
+Nine hundred kernels are compiled, most within a second, so `-n` starts several processes that share one device. The
+check before the first use would compile as many again, and is only enabled in test_self_check_on_device.py. One case of
+every test runs first, then a second, and so on, so that an interrupted run has covered all tests. (--maxschedchunk 1
+preserves that order under xdist.) `benchmarks/gpu.sh` runs this and then the benchmark.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ def linear_attention_errors() -> Any:
 
 
 def linear_attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The reference and the torch implementation compute in float32 and round only their results.
+    """Return the roundings. The reference and the torch implementation compute in float32 and round only their results.
 
-    The Triton implementation rounds the operands of its dots and what it stores between kernels. Counted along the
-    chain, each with everything it is made of, at the worst (a decay per key):
+    The Triton implementation rounds the operands of its dots and what it stores between kernels. The largest counts
+    (with a decay per key), each including the roundings of its inputs:
 
         C        2   weighted key, and when it is read
         weights  3   query and key, both weighted, and the result
@@ -67,9 +67,9 @@ def linear_attention_roundings(backend: str, dtype: torch.dtype, length: int) ->
 def linear_attention_cancellation(
     x: Tensors, wanted: Tensors, given: Tensors, **options: Any
 ) -> dict[str, float]:
-    """Further counts of roundings, times sizes.
+    """Return roundings times sizes for gradients that are differences of larger sums.
 
-    Of a delta rule, for e = v - S'^T k and its gradient de:
+    Counts for a delta rule, with e = v - S'^T k and its gradient de:
 
         solved   3   A, which is rounded as weights are; and when it is read
         of_state 5   solved, weighted key, and the result
@@ -79,11 +79,11 @@ def linear_attention_cancellation(
         dk      12   gradient of A: de, e; other keys; and the result
 
     These are relative to e and dx as large as v and dy, which beta of at most 1 and keys of length 1 allow.
-    The gradient of a decay is a difference: of what tokens read and write, each counted as dq and dk. What two tokens
-    of a chunk add to each other is the same number in both, so the sizes are those of <S, dS> at a token, all products
-    positive, summed over channels for a decay per head.
-    Normalised, gradients have a part through the numerator, 6 (its cotangent is rounded, and has the divisor), and one
-    through the divisor, 8 (its cotangent has y, the quotient of two); the parts may cancel.
+    The gradient of a decay is the difference of the reads and the writes of tokens, counted as dq and dk. Contributions
+    of two tokens of a chunk to each other are the same in both, so the sizes are those of <S, dS> at a token, all
+    products positive, summed over channels for a decay per head.
+    Normalised gradients have a part through the numerator, 6 (its cotangent is rounded, and contains the divisor), and
+    one through the divisor, 8 (its cotangent contains y, the quotient of two). The parts may cancel.
     """
     count = 12.0 if "beta" in x else 4.0
     sizes = {name: count * t.abs().max().item() for name, t in wanted.items() if t.numel()}

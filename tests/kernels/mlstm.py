@@ -30,11 +30,11 @@ def mlstm_bar(length: int) -> float:
 
 
 def mlstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The reference and the torch implementation compute in float32 and round only their results.
+    """Return the roundings. The reference and the torch implementation compute in float32 and round only their results.
 
     The Triton implementation also rounds the operands of its dots, each once: keys and queries times their weights, the
     states C and dC when they are read, and the weights between tokens. Sums over tokens, n and q . n are float32.
-    Counted along the chain, each with everything it is made of:
+    The counts, each including the roundings of its inputs:
 
         C       1   weighted key
         num     2   C, and C when it is read; or the weights between tokens
@@ -48,7 +48,9 @@ def mlstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
 
 
 def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
-    """Roundings times sizes for gradients that are differences of larger sums. See `mlstm_roundings`; further counts:
+    """Return roundings times sizes for gradients that are differences of larger sums.
+
+    Counts in addition to those of `mlstm_roundings`:
 
         dq, dk   through the numerator of h 2: C or dC, and when it is read; or the weights
                  through its divisor 4: h, in dh . h, and the weights; the parts may cancel; the result 1
@@ -56,11 +58,11 @@ def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: A
         k . dk   as dk without the result
         <C, dC>  4: both, and when they are read; of the first state 2, of the last 2; <n, dn> 3, of the last 0
 
-    The gradient of log f at t is <C, dC> + <n, dn> there, but is made as what tokens of the chunk read, less what they
-    write, and what enters and leaves the chunk. What two of these tokens add to each other is the same number in both,
-    so the sizes are those of <C, dC> + <n, dn>, all products taken positive, of the first state, of the last, and at
-    the worst token between. The gradient of log i is k . dk; that
-    of m that of the first state. With the exponential gate m is a maximum, and both lose the last state's (1) and what
+    The gradient of log f at t is <C, dC> + <n, dn> there. It is computed as the reads of the chunk's tokens minus their
+    writes, plus the terms of the states that enter and leave the chunk. Contributions of two of these tokens to each
+    other are the same in both, so the sizes are those of <C, dC> + <n, dn>, all products taken positive, of the first
+    state, of the last, and the largest at tokens between. The gradient of log i is k . dk; that of m is that of the
+    first state. With the exponential gate m is a maximum, and both lose the last state's (1) and what
     eps leaves of dh . h (3).
     """
     counts = {"q": (2, 4), "k": (2, 4), "n": (0, 3)}
