@@ -69,7 +69,7 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 def results(call: Call, leaves: Leaves) -> dict[str, Tensor]:
-    """Outputs, and the gradient of each leaf under random cotangents that bfloat16 can hold."""
+    """Return outputs, and the gradient of each leaf for random cotangents that bfloat16 can represent."""
     out = tensors(call(leaves))
     named = {f"output {at}": x.detach() for at, x in enumerate(out)}
     if not out[0].requires_grad:
@@ -86,7 +86,7 @@ def cotangent(x: Tensor, at: int) -> Tensor:
 
 @contextlib.contextmanager
 def launches(run: bool = True) -> Iterator[set[str]]:
-    """The kernels launched within: their names, what they are compiled for, and the dtypes they are given."""
+    """Record the kernels launched inside the context: names, compile-time arguments, and dtypes of inputs."""
     interface: Any = importlib.import_module("triton.runtime.jit").KernelInterface
     before, found = interface.__getitem__, set()
 
@@ -108,9 +108,9 @@ def launches(run: bool = True) -> Iterator[set[str]]:
 
 
 def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, float]:
-    """Errors of the Triton form relative to each result's largest value; what is no number counts as infinite.
+    """Return errors of the Triton kernels relative to each result's largest value; nan counts as infinite.
 
-    The example is short, and launched as a call of this shape is.
+    The example is short, but uses the launch parameters of this shape.
     """
     grad = not case.forward_only
     rounded = drawn(case, checked(case, shape), device, dtype)
@@ -125,11 +125,11 @@ def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str
 
 
 class Noted(Exception):
-    """The sizes of a call."""
+    """Return the sizes of a call."""
 
 
 def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
-    """The sizes that launches of a call of this shape are chosen for. Nothing is computed."""
+    """Return the sizes from which launch parameters of a call of this shape are chosen, without computing."""
 
     def note(op: str, backend: str | None, inputs: Any, sizes: dict[str, int] | None = None, **facts: Any) -> None:
         raise Noted(sizes or {})
@@ -147,13 +147,13 @@ def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
 
 
 def ahead(case: Case, leaves: Leaves) -> list[Tensor]:
-    """Without a derivative, which is launched otherwise."""
+    """Return outputs computed without gradients, for which kernels are launched differently."""
     with torch.no_grad():
         return tensors(case.ours(leaves, "triton"))
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """The largest error relative to the largest value, or that of the norm if it is more."""
+    """Return the larger of the largest error relative to the largest value and the relative error of the norm."""
     off, wanted = found.double() - wanted.double(), wanted.double()
     error = max((off.abs().max() / wanted.abs().max().clamp(min=1e-30)).item(),
                 (off.norm() / wanted.norm().clamp(min=1e-30)).item())
@@ -199,7 +199,7 @@ class Took(NamedTuple):
 
 
 class Clock:
-    """Milliseconds of a call on the device, or of one call on the clock of a CPU (to rehearse)."""
+    """Measures the milliseconds of a call on the device, or on a CPU (for rehearsals)."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -247,7 +247,7 @@ class Clock:
 
 
 def machine(device: str) -> Iterator[dict[str, Any]]:
-    """What it is, bytes a second of a large copy, and multiply-accumulates a second of a large product in bfloat16."""
+    """Return the device's name, its copy bandwidth, and its bfloat16 multiply-accumulates per second."""
     clock = Clock(device)
     numbers = 1 << (29 if clock.cuda else 16)
     a = torch.randn(numbers, dtype=torch.bfloat16, device=device)  # zeros would be faster: they take less power
@@ -318,7 +318,7 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
 def _prepared(
     case: Case, given: Leaves, candidate: Candidate
 ) -> tuple[tuple[Callable[[], Any], ...], list[str]]:
-    """The passes, which have run once, and what they launch."""
+    """Return the passes, which have run once, and the kernels that they launch."""
     leaves = {key: x.detach().clone() for key, x in candidate.change(given).items()}
     with launches() as found:
         passes = _passes(case, leaves, candidate.call)
@@ -332,7 +332,7 @@ def own(case: Case) -> dict[str, Candidate]:
 
 
 def _passes(case: Case, leaves: Leaves, call: Call) -> tuple[Callable[[], Any], ...]:
-    """Forward, and forward with backward; both have run once."""
+    """Return the forward pass, and both passes together; each has run once."""
     leaves = {key: x.requires_grad_() for key, x in leaves.items()}
     cotangents = [torch.randn_like(x) for x in tensors(call(leaves))]
     alone = torch.no_grad()(lambda: call(leaves))
@@ -524,12 +524,12 @@ def as_text(shape: Shape) -> str:
 
 
 def to_check(chosen: list[str], dtype: torch.dtype, device: str) -> list[tuple[str, Shape, torch.dtype, str]]:
-    """For each timed shape one."""
+    """Return one check for each timed shape."""
     return [(key, shape, dtype, device) for key, shape in cells(chosen, device)]
 
 
 def cells(chosen: list[str], device: str) -> list[tuple[str, Shape]]:
-    """What is timed; rehearsed, one shape a case is enough."""
+    """Return the cases and shapes to time; a rehearsal uses one shape per case."""
     if device == "cpu":
         return [(key, rehearsed(CASES[key].shapes[0])) for key in chosen]
     return [(key, shape) for key in chosen for shape in CASES[key].shapes]
@@ -591,7 +591,7 @@ class Run:
         jobs = to_check(self.chosen, dtype, self.device)
         for (key, shape, dtype, _), found in records(check_job, jobs, self.options.jobs, end, 120.0):
             about = {"case": key, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
-            if isinstance(found, Late):  # nothing is known to be wrong
+            if isinstance(found, Late):  # not a failure
                 self.results["left_out"].append(f"the check of {key} in {about['dtype']} ({as_text(shape)})")
             elif isinstance(found, Exception):
                 self.add("checks", {**about, "ok": False, "failed": said(found)})

@@ -8,7 +8,7 @@ batch size, this prints the median of the ratios of interleaved runs. The steps 
 check nothing, carry their state in a list, and prepare weights once. Times are CPU times of the process, which do not
 include other programs.
 
-`compile` measures the first call of a step that `torch.compile` compiles, in processes of their own, in turns and
+`compile` measures the first call of a step that `torch.compile` compiles, in separate processes, in turns and
 without any cache: CPU time of the compiler and of the programs that it starts.
 """
 

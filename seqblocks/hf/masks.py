@@ -33,11 +33,11 @@ def resets_of(
 def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -> Tensor | None:
     _check_shape(x, mask, past)
     length = x.shape[1]
-    known = mask.shape[1] > length  # else it is the mask of the new tokens alone, or there are no others
+    known = mask.shape[1] > length  # otherwise, the mask covers only the new tokens, or there are no earlier ones
     if torch.compiler.is_compiling():
         first, after, _ = _edges(mask[:, -length:].bool(), mask[:, :-length].bool() if known else None)
         return first if causal else first | _begins(after)
-    if bool((mask[:, -length - known :] == 1).all()):  # the usual token of a stream ends here
+    if bool((mask[:, -length - known :] == 1).all()):  # return early for the usual token of a stream
         return None
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise RunError("attention_mask holds 1 for a token and 0 for padding, and no other numbers")
@@ -66,19 +66,19 @@ def _check_shape(x: Tensor, mask: Any, past: int) -> None:
 
 
 def _edges(real: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which tokens are the first after padding, which are padding after a token, and which follow that."""
+    """Return which positions are the first token, padding after a token, and tokens after such padding."""
     whole = real if earlier is None else torch.cat([earlier, real], 1)
     start = whole.shape[1] - real.shape[1]
     count = whole.cumsum(1)[:, start:]
-    previous = torch.nn.functional.pad(whole, (1, 0))[:, start:-1]  # whether the token before is one
+    previous = torch.nn.functional.pad(whole, (1, 0))[:, start:-1]  # whether the previous position is a token
     first = real & (count == 1)
     if not start:
-        first = torch.cat([torch.zeros_like(first[:, :1]), first[:, 1:]], 1)  # nothing is before
+        first = torch.cat([torch.zeros_like(first[:, :1]), first[:, 1:]], 1)  # no token precedes it
     return first, ~real & (count > 0), real & ~previous & (count > 1)
 
 
 def _begins(marks: Tensor) -> Tensor:
-    """Return the first of each row of marks in a row."""
+    """Return the first mark of each run of consecutive marks."""
     return marks & ~torch.nn.functional.pad(marks, (1, 0))[:, :-1]
 
 

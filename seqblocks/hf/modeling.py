@@ -39,8 +39,8 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.repeat import checkpoint_layers, has_checkpointed_layers
 from seqblocks.state import States
 
-# What may be passed besides the inputs: of the loss; what the cache knows, which transformers 5.0 passes; and bounds of
-# packed sequences, which position_ids say too.
+# Accepted arguments without an effect: for the loss; positions, which transformers 5.0 passes although the cache has
+# them; and bounds of packed sequences, which position_ids contain, too.
 OF_THE_LOSS = {"num_items_in_batch"}
 OF_THE_CACHE = {"cache_position"}
 OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -49,7 +49,7 @@ OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     """Base of the model classes. `model` is the built model, as returned by `seqblocks.build(…)`.
 
-    set: overrides of the config's spec. A model is drawn as `build_model` draws it, by torch's own generator.
+    set: overrides of the config's spec. Weights are initialised as in `build_model`, with torch's global generator.
     """
 
     config_class = SeqblocksConfig
@@ -88,12 +88,12 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     @classmethod
     def part(cls, spec: ModelSpec) -> ModelSpec:
-        """Return what of a spec this class runs."""
+        """Return the part of a spec that this class runs."""
         return spec
 
     @classmethod
     def _loaded_part(cls, config: Any, set: Mapping[str, Any] | None) -> tuple[ModelSpec, builtins.set[str]]:
-        """Return what of a config's spec this class runs, and the names of the weights that it leaves in the files."""
+        """Return the part of a config's spec that this class runs, and the names of the weights that it skips."""
         if not isinstance(config, SeqblocksConfig):
             config = SeqblocksConfig.from_pretrained(config)
         config = config.with_values(set) if set else config
@@ -107,8 +107,8 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Return a model with the weights of a folder or of a repository of the Hub; see transformers.
 
-        set={…} overrides values of its spec. RunError where weights are missing, left over or of another shape, and
-        UsageError where files are damaged, instead of parameters that are drawn.
+        set={…} overrides values of its spec. Raises RunError if weights are missing, unused or of another shape, and
+        UsageError for damaged files, instead of initialising parameters at random.
         """
         files.check_folder(path, kwargs, functools.partial(cls._loaded_part, set=kwargs.get("set")))
         model, info = files.explained(super().from_pretrained)(path, *args, output_loading_info=True, **kwargs)
@@ -118,7 +118,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
-        """Write a folder that `from_pretrained` reads, and `seqblocks.load` too where all weights are the spec's own.
+        """Write a folder for `from_pretrained`, and for `seqblocks.load` if it contains all weights of the spec.
 
         Arguments as in transformers.
         """
@@ -134,7 +134,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the parameters of a module that files lack and the caller has allowed to lack."""
+        """Initialise the parameters of a module that are missing in the files, if the caller allows that."""
         new = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
         if not new:
             return
@@ -159,7 +159,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return None if node is None else self.model.get_submodule(node.name)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put a module in the place of the step that reads the tokens. RunError where its sizes are others."""
+        """Replace the step that reads the tokens. Raises RunError if the sizes of the new module differ."""
         self._replace(hub.embedding(self.model.spec), value)
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -168,7 +168,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return None if node is None else self.model.get_submodule(node.name)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        """Put a module in the place of the step that scores. RunError where its sizes are others."""
+        """Replace the step that computes the logits. Raises RunError if the sizes of the new module differ."""
         self._replace(hub.head(self.model.spec), value)
 
     def _replace(self, node: graph.Node | None, value: Any) -> None:
@@ -182,7 +182,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self.model.register_module(node.name, value)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the input embeddings. RunError for another size: it is a value of the spec."""
+        """Return the input embeddings. Raises RunError for another size, which the spec must define."""
         if new_num_tokens not in (None, self.config.vocab_size):
             what = f"the vocabulary of {self.config.vocab_size} tokens is a value of the spec"
             raise RunError(f"{what} and cannot become {new_num_tokens}. {self._resizing()}")
@@ -193,7 +193,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return f"Build another model: {how} draws what has another size, by the name that the spec has for it"
 
     def enable_input_require_grads(self) -> None:
-        """Let the embeddings require gradients, as adapters with checkpointing need it."""
+        """Make the embeddings require gradients, which adapters with checkpointing need."""
         embeddings = self.get_input_embeddings()
         if embeddings is None:
             raise RunError(f"{self.model.spec.name} has no step `embed` that reads its input")
@@ -212,17 +212,17 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
+        """Whether activations are recomputed in the backward pass."""
         return has_checkpointed_layers(self.model)
 
     # --- running ---
 
     def _output(self, y: Any) -> Any:
-        """Return the scores where a model has several outputs."""
+        """Return the logits if a model has several outputs, otherwise its output."""
         return y[hub.logits_name(self.model.spec)] if isinstance(y, dict) else y
 
     def _context(self, given: dict[str, Any]) -> dict[str, Tensor]:
-        """Take the inputs that do not stream, by their names in the spec, and refuse what is unknown."""
+        """Return the inputs that do not stream, by their names in the spec. Raises RunError for unknown arguments."""
         context = {name: given.pop(name) for name in self._inputs[1:] if given.get(name) is not None}
         unknown = [name for name, value in given.items() if value is not None and value is not False]
         if unknown:
@@ -232,7 +232,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     def _run(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
     ) -> tuple[Any, StateCache | None, tuple[Tensor, ...] | None]:
-        """Return the output of at least the last `wanted` tokens, and where asked for the cache and hidden states."""
+        """Return the output of at least the last `wanted` tokens, with the cache and hidden states if requested."""
         observed = given.pop("output_hidden_states", None)
         if not (self.config.output_hidden_states if observed is None else observed):
             return *self._call(x, mask, positions, cache, use_cache, wanted, given), None
@@ -266,9 +266,9 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     def _stream(
         self, x: Tensor, resets: Tensor | None, cache: StateCache, wanted: Any, context: dict[str, Tensor]
     ) -> tuple[Any, StateCache]:
-        """Read tokens after those of a cache. A long prompt of which few outputs are wanted is read in chunks."""
+        """Read tokens after those of a cache. A long prompt is read in chunks if few of its outputs are wanted."""
         state, record = cache.state, cache.recorded
-        if state is None and record is not None:  # what `crop` has left is read again
+        if state is None and record is not None:  # after `crop`, the remaining tokens are read again
             state = record.state
             if record.tokens.shape[1]:
                 _, state = self._read(record.tokens, record.resets, state)
@@ -302,7 +302,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
 
 def _mark_drawn(parameter: Any) -> None:
-    """Note that a parameter has its values, so that transformers does not draw it again."""
+    """Mark a parameter as initialised, so that transformers does not initialise it again."""
     parameter._is_hf_initialized = True
 
 
@@ -315,7 +315,7 @@ def _require_grads(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _reason(name: str) -> str:
-    """Return why an argument of other models is refused."""
+    """Return why an argument of other models is not supported."""
     reasons = {
         "inputs_embeds": ": it reads token ids, and its embedding is a step of the spec",
         "output_attentions": ": no step keeps the weights of its attention",
@@ -329,7 +329,7 @@ def _check_tokens(x: Any, spec: ModelSpec) -> None:
 
 
 def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) -> dict[str, Any]:
-    """Take out what says nothing that position_ids do not say, and token types that are all 0."""
+    """Remove arguments that only repeat position_ids, and token types that are all 0."""
     if isinstance(token_types, Tensor) and bool(token_types.any()):
         raise RunError("token_type_ids are not all 0, and the model knows tokens of one type")
     known = OF_THE_CACHE if positions is None else OF_THE_CACHE | OF_PACKED
@@ -337,14 +337,14 @@ def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) ->
 
 
 def _check_labels(labels: Any, y: Tensor) -> None:
-    """Raise RunError unless there is a label for each token."""
+    """Raise RunError unless there is one label per token."""
     found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
     if not isinstance(labels, Tensor) or labels.shape != y.shape[:2] or labels.is_floating_point():
         raise RunError(f"labels are token ids {list(y.shape[:2])}, -100 where none counts, not {found}")
 
 
 def _check_places(wanted: Any, y: Tensor) -> None:
-    """Raise RunError unless logits are wanted of a number of tokens, or of the places in a tensor."""
+    """Raise RunError unless `wanted` is a number of tokens, or a tensor of their positions."""
     if isinstance(wanted, Tensor) and wanted.ndim == 1 and wanted.dtype in (torch.int64, torch.int32, torch.bool):
         return
     if not isinstance(wanted, int | torch.SymInt) or wanted < 0:
@@ -353,21 +353,21 @@ def _check_places(wanted: Any, y: Tensor) -> None:
 
 
 def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
-    """Return the outputs of the last `wanted` tokens, of all for 0, or of those that a tensor names."""
+    """Return the outputs of the last `wanted` tokens, of all for 0, or of the positions in a tensor."""
     if isinstance(wanted, Tensor):
         return y[:, wanted]
     return y[:, -wanted:] if wanted else y
 
 
 class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
-    """A language model: token ids to scores of the next token. `generate` carries its state."""
+    """A language model: token ids to logits of the next token. `generate` carries its state in the cache."""
 
     main_input_name = "input_ids"
-    _is_stateful = False  # its cache goes back, by reading again what was accepted
+    _is_stateful = False  # the cache supports `crop`, by reading accepted tokens again
 
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
-        """Raise UsageError where a spec is no causal language model."""
+        """Raise UsageError if a spec is not a causal language model."""
         if reason := hub.causal_lm_obstacle(spec):
             raise UsageError(f"{spec.name} is no causal language model: {reason}")
 
@@ -384,12 +384,12 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits, the loss where labels are given (not shifted; -100 counts for nothing), and the cache.
+        """Return logits, the loss if there are labels (not shifted; -100 is ignored), and the cache.
 
-        attention_mask: padding comes before a sequence, where its state begins anew. position_ids: each 0 begins a
-        sequence, for packed ones. past_key_values: what an earlier call returned; it is not changed. use_cache: by
-        default as the config says, except in training. kwargs: inputs that do not stream, by their names; with
-        output_hidden_states=True the output has what enters the first layer and what each returns. RunError.
+        attention_mask: padding must come before a sequence, whose state is reset there. position_ids: each 0 begins a
+        packed sequence. past_key_values: the cache of an earlier call; it is not modified. use_cache: by default from
+        the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds the
+        input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("there are no tokens: a prompt has one or more, such as the one that begins a text")
@@ -410,7 +410,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
-        """Whether a call that does not ask for a cache returns one: not in training, nor after padding on the right."""
+        """Return whether a cache is returned by default: not in training, nor after padding on the right."""
         if self.training or labels is not None or self.model._obstacle or not self.config.use_cache:
             return False
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -420,7 +420,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     # --- what generate calls ---
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RunError: continuous batching distributes the pages of a cache of keys and values."""
+        """Raise RunError: continuous batching needs a paged cache of keys and values."""
         what = "continuous batching distributes pages of keys and values, and this model's cache is its state"
         raise RunError(f"{what}: pass a batch to generate, padded on the left")
 
@@ -428,14 +428,14 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # else it makes keys and values for each layer
+        return False  # otherwise, `generate` would create keys and values for each layer
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
     ) -> None:
-        """Begin with an empty state, which records what drafts may take back; check a cache that is passed."""
+        """Create an empty cache, which records tokens if drafts may be rejected, or check the given one."""
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets the last one for drafts
+        if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets dynamic_full for drafts
             what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: leave it out")
         given = model_kwargs.get("past_key_values")
@@ -449,7 +449,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         super()._validate_model_kwargs({k: v for k, v in model_kwargs.items() if k not in self._inputs[1:]})
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of the next call: the inputs that do not stream are a part of the state by then."""
+        """Return the arguments of the next call, without the inputs that the state already contains."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
         cache = inputs.get("past_key_values")
         if cache is not None and cache.get_seq_length():
@@ -464,7 +464,7 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
 
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
-        """Raise UsageError where a spec does not classify images, or the config has another number of classes."""
+        """Raise UsageError if a spec does not classify images, or the config has another number of classes."""
         if reason := hub.image_classification_obstacle(spec):
             raise UsageError(f"{spec.name} does not classify images: {reason}")
         classes = hub.sizes(spec)["num_labels"]
@@ -477,7 +477,7 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
     def forward(
         self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
-        """Return logits [batch, classes], and the loss where labels [batch] are given. RunError."""
+        """Return logits [batch, classes], and the loss if labels [batch] are given. Raises RunError."""
         of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
         y, _, features = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
         loss = None if labels is None else self.loss_function(labels, y, self.config, **of_the_loss)
@@ -485,7 +485,7 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
 
 
 class SeqblocksModel(SeqblocksPreTrainedModel):
-    """Features: what the head of a spec reads (its last `unembed` or `classifier`), or the output where it has none."""
+    """A feature extractor: the input of the spec's head (the last `unembed` or `classifier`), or else the output."""
 
     main_input_name = "input_ids"
 
@@ -517,10 +517,11 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
     ) -> ModelOutput:
         """Return features: last_hidden_state [batch, seq, features], or pooler_output [batch, features].
 
-        Where the spec names its outputs, they have those names.
+        Named outputs of the spec keep their names.
 
-        The input is input_ids, pixel_values or inputs_embeds (a sequence of features, or a vector), as the spec's is;
-        the other arguments are those of the language model, but a cache is returned only with use_cache=True. RunError.
+        The input is input_ids, pixel_values or inputs_embeds (a sequence of features, or a vector), depending on the
+        spec. Other arguments are those of the language model, but a cache is returned only with use_cache=True. Raises
+        RunError for unsupported arguments.
         """
         own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
         x = _cast(own.pop(self.main_input_name), self.dtype)
@@ -535,7 +536,7 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return features in the model's dtype, as models of transformers convert them."""
+    """Return floating-point inputs in the model's dtype, as other models in transformers do."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -545,12 +546,12 @@ CLASSES = {each.__name__: each for each in (SeqblocksForCausalLM, SeqblocksForIm
 def wrap(model: SequenceModel, **config: Any) -> Any:
     """Wrap a built model as a model of transformers, with the class that fits it. Both share their parameters.
 
-    config: what a config takes, such as eos_token_id. Raises UsageError.
+    config: entries of the config, such as eos_token_id. Raises UsageError if no class fits.
     """
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"wrap takes what build made, not {type(model).__name__}")
+        raise UsageError(f"wrap needs a model from seqblocks.build, not {type(model).__name__}")
     if model._parts:
-        raise UsageError("the model is a rank's part of one: wrap what seqblocks.load makes of a saved folder")
+        raise UsageError("the model is one rank's part: save it, and wrap the result of seqblocks.load")
     kind = CLASSES[hub.architecture(model.spec)]
     if kind is SeqblocksModel and hub.head(model.spec):
         reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"

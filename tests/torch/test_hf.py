@@ -297,7 +297,7 @@ def test_errors_of_the_other_classes(digits: Any) -> None:
         AutoModelForImageClassification.from_config(hf.SeqblocksConfig.of("vil_digits", num_labels=7))
     with pytest.raises(UsageError, match=r"the config has no spec: use SeqblocksConfig.of"):
         AutoModelForCausalLM.from_config(hf.SeqblocksConfig())
-    with pytest.raises(UsageError, match="wrap takes what build made, not Linear"):
+    with pytest.raises(UsageError, match=r"a model from seqblocks\.build, not Linear"):
         hf.wrap(torch.nn.Linear(1, 1))
     pooled = TIED.replace("    - unembed: {bias: false, tie: embed}", "    - pool\n    - classifier: 3")
     with pytest.raises(UsageError, match=r"no class of transformers fits .*\. For language: .*\. For images: "):
