@@ -59,8 +59,6 @@ class Stepper:
     run(state, x) returns (y, state), or None if the state does not match its declaration.
     """
 
-    calls_experts = True  # each chosen expert by its own function, since their indices can be read
-
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
         self.dtype = next(model.parameters()).dtype
         self._types = spec.types
@@ -222,7 +220,7 @@ class Stepper:
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
-        if not self.calls_experts or type(router) is not Primitive or is_hooked(router):
+        if type(router) is not Primitive or is_hooked(router):
             return None
         if any(type(layer := module._modules[label]) is not Body or is_hooked(layer) for label in labels):
             return None

@@ -25,8 +25,6 @@ from seqblocks.state import States, compact
 class TracedStepper(Stepper):
     """A stepper whose function reads parameters from their modules' dicts."""
 
-    calls_experts = False  # the chosen experts are unknown at compile time
-
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
         return super()._child(parent, name)
@@ -58,6 +56,7 @@ class Traceable(Protocol):
 
     spec: ModelSpec
     _declared_state: States
+    _has_experts: bool
     _traced: Stepper | None
 
 
@@ -65,6 +64,8 @@ class Traceable(Protocol):
 def is_traceable(model: Traceable) -> bool:
     """Return whether a compiled step of this model can use a stepper, which is then `model._traced`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
+        return False
+    if model._has_experts:  # they break the graph, and guards after a break do not lead back to this function
         return False
     if model._traced is None or not model._traced.holds():
         model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type]

@@ -483,6 +483,18 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
         assert_compiled_follows(model, step)
 
 
+def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
+    """Experts break the graph: what is read before the break has to be guarded there."""
+    experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{{experts}}}, {{linear: 4}}]}}"
+    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
+    step = torch.compile(model.step, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model.step(x))
+        model.linear = nn.Linear(8, 4, dtype=torch.float64)
+        torch.testing.assert_close(step(x), model.step(x))
+
+
 def test_a_compiled_step_calls_hooks() -> None:
     model = build(SMALL)
     _hook(model)
