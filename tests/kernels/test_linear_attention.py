@@ -117,8 +117,7 @@ def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tenso
 
 
 def test_a_decay_per_key_of_any_strength() -> None:
-    """Blocks are short enough that the inverses of their weights are finite. No block length alone is safe, and all
-    agree."""
+    """Stronger decays need shorter blocks, in which the inverses of weights are safe. All block lengths agree."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(1, 150, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     lengths = []

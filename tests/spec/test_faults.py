@@ -150,7 +150,7 @@ def test_a_fault_in_a_bundled_block_is_reported_where_the_block_is_used() -> Non
     assert len(places("repeat: {times: 48, steps: [{vil: {dim: 64, heads: 3}}]}")) == 1
     two = places("vil: {dim: 64, heads: 3, name: a}", "vil: {dim: 64, heads: 7, name: b}")
     assert two == [("my.yaml", 7, 29), ("my.yaml", 8, 29)]
-    # Where a block of the user contains a bundled one, the caret is in the inner one that is the user's.
+    # If a block of the user contains a bundled one, the caret is where it uses the bundled one.
     own = head.replace("let:", "blocks: {mine: {steps: [{vil: {dim: 64, heads: 3}}]}}\nlet:") + "    - mine\n"
     with pytest.raises(SpecError) as caught:
         check.load_text(own)
@@ -163,8 +163,7 @@ def test_a_fault_in_a_bundled_block_is_reported_where_the_block_is_used() -> Non
 
 @pytest.mark.parametrize("name", ["<bundled mine>", "--set dim=3", "set={'dim': 3}"])
 def test_a_file_name_does_not_make_a_source_bundled(name: str) -> None:
-    """A file is classified by its content, not by its name: notes point into a file that is named like a bundled one.
-    """
+    """A file whose name looks like a bundled file or an override is still a file of the user: notes point into it."""
     text = "seqblocks: 1\nlet: {n: 3}\nmodel: {input: {features: 8}, steps: [{head_norm: {heads: n}}]}\n"
     with pytest.raises(SpecError) as caught:
         check.load_text(text, name)
