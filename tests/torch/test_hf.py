@@ -373,7 +373,7 @@ model:
 def test_a_part_of_a_split_model_is_not_wrapped() -> None:
     model = built()
     model._parts = Parts(None, 0, 2, {}, model.spec)
-    with pytest.raises(UsageError, match=r"a rank's part of one: wrap what seqblocks\.load makes"):
+    with pytest.raises(UsageError, match=r"one rank's part: save it, and wrap the result"):
         hf.wrap(model)
 
 
