@@ -28,8 +28,10 @@ FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no lon
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 BLOCKS = 16  # blocks of rows, which several threads can share
 MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
+MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
 ON_MKL = torch.backends.mkl.is_available()
 
+_shapes: set[tuple[int, int, int]] = set()  # [N, O, I]
 _weights: ContextVar[int] = ContextVar("weights", default=0)
 
 
@@ -74,7 +76,16 @@ def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if x.numel() * rows < MANY or x.numel() <= FEW * width:
         return False
-    return not torch.is_autocast_enabled("cpu") and torch._C._get_mkldnn_enabled()
+    if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
+        return False
+    return _is_known((x.numel() // width, rows, width))
+
+
+def _is_known(shape: tuple[int, int, int]) -> bool:
+    """Return whether this shape is among the first of the process: oneDNN keeps memory for each."""
+    if len(_shapes) < MOST_SHAPES:
+        _shapes.add(shape)
+    return shape in _shapes
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -86,6 +86,14 @@ def test_a_matrix_is_read_in_blocks_where_a_cache_does_not_hold_the_model(monkey
     assert calls == [(16, 64, 512)]
 
 
+def test_onednn_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps memory for each."""
+    monkeypatch.setattr(products, "MOST_SHAPES", 2)
+    monkeypatch.setattr(products, "_shapes", set())
+    shapes = [(1, 2, 3), (2, 2, 3), (3, 2, 3), (1, 2, 3)]
+    assert [products._is_known(shape) for shape in shapes] == [True, True, False, True]
+
+
 @pytest.mark.parametrize("shape", [(12, 10), (2, 6, 10), (2, 0, 10)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_onednn_has_the_same_numbers_and_gradients(
