@@ -218,7 +218,7 @@ def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
     text = f"seqblocks: 1\nmodel: {model}\ncheckpoint: {{linear.weight: RECIPE}}"
     with pytest.raises(seqblocks.SpecError, match=r"E314\].*'q\.kernel' is \[in, out\] by its name") as caught:
         seqblocks.build_text(text.replace("RECIPE", "q.kernel"))
-    hint = "{transpose: q.kernel}; or {reshape: q.kernel}, if it is [out, in] after all"
+    hint = "{transpose: q.kernel}, or {reshape: q.kernel} if it is in fact [out, in]"
     assert caught.value.diagnostics[0].hint == hint
     for recipe in ("{transpose: q.kernel}", "{reshape: q.kernel}"):
         seqblocks.build_text(text.replace("RECIPE", recipe))
