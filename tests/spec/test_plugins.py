@@ -177,6 +177,10 @@ def test_wires_made_by_a_primitive() -> None:
     assert wire._replace(features=4) == Wire("sequence", 4)
     with pytest.raises(TypeError, match="an argument is passed by position and by name"):
         Wire("sequence", 8, kind="tokens")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unknown arguments: lenght"):
+        Wire("sequence", 8, lenght=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing or unknown arguments: features"):
+        Wire("sequence")  # type: ignore[call-arg]
 
 
 # --- seqblocks VERB --import MODULE
