@@ -25,7 +25,7 @@ from seqblocks.runtime.sharing import connect, tie
 from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
-from seqblocks.runtime.traced import is_traceable
+from seqblocks.runtime.traced import TracedStepper, is_traceable
 from seqblocks.state import States, check_state, declared, new_state
 from seqblocks.types import Wire
 
@@ -71,7 +71,7 @@ class SequenceModel(Body):
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self._stepper: Stepper | None = None
-        self._traced: Stepper | None = None  # the stepper for compiled code
+        self._traced: TracedStepper | None = None  # the stepper for compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -199,9 +199,7 @@ class SequenceModel(Body):
             if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
                 raise RunError(reason)
 
-    def step(
-        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None
-    ) -> tuple[Tensor, States]:
+    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Tensor, States]:
         """Run one token: x [batch, features] (or token ids [batch]) -> (y [batch, features], state).
 
         resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
@@ -258,6 +256,7 @@ class SequenceModel(Body):
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
+        found: Stepper | None
         if torch.compiler.is_compiling():
             found = self._traced if is_traceable(self) and x.numel() else None
         else:

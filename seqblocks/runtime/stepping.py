@@ -156,7 +156,7 @@ class Stepper:
                 self._guard.note_numbers(table[name])
 
     def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
-        make = None if is_hooked(module) else _MAKERS.get(type(module))
+        make = None if is_hooked(module) else PLANNED.get(type(module))
         y = None if make is None else make(self, module, node, inputs, path)
         if y is not None:
             self._guard.note_bypassed(module)
@@ -272,7 +272,7 @@ class Stepper:
         return self._call_module(layer, None, timed, timed[0], read, (*path, label))
 
 
-_MAKERS: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
+PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
     Primitive: Stepper._primitive, Block: Stepper._block, Residual: Stepper._residual, Repeat: Stepper._repeat,
     Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
 }  # fmt: skip

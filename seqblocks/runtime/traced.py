@@ -17,17 +17,26 @@ from seqblocks.graph import ModelSpec, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
+from seqblocks.runtime.body import Body
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.stepping import Path, Stepper, holders, is_pointwise, stepper
+from seqblocks.runtime.step import is_hooked
+from seqblocks.runtime.stepping import PLANNED, Path, Stepper, holders, is_pointwise, stepper
 from seqblocks.state import States, compact
 
 
 class TracedStepper(Stepper):
-    """A stepper whose function reads parameters from their modules' dicts."""
+    """A stepper whose function reads parameters from their modules' dicts.
+
+    may_break: whether it calls code of a user (a module, a primitive, a hook), which may break the graph.
+    """
+
+    may_break = False
 
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
-        return super()._child(parent, name)
+        child = super()._child(parent, name)
+        self.may_break = self.may_break or _runs_code_of_users(child)
+        return child
 
     def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
         return None  # concatenating the matrices would copy them for each token
@@ -57,7 +66,7 @@ class Traceable(Protocol):
     spec: ModelSpec
     _declared_state: States
     _has_experts: bool
-    _traced: Stepper | None
+    _traced: TracedStepper | None
 
 
 @constant
@@ -65,11 +74,18 @@ def is_traceable(model: Traceable) -> bool:
     """Return whether a compiled step of this model can use a stepper, which is then `model._traced`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
-    if model._has_experts:  # they break the graph, and guards after a break do not lead back to this function
+    if model._has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type]
-    return model._traced is not None
+        model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type, assignment]
+    # guards after a break in the graph do not lead back to this function
+    return model._traced is not None and not model._traced.may_break
+
+
+def _runs_code_of_users(module: nn.Module) -> bool:
+    if isinstance(module, Primitive) and not module.op.builtin:
+        return True
+    return is_hooked(module) or type(module) not in {*PLANNED, Body}  # Body: a layer of `repeat`
 
 
 @constant

@@ -495,6 +495,24 @@ def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
         torch.testing.assert_close(step(x), model.step(x))
 
 
+class Breaks(nn.Linear):
+    """A user's module that breaks the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0 * x.sum().item())
+
+
+def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: {features: 8, name: a}}, {linear: 4}]}"
+    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
+    model.a = Breaks(8, 8, dtype=torch.float64)
+    step = torch.compile(model.step, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model.step(x))
+        model.linear = nn.Linear(8, 4, dtype=torch.float64)
+        torch.testing.assert_close(step(x), model.step(x))
+
+
 def test_a_compiled_step_calls_hooks() -> None:
     model = build(SMALL)
     _hook(model)
