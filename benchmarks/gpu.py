@@ -125,7 +125,7 @@ def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str
 
 
 class Noted(Exception):
-    """Return the sizes of a call."""
+    """Carries the sizes of a call out of it."""
 
 
 def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
@@ -161,10 +161,10 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
-    """The largest error of the Triton implementation where it is timed, and in which result, against torch in float32.
+    """Return the largest error of a timed Triton call against torch in float32, and the result that it is in.
 
-    That has the first and the last sequence alone. Cotangents of the others are zero, so that gradients of what all
-    sequences share are of these two, out of the very launch that is timed; and theirs must be nothing.
+    torch computes the first and the last sequence only. Cotangents of the other sequences are zero in the Triton call,
+    so that gradients of shared leaves agree, and their own gradients must be zero.
     """
     batch = next(x.shape[0] for name, x in leaves.items() if name not in case.shared)
     rows = sorted({0, batch - 1})
@@ -195,7 +195,7 @@ def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
 
 class Took(NamedTuple):
     ms: float
-    late: bool  # the device was done with the pause before all was queued: Python may be in the figure
+    late: bool  # the pause ended before all calls were queued, so the figure may include time in Python
 
 
 class Clock:
@@ -203,11 +203,11 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
-        self.other = torch.randn(1 << 26, device=device) if self.cuda else torch.empty(0)  # 256 MB, to be read between
+        self.other = torch.randn(1 << 26, device=device) if self.cuda else torch.empty(0)  # 256 MB
         self.cycles = max(self._cycles() for _ in range(3)) if self.cuda else 0.0
 
     def _cycles(self) -> float:
-        """Of a millisecond. Clocks rise under load: the highest counts, or pauses would be short."""
+        """Return the cycles of a millisecond. The caller takes the maximum, since clock rates rise under load."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(20):
             self.other.sum()
@@ -262,7 +262,7 @@ def machine(device: str) -> Iterator[dict[str, Any]]:
 
 
 def yardstick(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, float]:
-    """Milliseconds of forward, and of both passes: the least traffic, or the arithmetic if that takes longer."""
+    """Return lower bounds of forward and of both passes, in ms: the time of the traffic or of the arithmetic."""
     out = []
     for at in (0, 1):
         each = [case.moved(shape)[at] / most["copy_bytes_per_s"]]
@@ -284,7 +284,7 @@ class Candidate(NamedTuple):
 
 
 def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candidate]) -> Iterator[dict[str, Any]]:
-    """One record a candidate: medians of three turns (one, rehearsed). What fails is a record too."""
+    """Yield one record per candidate, with medians of three turns (one in a rehearsal), or with its error."""
     ready: dict[str, tuple[Callable[[], Any], ...]] = {}
     runs: dict[str, list[list[Took]]] = {}
     launched: dict[str, list[str]] = {}
@@ -296,7 +296,7 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
                     runs[name] = [[] for _ in ready[name]]
                 for at, run in enumerate(ready.get(name, ()) if turn else ()):
                     runs[name][at].append(clock(run))
-            except Exception as error:  # becomes a line of the table
+            except Exception as error:  # reported in the table
                 ready.pop(name, None)
                 yield {"candidate": name, "left_out": said(error)}
     for name, passes in ready.items():
@@ -355,7 +355,7 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterat
     try:
         with launches() as found:
             errors = check(case, dtype, device, shape)
-    except Exception as error:  # becomes a line of the table; the others continue
+    except Exception as error:  # reported in the table; other cases continue
         yield {"ok": False, "failed": said(error)}
         return
     worst = max(errors, key=errors.__getitem__)
@@ -366,7 +366,7 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterat
 
 
 def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[str, Any]]:
-    """Ours (peer ""), compared at this shape, or one peer."""
+    """Time one peer, or seqblocks (peer ""), whose results are also compared at this shape."""
     case, clock = CASES[key], Clock(device)
     dtype = torch.bfloat16 if clock.cuda else torch.float32
     given = drawn(case, shape, device, dtype)

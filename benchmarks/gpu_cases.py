@@ -1,6 +1,7 @@
-"""The cases of `gpu.py`: their shapes, calls of ours and of peers, and the least cost of each.
+"""The cases of `gpu.py`: shapes, calls of seqblocks and of other packages, and lower bounds of their cost.
 
-A peer is any package that computes the same, or a landmark that does not. No peer is required.
+A peer is a call of another package: the same computation, or a different one that serves as a landmark. All peers are
+optional.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from seqblocks import kernels
 
 Shape = dict[str, int]
 Leaves = dict[str, Tensor]
-Call = Callable[[Leaves], Any]  # the leaves -> what is computed: a tensor or several
+Call = Callable[[Leaves], Any]  # leaves -> outputs: one tensor or several
 PEERS = ("mlstm_kernels", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "flashrnn")  # distributions
 
 
 class Peer(NamedTuple):
-    """module: what must be importable ("" for torch's own). back: its output as ours; None for a landmark."""
+    """A call of another package.
+
+    module: the module to import ("" if torch has the call). change(leaves) converts our leaves to its arguments.
+    back(output) converts its output to the layout of ours; None for a landmark.
+    """
 
     module: str
     change: Callable[[Leaves], Leaves]
@@ -31,12 +36,13 @@ class Peer(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One computation at some shapes.
+    """One computation at several shapes.
 
-    short: what a check has instead, where a shape has more; launches are chosen as for the whole shape.
-    draw(shape) makes the leaves, those in `narrow` in the dtype at hand, those in `shared` without a batch;
-    ours(leaves, backend) computes. moved(shape) -> bytes that forward and backward cannot but read and write, with two
-    bytes a number; exps, products(shape) -> special functions and multiply-accumulates of the same.
+    short: upper limits of sizes in a check, whose launches are still chosen for the whole shape. draw(shape) returns
+    the leaves; those named in `narrow` take the dtype under test, those in `shared` have no batch axis.
+    ours(leaves, backend) computes the outputs. Each of the following returns a pair, for forward and backward:
+    moved(shape): the bytes that must be read and written, at two bytes per number; exps(shape): evaluations of special
+    functions; products(shape): multiply-accumulates.
     """
 
     about: str
@@ -58,13 +64,13 @@ _seeds = itertools.count()
 
 
 def normal(*shape: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-    """No two alike, or a kernel that confuses two inputs would pass; the same again in the next run."""
+    """Return normal values that differ between calls, to expose swapped inputs, and agree between runs."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(next(_seeds))
     return torch.randn(shape, generator=generator) * scale + shift
 
 
 def drawn(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Leaves:
-    """On the device: there it takes no time."""
+    """Return the leaves of a case, drawn on the device, which is faster than copying them there."""
     global _seeds
     _seeds = itertools.count()
     with torch.device(device):
@@ -99,14 +105,14 @@ def mlstm_xl_chunk(x: Leaves) -> Any:
 
 
 def simple_gla(x: Leaves) -> Any:
-    """No mLSTM: no stabiliser, no normaliser. A landmark for what chunks cost."""
+    """Run simple GLA, which has no stabiliser and no normaliser: a landmark for the cost of chunks."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     return chunk_simple_gla(x["q"], x["k"], x["v"], F.logsigmoid(x["f"]))[0]
 
 
 def attend(x: Leaves) -> Any:
-    """Causal attention with as many features: a landmark."""
+    """Run causal attention with the same number of features: a landmark."""
     return F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
 
 
@@ -121,7 +127,10 @@ def moved_mlstm(s: Shape) -> tuple[float, float]:
 
 
 def products_mlstm(s: Shape) -> tuple[float, float]:
-    """In chunks of 64: within them, and through the states. Shorter chunks have less to do, and more states to keep."""
+    """Count products within chunks of 64 tokens, and those with the states between chunks.
+
+    Shorter chunks need fewer products and more memory for states.
+    """
     tokens, DK, DV = s["B"] * s["S"] * s["H"], s["DK"], s["DV"]
     return tokens * (32 * (DK + DV) + 2 * DK * DV), tokens * (32 * (3 * DK + 2 * DV) + 5 * DK * DV)
 
@@ -142,7 +151,7 @@ def ours_step(x: Leaves, backend: str | None) -> Any:
 
 
 def draw_linear_attention(s: Shape) -> Leaves:
-    """per_key 1: a decay per key; delta 1: also beta."""
+    """Return leaves with one decay per key feature if `per_key` is 1, and with beta if `delta` is 1."""
     B, S, H, K, V = s["B"], s["S"], s["H"], s["K"], s["V"]
     out = {"q": normal(B, S, H, K), "k": F.normalize(normal(B, S, H, K), dim=-1), "v": normal(B, S, H, V)}
     out["decay"] = F.logsigmoid(normal(B, S, H, *((K,) if s["per_key"] else ()), shift=3.0))
@@ -174,7 +183,10 @@ def moved_linear_attention(s: Shape) -> tuple[float, float]:
 
 
 def products_linear_attention(s: Shape) -> tuple[float, float]:
-    """In chunks of 64: within them, and through the states; of a delta rule its system, and keys and values solved."""
+    """Count products within chunks of 64 tokens and with the states between chunks.
+
+    A delta rule adds a triangular system per chunk, solved for keys and values.
+    """
     tokens, K, V = s["B"] * s["S"] * s["H"], s["K"], s["V"]
     forward, backward = 32 * (K + V) + 2 * K * V, 32 * (3 * K + 2 * V) + 5 * K * V
     if s["delta"]:
@@ -237,7 +249,7 @@ def ours_scan(x: Leaves, backend: str | None) -> Any:
 
 
 def ours_both_ways(x: Leaves, backend: str | None) -> Any:
-    """As a bidirectional block calls it: each direction a launch, no copy of the sequence, the results added."""
+    """Return the sum of both directions, each one launch without a copy of the sequence."""
     there = kernels.selective_scan(**x, backend=backend)  # type: ignore[arg-type]
     back = kernels.selective_scan(**x, reverse=True, backend=backend)  # type: ignore[arg-type]
     return there + back  # type: ignore[operator]
@@ -287,7 +299,7 @@ def causal_conv1d(x: Leaves) -> Any:
 
 
 def moved_rows(s: Shape) -> tuple[float, float]:
-    """x, y; x, dy, dx."""
+    """Return the bytes of x and y in the forward pass, and of x, dy and dx in the backward pass."""
     wide = s["B"] * s["S"] * s["D"]
     return 4.0 * wide, 6.0 * wide
 
@@ -357,8 +369,9 @@ MLSTM_PEERS = {
 SCAN_PEERS = {"mamba-ssm": Peer("mamba_ssm", features_first, mamba_ssm, turned)}
 SCAN_SHARED = ("A", "D", "dt_bias")
 CENTAURUS_SHARED = ("A_real", "A_imag", "dt", "B", "C", "E")
-# Those that an issue asks for come first: whoever is cut off has them. Lengths of checks: more mLSTM chunks than one
-# program walks, three segments and a rest of the scan, four of Centaurus; multiples of 16, as what is timed.
+# The most important cases come first, since a run may be cut off. Lengths of checks are multiples of 16, as the timed
+# lengths are, and cover more mLSTM chunks than one program processes, three segments of the scan with a remainder, and
+# four of Centaurus.
 CASES = {
     "mlstm": Case(
         "mLSTM of a 1.3B model: 4 heads, 256 by 512, 65,536 tokens in all",

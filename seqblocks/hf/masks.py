@@ -20,8 +20,8 @@ def resets_of(
     mask: attention_mask [batch, past + seq] or [batch, seq], 1 for a token and 0 for padding. Padding before the first
     token is another sequence, which ends there, and so is padding after the last one, where the model reads both ways.
     positions: position_ids [batch, seq]; each 0 begins a sequence. continues: the state, the last output or a vector
-    for the whole sequence is wanted, so padding may not come last. RunError for anything else, such as padding in the
-    middle.
+    for the whole sequence is needed, so padding may not come last. Raises RunError for any other mask or positions,
+    such as padding in the middle.
     """
     found = None if mask is None else _from_mask(x, mask, past, causal, continues)
     if positions is None:
@@ -40,16 +40,17 @@ def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -
     if bool((mask[:, -length - known :] == 1).all()):  # return early for the usual token of a stream
         return None
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise RunError("attention_mask holds 1 for a token and 0 for padding, and no other numbers")
+        raise RunError("attention_mask must contain only 1 (token) and 0 (padding)")
     real, earlier = mask[:, -length:].bool(), mask[:, :-length].bool() if known else None
     if past and not known:
         earlier = torch.ones_like(real[:, :1])
     first, after, hole = _edges(real, earlier)
     if bool(hole.any()):
         what = "attention_mask has padding between tokens, which a state cannot skip"
-        raise RunError(f"{what}: {LEFT}. Where none is passed, generate takes pad_token_id for padding: pass one")
+        how = "Without a mask, `generate` treats pad_token_id as padding: pass attention_mask"
+        raise RunError(f"{what}: {LEFT}. {how}")
     if continues and bool(after.any()):
-        what = "attention_mask has padding after the last token, which the state or the output would have read"
+        what = "attention_mask has padding after the last token, which would change the state or the output"
         raise RunError(f"{what}: {LEFT}")
     return _unless_empty(first if causal else first | _begins(after))
 
@@ -58,8 +59,8 @@ def _check_shape(x: Tensor, mask: Any, past: int) -> None:
     batch, length = x.shape[:2]
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        what = "which tokens a token reads is decided by the model's steps"
-        raise RunError(f"attention_mask is [batch, seq], 1 for a token and 0 for padding, not {shape}: {what}")
+        what = "the steps of the spec decide which tokens a token reads"
+        raise RunError(f"attention_mask must be [batch, seq], 1 for a token and 0 for padding, not {shape}: {what}")
     if mask.shape[0] != batch or mask.shape[1] not in (length, past + length):
         tokens = f"{past} tokens were read before, and {length} are new" if past else f"there are {length} tokens"
         raise RunError(f"attention_mask is {list(mask.shape)}, and {tokens} of {batch} sequences")
@@ -99,8 +100,8 @@ def _from_positions(x: Tensor, positions: Any, mask: Tensor | None, past: int) -
     if mask is not None:
         jumps &= mask[:, 1:].bool()
     if bool(jumps.any()):
-        what = "position_ids go up by one, and begin at 0 with each sequence"
-        raise RunError(f"{what}: a state knows the order of its tokens, and no other positions")
+        what = "position_ids must increase by one from 0 in each sequence"
+        raise RunError(f"{what}: a state knows only the order of its tokens")
     return _unless_empty(begins)
 
 

@@ -173,24 +173,24 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def _replace(self, node: graph.Node | None, value: Any) -> None:
         if node is None:
-            raise RunError(f"{self.model.spec.name} has no such step")
+            raise RunError(f"{self.model.spec.name} has no embedding or head of this kind to replace")
         expected = list(node.parameters["weight"].shape)
         found = list(value.weight.shape) if isinstance(getattr(value, "weight", None), Tensor) else type(value).__name__
         if found != expected:
-            what = f"{node.name}.weight is {expected} in the spec, and the new one is {found}"
+            what = f"{node.name}.weight must have the shape {expected} of the spec, not {found}"
             raise RunError(f"{what}. {self._resizing()}")
         self.model.register_module(node.name, value)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the input embeddings. Raises RunError for another size, which the spec must define."""
         if new_num_tokens not in (None, self.config.vocab_size):
-            what = f"the vocabulary of {self.config.vocab_size} tokens is a value of the spec"
-            raise RunError(f"{what} and cannot become {new_num_tokens}. {self._resizing()}")
+            what = f"the spec sets a vocabulary of {self.config.vocab_size} tokens"
+            raise RunError(f"{what}, which cannot be resized to {new_num_tokens}. {self._resizing()}")
         return self.get_input_embeddings()
 
     def _resizing(self) -> str:
         how = "from_pretrained(DIR, set={'vocabulary': N}, ignore_mismatched_sizes=True)"
-        return f"Build another model: {how} draws what has another size, by the name that the spec has for it"
+        return f"Load it in another size, with the argument's name in the spec: {how} initialises the resized weights"
 
     def enable_input_require_grads(self) -> None:
         """Make the embeddings require gradients, which adapters with checkpointing need."""
@@ -208,7 +208,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     ) -> None:
         found = checkpoint_layers(self.model, gradient_checkpointing_func if enable else None, every_n_layers)
         if enable and not found:
-            raise RunError(f"{self.model.spec.name} has no `repeat`, whose layers checkpointing would compute again")
+            raise RunError(f"{self.model.spec.name} has no `repeat` step, so there are no layers to checkpoint")
 
     @property
     def is_gradient_checkpointing(self) -> bool:
@@ -244,7 +244,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
     ) -> tuple[Any, StateCache | None]:
         if cache is not None and not isinstance(cache, StateCache):
-            raise RunError(f"past_key_values is the StateCache that a call returns, not {type(cache).__name__}")
+            raise RunError(f"past_key_values must be a StateCache from an earlier call, not {type(cache).__name__}")
         if x is None:
             raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
         context = self._context(given)
@@ -266,7 +266,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     def _stream(
         self, x: Tensor, resets: Tensor | None, cache: StateCache, wanted: Any, context: dict[str, Tensor]
     ) -> tuple[Any, StateCache]:
-        """Read tokens after those of a cache. A long prompt is read in chunks if few of its outputs are wanted."""
+        """Read tokens after those of a cache. A long prompt is read in chunks if few outputs are needed."""
         state, record = cache.state, cache.recorded
         if state is None and record is not None:  # after `crop`, the remaining tokens are read again
             state = record.state
@@ -318,20 +318,20 @@ def _reason(name: str) -> str:
     """Return why an argument of other models is not supported."""
     reasons = {
         "inputs_embeds": ": it reads token ids, and its embedding is a step of the spec",
-        "output_attentions": ": no step keeps the weights of its attention",
+        "output_attentions": ": no step stores its attention weights",
     }
     return reasons.get(name, "")
 
 
 def _check_tokens(x: Any, spec: ModelSpec) -> None:
     if spec.input.kind not in ("tokens", "sequence") or not isinstance(x, Tensor):
-        raise RunError(f"attention_mask and position_ids are of tokens, and {spec.name} reads {spec.input}")
+        raise RunError(f"attention_mask and position_ids need tokens, and {spec.name} reads {spec.input}")
 
 
 def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) -> dict[str, Any]:
     """Remove arguments that only repeat position_ids, and token types that are all 0."""
     if isinstance(token_types, Tensor) and bool(token_types.any()):
-        raise RunError("token_type_ids are not all 0, and the model knows tokens of one type")
+        raise RunError("token_type_ids must all be 0: the model has a single token type")
     known = OF_THE_CACHE if positions is None else OF_THE_CACHE | OF_PACKED
     return {name: value for name, value in given.items() if name not in known}
 
@@ -340,7 +340,7 @@ def _check_labels(labels: Any, y: Tensor) -> None:
     """Raise RunError unless there is one label per token."""
     found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
     if not isinstance(labels, Tensor) or labels.shape != y.shape[:2] or labels.is_floating_point():
-        raise RunError(f"labels are token ids {list(y.shape[:2])}, -100 where none counts, not {found}")
+        raise RunError(f"labels must be token ids {list(y.shape[:2])}, or -100 to ignore a position, not {found}")
 
 
 def _check_places(wanted: Any, y: Tensor) -> None:
@@ -349,7 +349,7 @@ def _check_places(wanted: Any, y: Tensor) -> None:
         return
     if not isinstance(wanted, int | torch.SymInt) or wanted < 0:
         found = f"{wanted.dtype} {list(wanted.shape)}" if isinstance(wanted, Tensor) else repr(wanted)
-        raise RunError(f"logits_to_keep is a number of tokens, or their places in a tensor [n], not {found}")
+        raise RunError(f"logits_to_keep must be a number of tokens or a tensor [n] of positions, not {found}")
 
 
 def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
@@ -369,7 +369,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
         """Raise UsageError if a spec is not a causal language model."""
         if reason := hub.causal_lm_obstacle(spec):
-            raise UsageError(f"{spec.name} is no causal language model: {reason}")
+            raise UsageError(f"{spec.name} is not a causal language model: {reason}")
 
     @can_return_tuple
     def forward(
@@ -392,7 +392,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
-            raise RunError("there are no tokens: a prompt has one or more, such as the one that begins a text")
+            raise RunError("input_ids is empty: pass at least one token, such as the tokenizer's bos_token_id")
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
         if use_cache is None:
@@ -421,8 +421,8 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RunError: continuous batching needs a paged cache of keys and values."""
-        what = "continuous batching distributes pages of keys and values, and this model's cache is its state"
-        raise RunError(f"{what}: pass a batch to generate, padded on the left")
+        what = "continuous batching needs a paged cache of keys and values, and this model's cache is its state"
+        raise RunError(f"{what}: pass a left-padded batch to `generate` instead")
 
     generate_batch = continuous_batching_context_manager = init_continuous_batching
 
@@ -437,7 +437,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets dynamic_full for drafts
             what = f"cache_implementation={kind!r}"
-            raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: leave it out")
+            raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: omit it")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
             model_kwargs["past_key_values"] = given = StateCache()
@@ -469,9 +469,9 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
             raise UsageError(f"{spec.name} does not classify images: {reason}")
         classes = hub.sizes(spec)["num_labels"]
         if config.num_labels != classes:
-            what = f"the config has {config.num_labels} labels, and {spec.name} {classes} classes"
+            what = f"the config has {config.num_labels} labels, and {spec.name} has {classes} classes"
             how = f"set={{'classes': {config.num_labels}}}"
-            raise UsageError(f"{what}: the number is a value of the spec, such as {how}")
+            raise UsageError(f"{what}: set the number in the spec, for example with {how}")
 
     @can_return_tuple
     def forward(
@@ -551,10 +551,11 @@ def wrap(model: SequenceModel, **config: Any) -> Any:
     if not isinstance(model, SequenceModel):
         raise UsageError(f"wrap needs a model from seqblocks.build, not {type(model).__name__}")
     if model._parts:
-        raise UsageError("the model is one rank's part: save it, and wrap the result of seqblocks.load")
+        what = "the model holds one rank's part of the weights"
+        raise UsageError(f"{what}: save it, then wrap the result of seqblocks.load")
     kind = CLASSES[hub.architecture(model.spec)]
     if kind is SeqblocksModel and hub.head(model.spec):
         reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"
-        how = "Saved, AutoModel reads it, without its head"
+        how = "AutoModel can load it from a saved folder, without its head"
         raise UsageError(f"no class of transformers fits {model.spec.name}. For language: {reasons}. {how}")
     return kind(SeqblocksConfig.of(model.spec, **config), model=model)

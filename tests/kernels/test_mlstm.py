@@ -44,7 +44,7 @@ BACKENDS = ("reference", "torch")
 GATES = {gate: MLSTM.variants[gate].options for gate in ("exp", "sigmoid", "undivided")}
 TRITON, GPU = (Subject(MLSTM, "exp", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
 DOUBLE = Precision(torch.float64)
-OUTPUT = 2e-5  # of an output in float32 with the draws of the suite: a tenth of MLSTM.bar's factors
+OUTPUT = 2e-5  # relative error of float32 outputs on the suite's inputs: a tenth of the factors in MLSTM.bar
 
 
 # ------------------------------------------------------------------------------------------------ official numbers
@@ -87,11 +87,11 @@ def compare(z: Any, meta: Any, got: Tensors, tolerance: Any) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_golden_float64(case: str, backend: str) -> None:
     z, meta, x, state = load(case, torch.float64)
-    # eps is added in units of exp(-m), and the official parallel form has another m than the recurrence, which
-    # starts at m = 0: 1e-6 between the two. The files with an initial state and the sigmoid gate have our m.
+    # eps is scaled by exp(-m), and m of the official parallel implementation differs from that of the recurrence,
+    # which starts at m = 0, by about 1e-6. In the files with an initial state or the sigmoid gate, m is the same.
     same = state is not None or "siging" in case
     got, last = run_golden(z, meta, x, state, backend)
-    # 1e-10 for the same m; an output that eps moves by 1e-6 has gradients that it moves by a few times that
+    # 1e-10 for the same m. Otherwise eps changes outputs by 1e-6, and gradients by a few times as much.
     across = {"out": 1e-6}
     compare(z, meta, got, lambda key: (1e-10 if same else across.get(key, 3e-6)) * size(meta, key))
     if "state/c" in z:
@@ -242,7 +242,7 @@ def test_extreme_gates_in_triton(i: float, f: float) -> None:
     assert all(t.isfinite().all() for t in found.values())
     wanted = mlstm(**{name: t.double() for name, t in leaves.items()}, backend="reference")
     allowed = OUTPUT * wanted.abs().max()
-    # where i is -110, h is less than float32 can tell
+    # Where i is -110, h is below the smallest normal float32.
     assert (found["out"].double() - wanted).abs().max() <= allowed + 2**-126
 
 
@@ -355,7 +355,7 @@ def test_the_bars_of_16_bits_are_narrow_enough(
 ) -> None:
     """A term missing from the gradients of gates is detected: <C, dC> + <n, dn>, or a token's k . dk."""
     subject = TRITON._replace(variant=gate)
-    x = subject.inputs(S=64, DK=2, DV=2)  # of a chunk, whose last place is a token
+    x = subject.inputs(S=64, DK=2, DV=2)  # the length of a chunk, which is full
     monkeypatch.setattr(backward, "gate_gradients", Without(backward.gate_gradients, term))
     with pytest.raises(AssertionError, match=r"gradient of [ifm]: differs"):
         check(subject, x, precision=precision)

@@ -282,7 +282,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 )  # fmt: skip
 def test_specs_that_are_no_language_models(steps: str, message: str) -> None:
     config = hf.SeqblocksConfig(spec=f"seqblocks: 1\nmodel:\n  {steps}\n")
-    with pytest.raises(UsageError, match=f"is no causal language model: {message}"):
+    with pytest.raises(UsageError, match=f"is not a causal language model: {message}"):
         AutoModelForCausalLM.from_config(config)
     assert AutoModel.from_config(config).model.spec.output
 
@@ -293,7 +293,7 @@ def test_errors_of_the_other_classes(digits: Any) -> None:
     text = "seqblocks: 1\nmodel:\n  input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}]\n"
     with pytest.raises(UsageError, match=r"its output is .*, but a classifier returns"):
         AutoModelForImageClassification.from_config(hf.SeqblocksConfig(spec=text))
-    with pytest.raises(UsageError, match=r"has 7 labels, and vil_digits 10 classes: .* set=\{'classes': 7\}"):
+    with pytest.raises(UsageError, match=r"has 7 labels, and vil_digits has 10 classes: .* set=\{'classes': 7\}"):
         AutoModelForImageClassification.from_config(hf.SeqblocksConfig.of("vil_digits", num_labels=7))
     with pytest.raises(UsageError, match=r"the config has no spec: use SeqblocksConfig.of"):
         AutoModelForCausalLM.from_config(hf.SeqblocksConfig())
@@ -373,7 +373,7 @@ model:
 def test_a_part_of_a_split_model_is_not_wrapped() -> None:
     model = built()
     model._parts = Parts(None, 0, 2, {}, model.spec)
-    with pytest.raises(UsageError, match=r"one rank's part: save it, and wrap the result"):
+    with pytest.raises(UsageError, match=r"one rank's part of the weights: save it, then wrap"):
         hf.wrap(model)
 
 
@@ -411,7 +411,7 @@ model:
     model, x = hf.wrap(built(text)), ids(1, 6)
     y = model(x, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]])).pooler_output
     torch.testing.assert_close(y, model(x[:, 2:]).pooler_output)
-    with pytest.raises(RunError, match="padding after the last token, which the state or the output would have read"):
+    with pytest.raises(RunError, match="padding after the last token, which would change the state or the output"):
         model(x, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
 
 
@@ -477,9 +477,9 @@ def test_embeddings() -> None:
     assert model.get_input_embeddings() is model.model.embed
     assert model.get_output_embeddings() is model.model.unembed
     assert model.resize_token_embeddings() is model.resize_token_embeddings(16) is model.model.embed
-    with pytest.raises(RunError, match="the vocabulary of 16 tokens is a value of the spec and cannot become 20"):
+    with pytest.raises(RunError, match="the spec sets a vocabulary of 16 tokens, which cannot be resized to 20"):
         model.resize_token_embeddings(20)
-    with pytest.raises(RunError, match=r"embed.weight is \[16, 8\] in the spec, and the new one is \[20, 8\]"):
+    with pytest.raises(RunError, match=r"embed.weight must have the shape \[16, 8\] of the spec, not \[20, 8\]"):
         model.set_input_embeddings(torch.nn.Embedding(20, 8))
     before = model(ids(1, 4)).logits
     other = torch.nn.Embedding(16, 8, dtype=torch.float64)

@@ -65,7 +65,7 @@ def test_packed_sequences_by_position_ids(saved: Path) -> None:
     y = model(x, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 3, 7, 9]), max_length_q=4).logits
     for start, stop in [(0, 3), (3, 7), (7, 9)]:
         torch.testing.assert_close(y[:, start:stop], model(x[:, start:stop]).logits)
-    with pytest.raises(RunError, match="position_ids go up by one, and begin at 0"):
+    with pytest.raises(RunError, match="position_ids must increase by one from 0"):
         model(x, position_ids=2 * positions)
     with pytest.raises(RunError, match=r"position_ids is \[1, 4\], and the tokens are \[1, 9\]"):
         model(x, position_ids=positions[:, :4])
@@ -84,13 +84,13 @@ def test_masks(saved: Path) -> None:
     assert model(x, attention_mask=mask).past_key_values is None, "the state should include the padding"
     for wrong, message in [
         (mask[:, :4], r"attention_mask is \[3, 4\], and there are 6 tokens of 3 sequences"),
-        (mask[:, None, None], "which tokens a token reads is decided by the model's steps"),
-        (mask * 0.5, "and no other numbers"),
+        (mask[:, None, None], "the steps of the spec decide which tokens a token reads"),
+        (mask * 0.5, r"must contain only 1 \(token\) and 0 \(padding\)"),
         (torch.tensor([[1, 0, 1, 1, 1, 1]]).expand(3, 6), "padding between tokens, which a state cannot skip"),
     ]:
         with pytest.raises(RunError, match=message):
             model(x, attention_mask=wrong)
-    with pytest.raises(RunError, match="padding after the last token, which the state or the output would have read: "):
+    with pytest.raises(RunError, match="padding after the last token, which would change the state or the output: "):
         model(x, attention_mask=mask, use_cache=True)
 
 
@@ -109,7 +109,7 @@ def test_a_cache_is_a_value(saved: Path) -> None:
     first.batch_repeat_interleave(2)
     with torch.no_grad():
         torch.testing.assert_close(model(x[[0, 0, 1, 1], 3:4], past_key_values=first).logits, whole[[0, 0, 1, 1], 3:4])
-    with pytest.raises(RunError, match="is the StateCache that a call returns, not DynamicCache"):
+    with pytest.raises(RunError, match="must be a StateCache from an earlier call, not DynamicCache"):
         model(x, past_key_values=transformers.DynamicCache())
 
 
@@ -161,18 +161,18 @@ def test_sequences_are_repeated_and_reordered_after_rewinding(saved: Path) -> No
     ("arguments", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 2, 8)}, "takes no inputs_embeds: it reads token ids"),
-        ({"output_attentions": True}, "takes no output_attentions: no step keeps"),
-        ({"token_type_ids": torch.ones(1, 2, dtype=torch.long)}, "tokens of one type"),
+        ({"output_attentions": True}, "takes no output_attentions: no step stores"),
+        ({"token_type_ids": torch.ones(1, 2, dtype=torch.long)}, "a single token type"),
         ({"input_ids": None}, "needs its input, input_ids"),
         ({"input_ids": torch.zeros(1, 2)}, "reads token ids"),
-        ({"input_ids": ids(1, 0)}, "there are no tokens: a prompt has one or more"),
+        ({"input_ids": ids(1, 0)}, "input_ids is empty: pass at least one token"),
         ({"input_ids": torch.tensor(3)}, "reads token ids"),
-        ({"labels": ids(1, 3)}, r"labels are token ids \[1, 2\], -100 where none counts, not torch.int64 \[1, 3\]"),
-        ({"labels": torch.zeros(1, 2)}, r"labels are token ids \[1, 2\], .*, not torch.float32 \[1, 2\]"),
-        ({"labels": [[1, 2]]}, "labels are token ids .* not list"),
-        ({"logits_to_keep": "x"}, "logits_to_keep is a number of tokens, or their places in a tensor .n., not 'x'"),
-        ({"logits_to_keep": -1}, "logits_to_keep is a number of tokens, .*, not -1"),
-        ({"logits_to_keep": torch.ones(1)}, "logits_to_keep is a number of tokens, .*, not torch.float32"),
+        ({"labels": ids(1, 3)}, r"labels must be token ids \[1, 2\], or -100 .*, not torch.int64 \[1, 3\]"),
+        ({"labels": torch.zeros(1, 2)}, r"labels must be token ids \[1, 2\], .*, not torch.float32 \[1, 2\]"),
+        ({"labels": [[1, 2]]}, "labels must be token ids .* not list"),
+        ({"logits_to_keep": "x"}, "logits_to_keep must be a number of tokens or a tensor .n. of positions, not 'x'"),
+        ({"logits_to_keep": -1}, "logits_to_keep must be a number of tokens .*, not -1"),
+        ({"logits_to_keep": torch.ones(1)}, "logits_to_keep must be a number of tokens .*, not torch.float32"),
         ({"nonsense": 3}, "takes no nonsense"),
     ],
 )

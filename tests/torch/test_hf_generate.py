@@ -212,16 +212,16 @@ def test_faults(small: Any) -> None:
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, 4:] = 0
     for use_cache in (True, False):
-        with pytest.raises(RunError, match="padding after the last token, which the state or the output would"):
+        with pytest.raises(RunError, match="padding after the last token, which would change the state or"):
             small.generate(x, attention_mask=mask, use_cache=use_cache, **GREEDY)
     x[1, 3] = 0
-    with pytest.raises(RunError, match="Where none is passed, generate takes pad_token_id for padding: pass one"):
+    with pytest.raises(RunError, match="`generate` treats pad_token_id as padding: pass attention_mask"):
         small.generate(x, pad_token_id=0, **GREEDY)
     with pytest.raises(UsageError, match="cache_implementation='static' is a cache of keys and values"):
         small.generate(x, cache_implementation="static", **GREEDY)
-    with pytest.raises(RunError, match="past_key_values is the StateCache that a call returns, not DynamicCache"):
+    with pytest.raises(RunError, match="past_key_values must be a StateCache from an earlier call, not DynamicCache"):
         small.generate(x, past_key_values=transformers.DynamicCache(), **GREEDY)
-    with pytest.raises(RunError, match="continuous batching distributes pages of keys and values"):
+    with pytest.raises(RunError, match="continuous batching needs a paged cache of keys and values"):
         small.generate_batch([[1, 2]])
     with pytest.raises(UsageError, match="generate takes a model from build, not SeqblocksForCausalLM"):
         seqblocks.generate(small, x, 3)

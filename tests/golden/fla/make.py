@@ -1,13 +1,14 @@
 """Write the cases of this folder: small models of flash-linear-attention, run on a CPU.
 
-flash-linear-attention 0.6.0 computes with Triton, which needs a GPU. This script replaces what layers call: memories
-by the package's own naive functions, norms, convolutions and gates by its own references or the same formula in torch.
-All is float64; the weights are float32, with noise on each. Run it where `fla` can be imported (two wheels, without
-dependencies: fla_core, flash_linear_attention), with torch, transformers and einops:
+flash-linear-attention 0.6.0 computes in Triton, which needs a GPU. This script replaces the functions that its layers
+call: recurrences by the package's naive functions; norms, convolutions and gates by its references or by the same
+formula in torch. Everything is computed in float64. Weights are stored in float32, with noise added to each. Run it
+where `fla` can be imported (the wheels fla_core and flash_linear_attention, without their dependencies), with torch,
+transformers and einops:
 
     PYTHONPATH=WHEELS python tests/golden/fla/make.py
 
-A case holds `config` (JSON), the weights `w/NAME`, `ids` [1, 36] and `logits` [1, 36, vocabulary] in float64.
+A case contains `config` (JSON), the weights `w/NAME`, `ids` [1, 36] and `logits` [1, 36, vocabulary] in float64.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class InFloat64:
-    """torch, for a module that computes in float32 whatever it is given."""
+    """A replacement of the module `torch` that makes code which casts to float32 compute in float64."""
 
     float32 = float = torch.float64
 
@@ -91,7 +92,7 @@ def swapped(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-# --- memories, by the naive functions of the package ------------------------------------------------------------------
+# --- recurrences, by the naive functions of the package ---------------------------------------------------------------
 
 
 def gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, g: Tensor | None = None, **_: Any) -> Any:
@@ -147,7 +148,7 @@ def rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, kk: Tensor | None = None, b: Tensor | None = None, **_: Any
 ) -> Any:
     a, b = (a, b) if kk is None else (-kk, kk * a)
-    q = r * math.sqrt(r.shape[-1])  # which the naive function divides by
+    q = r * math.sqrt(r.shape[-1])  # the naive function divides by this
     y, _ = naive("generalized_delta_rule.dplr.naive").dplr_recurrence(*swapped(q, k, v, a, b, w))
     return y.transpose(1, 2), None
 
@@ -204,7 +205,7 @@ def token_shift(x: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def replace_kernels() -> None:
-    """Replace what the layers call, where they have imported it."""
+    """Replace the functions in the modules that import them."""
     of = importlib.import_module
     modules, layers = of("fla.modules"), "fla.layers."
     for name, forward in {
