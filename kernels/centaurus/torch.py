@@ -329,25 +329,24 @@ def _between(
     return before, now
 
 
-def _pairs(W: Tensor, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first, end, mask) for groups of chunks; mask [end - first, T, T] is 1 for two tokens of one sequence."""
+def _groups(W: Tensor, piece: Tensor, *sequences: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield groups of chunks of sequences [N, K, T], and a mask [chunks, T, T] of pairs of tokens of one sequence."""
     rows = max(1, WORKING_SET // max(1, W.numel()))
-    for a in range(0, piece.shape[0], rows):
-        some = piece[a : a + rows]
-        yield a, a + rows, (some.unsqueeze(2) == some.unsqueeze(1)).to(W.dtype)
+    for some, *parts in zip(piece.split(rows), *(x.split(rows, 1) for x in sequences), strict=True):
+        yield *parts, (some.unsqueeze(2) == some.unsqueeze(1)).to(W.dtype)
 
 
 def _within(u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
     """Return v[n, k, t] = sum_s u[n, k, s] W[n, s, t] over the s with piece[k, s] == piece[k, t]."""
-    parts = [(u[:, a:b].unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for a, b, same in _pairs(W, piece)]
+    parts = [(x.unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for x, same in _groups(W, piece, u)]
     return torch.cat(parts, 1)
 
 
 def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, piece: Tensor) -> Tensor:
     """Return the gradient of W."""
     total = torch.zeros_like(W)
-    for a, b, same in _pairs(W, piece):
-        total = total + (u[:, a:b].unsqueeze(-1) * dv[:, a:b].unsqueeze(-2) * same).sum(1)
+    for x, dx, same in _groups(W, piece, u, dv):
+        total = total + (x.unsqueeze(-1) * dx.unsqueeze(-2) * same).sum(1)
     return total
 
 

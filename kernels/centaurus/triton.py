@@ -478,7 +478,7 @@ def _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse, fan=1):  # type:
     return u.new_empty(*u.shape[:2], p_re.shape[0] // fan), _turned(state.new_empty(_turned(state).shape))
 
 
-@custom_op("seqblocks::centaurus_triton_backward")
+@custom_op("seqblocks::centaurus_triton_backward", outputs=6)
 def _op_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor,
     resets: Tensor | None, reverse: bool, fan: int = 1,

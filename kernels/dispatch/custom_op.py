@@ -17,25 +17,28 @@ from seqblocks.kernels.dispatch.compiled import watched
 _is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
+def custom_op(name: str, outputs: int | None = None) -> Callable[[Callable[..., Any]], CustomOp]:
     """Return a decorator that makes a CustomOp of a function.
 
-    The function must neither change its arguments nor return views of them.
+    The function must neither change its arguments nor return views of them. outputs: the length of the list of tensors
+    that it returns; None if it returns a tensor or a tuple.
     """
-    return lambda function: CustomOp(name, function)
+    return lambda function: CustomOp(name, function, outputs)
 
 
 class CustomOp:
     """An op of `torch.library` where calls are intercepted, else a plain function with one `autograd.Function`."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.traced = torch.library.custom_op(name, mutates_args=())(function)
+    def __init__(self, name: str, function: Callable[..., Any], outputs: int | None = None) -> None:
+        self._as_op = _returning_a_tuple if outputs else _unchanged
+        schema = _schema(function, outputs) if outputs else None
+        self.traced = torch.library.custom_op(name, self._as_op(function), mutates_args=(), schema=schema)
         self._function = function
         self._apply: Callable[..., Any] = self.traced
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register, as a decorator, the function that returns empty tensors with the shapes of the op's outputs."""
-        self.traced.register_fake(fake)
+        self.traced.register_fake(self._as_op(fake))
         return fake
 
     def register_autograd(
@@ -68,6 +71,23 @@ class CustomOp:
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return self._function(*args)
         return self._apply(*args)
+
+
+def _schema(function: Callable[..., Any], outputs: int) -> str:
+    """Return the schema of a function that returns a list, with its tensors as separate outputs.
+
+    torch runs no op that returns a list on a batch of gradients (`is_grads_batched`).
+    """
+    arguments, _, _ = torch.library.infer_schema(function, mutates_args=()).rpartition(" -> ")
+    return f"{arguments} -> ({', '.join(['Tensor'] * outputs)})"
+
+
+def _returning_a_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: tuple(function(*args))
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def is_seen(args: tuple[Any, ...]) -> bool:

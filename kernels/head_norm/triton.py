@@ -192,7 +192,7 @@ def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, o
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@custom_op("seqblocks::head_norm_triton_backward")
+@custom_op("seqblocks::head_norm_triton_backward", outputs=6)
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
     skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,

@@ -394,12 +394,12 @@ def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, c
     return v.new_empty(v.shape), state.new_empty(state.shape), starts
 
 
-@custom_op("seqblocks::linear_attention_backward")
+@custom_op("seqblocks::linear_attention_backward", outputs=9)
 def _op_backward(
     dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe,
     bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> list[Tensor]:
-    """Return the gradients of the given tensors, in their order."""
+    """Return the gradients of q, k, v, decay, beta, a, b, bonus and the state; empty for those that are absent."""
     sequences = (q, k, v, decay, beta, a, b, state)
     undefined = separate.without_gradient(dy, dlast, sequences, resets, reverse)
     if undefined is not None:
@@ -415,7 +415,7 @@ def _op_backward(
     if undefined is not None:
         lines, others = ([x for x in part if x is not None] for part in (grads[:3], grads[3:7]))
         undefined.fill(lines, others, grads[8], grads[7])
-    return [x.contiguous() for x in grads if x is not None]
+    return [q.new_empty(0) if x is None else x.contiguous() for x in grads]
 
 
 def _by_spans(
@@ -471,7 +471,8 @@ def _pulled_back(
 def _op_backward_fake(  # type: ignore[no-untyped-def]
     dy, dlast, q, k, v, decay, beta, a, b, bonus, state, resets, starts, reverse, scale, chunk_size, span
 ):
-    return [x.new_empty(x.shape) for x in (q, k, v, decay, beta, a, b, bonus, state) if x is not None]
+    of = (q, k, v, decay, beta, a, b, bonus, state)
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -482,8 +483,9 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
-    grads = iter(_op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span))
-    return *(None if x is None else next(grads) for x in tensors), None, None, None, None, None
+    grads = _op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span)
+    present = [None if x is None else g for x, g in zip(tensors, grads, strict=True)]
+    return *present, None, None, None, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save)

@@ -144,7 +144,7 @@ def _op_fake(x, residual, weight, bias, eps, centred, one_plus):  # type: ignore
     return x.new_empty(x.shape, dtype=dtype), total
 
 
-@custom_op("seqblocks::residual_norm_triton_backward")
+@custom_op("seqblocks::residual_norm_triton_backward", outputs=3)
 def _op_backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     centred: bool, one_plus: bool,

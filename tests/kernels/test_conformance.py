@@ -7,6 +7,7 @@ which cover all pairs of values, are marked slow. On a GPU all of them run: `pyt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.kernels.conformance import (
     cases,
     check,
     check_poison,
+    draw,
     floating,
     in_pieces,
     on_device,
@@ -458,6 +460,21 @@ def test_its_ops_satisfy_opcheck(subject: Subject, resets: bool) -> None:
     for func, args in ops.calls:
         leaves = (a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args)
         torch.library.opcheck(func, tuple(leaves))
+
+
+@cases(KERNELS, CPU[1:], variants=(), resets=both_in_torch)
+def test_gradients_of_several_losses_at_once(subject: Subject, resets: bool) -> None:
+    """`is_grads_batched` stacks the gradients of separate calls."""
+    x = float32_leaves(subject, batch=1, S=5)
+    out = floating(subject(x, resets=reset_marks(1, 5) if resets else None))
+    leaves = [t for t in x.values() if t.requires_grad]
+    losses = [{name: draw(*t.shape, seed=seed).float() for name, t in out.items()} for seed in range(2)]
+    pull = partial(
+        torch.autograd.grad, [*out.values()], leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    found = pull([torch.stack([loss[name] for loss in losses]) for name in out], is_grads_batched=True)
+    for at, loss in enumerate(losses):
+        torch.testing.assert_close([g[at] for g in found], [*pull([*loss.values()])], rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ transforms

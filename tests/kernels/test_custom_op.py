@@ -105,17 +105,6 @@ def test_a_graph_may_be_kept_and_checkpointed(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "linear_attention"])  # its op returns a list
-def test_gradients_come_in_batches(name: str) -> None:
-    run, x = KERNELS[name]()
-    y = run(*x)
-    given = torch.stack([y.detach(), torch.ones_like(y)])
-    found = torch.autograd.grad(y, x, given, is_grads_batched=True, retain_graph=True)
-    for at in range(2):
-        expected = torch.autograd.grad(y, x, given[at], retain_graph=True)
-        torch.testing.assert_close([g[at] for g in found], [*expected], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("make", KERNELS.values())
 def test_tensors_without_numbers_have_shapes_and_gradients(make: Callable[[], Any]) -> None:
     run, tensors = make()

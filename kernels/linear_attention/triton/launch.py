@@ -78,7 +78,7 @@ def _per_head_fake(q, k, v, decay, state, resets, reverse, scale):  # type: igno
     return v.new_empty(v.shape), _last(k, v), planes, plan.segments(q, resets), C
 
 
-@custom_op("seqblocks::linear_attention_triton_backward")
+@custom_op("seqblocks::linear_attention_triton_backward", outputs=5)
 def per_head_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe,
     y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, reverse: bool, scale: float,
@@ -251,7 +251,7 @@ def _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale):  #
     return v.new_empty(v.shape), _last(k, v), C, errors
 
 
-@custom_op("seqblocks::linear_attention_triton_chunks_backward")
+@custom_op("seqblocks::linear_attention_triton_chunks_backward", outputs=7)
 def chunks_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
     state: Maybe, resets: Maybe, last: Tensor, C: Tensor, errors: Tensor, reverse: bool, scale: float,

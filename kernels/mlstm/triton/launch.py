@@ -210,7 +210,7 @@ def _scan_fake(  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), *state, planes, segments, C, norm
 
 
-@custom_op("seqblocks::mlstm_triton_backward")
+@custom_op("seqblocks::mlstm_triton_backward", outputs=8)
 def scan_backward(
     dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,

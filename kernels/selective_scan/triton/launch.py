@@ -226,7 +226,7 @@ def _backward_options(
     return {"DOT": dot, "COLUMNS": columns, "ROWS": rows, "LINES": lines, "SCRATCH": scratch_of(**tile), **tile}
 
 
-@custom_op("seqblocks::selective_scan_triton_backward")
+@custom_op("seqblocks::selective_scan_triton_backward", outputs=9)
 def _op_backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,

@@ -262,7 +262,7 @@ def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_b
     return i.new_empty(i.shape), *last, *kept
 
 
-@custom_op("seqblocks::slstm_triton_backward")
+@custom_op("seqblocks::slstm_triton_backward", outputs=10)
 def _op_backward(
     dy: Tensor, dy1: Tensor, dc1: Tensor, dn1: Tensor, dm1: Tensor,
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
