@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.errors import UsageError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.runtime.body import Body
-from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.call import Call, Grid, Gridded
+from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.sharing import connect, tie
@@ -28,19 +29,35 @@ class Stage(Body):
     `torch.distributed.pipelining.PipelineStage` requires.
     """
 
-    def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any]) -> None:
+    def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any], is_followed: bool) -> None:
         shared = [item for item in graph.parameters(part, shared=True) if item.shared]
-        place = Place(types, {}, "", frozenset(item.name for item in shared), exact=graph.is_exact(spec.graph))
+        sources = grid_sources(part, types)
+        place = Place(types, sources, "", frozenset(item.name for item in shared), exact=graph.is_exact(spec.graph))
         super().__init__(part, place, spec.name)
         connect(self, shared)
         self.graph = part
-        self._grid = next((types[value].grid for value in part.reads if types[value] and types[value].grid), None)
+        self._grids = {value: types[value].grid for value in part.reads if has_grid(types[value])}
+        passed = {name: value for name, value in part.outputs.items() if is_followed and value in sources}
+        self._passed = {name: Gridded(types[value].grid, sources[value], None) for name, value in passed.items()}
 
     def forward(self, *tensors: Tensor) -> Any:  # type: ignore[override]
-        call = Call(self.training, grid=Grid(self._grid))
-        values, _ = self._run(dict(zip(self._reads, tensors, strict=True)), call)
+        grid = Grid(next(iter(self._grids.values()), None), tuple(self._grids.values()), dict(self._grids))
+        values, _ = self._run(dict(zip(self._reads, tensors, strict=True)), Call(self.training, grid=grid))
+        self._check_grids(values, grid)
         results = tuple(values.values())
         return results[0] if len(results) == 1 else results
+
+    def _check_grids(self, values: Mapping[str, Tensor], grid: Grid) -> None:
+        """Raise RunError if the next stage, which receives only tensors, would read rows and columns that are wrong."""
+        for name, read in self._passed.items():
+            grid.step = read
+            tokens = values[name].shape[1]
+            found, expected = grid.of(tokens), read.expected
+            if found and expected and found != expected and tokens == expected[0] * expected[1]:
+                raise RunError(
+                    f"the next stage of the pipeline expects tokens of {expected[0]} rows and {expected[1]} columns, "
+                    f"as in the spec, not of {found[0]} and {found[1]}: build the model for images of this size"
+                )
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
@@ -68,7 +85,7 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
         raise UsageError(f"there is no stage {index} among {stages} stages")
     parts, types = stage_graphs(model.spec, stages)
     with torch.device("meta"):
-        stage = Stage(parts[index], model.spec, types)
+        stage = Stage(parts[index], model.spec, types, is_followed=index < stages - 1)
     for name, _ in list(stage.named_parameters()):
         path, _, leaf = name.rpartition(".")
         stage.get_submodule(path).register_parameter(leaf, model.get_parameter(name))

@@ -13,7 +13,7 @@ Types = Mapping[int, Wire | None]
 def grid_sources(body: Graph, types: Types) -> dict[int, int]:
     """Map each value whose tokens have rows and columns to the value that its grid comes from.
 
-    Values whose grid has more than one source are left out, and so are those that a scan reads column by column.
+    Values whose grid has more than one source are left out.
     """
     found = {value: value for value in body.reads if has_grid(types.get(value))}
     _trace(body, types, found)
@@ -23,6 +23,11 @@ def grid_sources(body: Graph, types: Types) -> dict[int, int]:
 def has_grid(wire: Wire | None) -> bool:
     """Return whether a value is a sequence of tokens with rows and columns."""
     return wire is not None and wire.grid is not None and wire.kind != "image"
+
+
+def by_columns(node: Node) -> bool:
+    """Return whether a scan reads the tokens column by column in one of its orders."""
+    return any(order.startswith("columns") for order in node.arguments.orders)
 
 
 def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
@@ -42,7 +47,7 @@ def _source(node: Node, found: dict[int, int]) -> int | None:
     if node.op and node.op.makes_grid():
         return node.outputs[0]
     results = [found.get(body.result) for body in node.bodies.values()]
-    if results and node.kind in ("block", "repeat"):
+    if results and (node.kind in ("block", "repeat") or (node.kind == "scan" and not by_columns(node))):
         return results[-1]
     if node.kind == "parallel":
         return results[0] if len(set(results)) == 1 else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.graph import Graph, Named, Node
 from seqblocks.runtime.body import Body
-from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.call import Call, Grid, Size
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.sharing import Holder
 from seqblocks.runtime.step import Place, StepModule, call_child, gridded, makes
@@ -41,6 +41,8 @@ class Scan(Body):
         self._gridded = gridded(node, place)
         self._merge: str = node.arguments.merge
         self._sequences = [_is_ordered(place.types[value], node) for value in node.reads]
+        ordered = (value for value, seq in zip(node.reads, self._sequences, strict=True) if seq)
+        self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
         self._in_place = _is_reversible(node.bodies[""])
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -63,7 +65,7 @@ class Scan(Body):
         if order.startswith("columns"):
             rows, columns = self._grid_of(tensors[0], call)
             tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
-            call = replace(call, grid=Grid((columns, rows)))
+            call = replace(call, grid=_turned(call.grid, (columns, rows), self._sources))
         if not order.endswith("reverse"):
             return call, tensors
         resets = _reversed_resets(call.resets, call.relay.next_begins if call.relay else None)
@@ -170,6 +172,12 @@ def _reversed_resets(resets: Tensor | None, next_begins: Tensor | None) -> Tenso
         return None
     last = torch.zeros_like(resets[:, :1]) if next_begins is None else next_begins.unsqueeze(1)[:, : resets.shape[1]]
     return torch.cat([resets[:, 1:], last], 1)
+
+
+def _turned(grid: Grid | None, size: Size, sources: frozenset[int]) -> Grid:
+    """Return the grids for the steps of a scan over columns: those of the tokens that it reorders are transposed."""
+    sizes = grid.sizes if grid else {}
+    return Grid(size, sizes={value: (n, m) if value in sources else (m, n) for value, (m, n) in sizes.items()})
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -207,6 +207,48 @@ def test_a_call_with_another_grid_of_as_many_tokens(wrapped: bool) -> None:
     torch.testing.assert_close(model(x, grid=(2, 8)), x.unflatten(1, (2, 8)).mean(2))
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse", "[rows, reverse]"])
+def test_a_scan_whose_steps_turn_the_grid(order: str) -> None:
+    turn = '{rearrange: {pattern: "rows columns f -> columns rows f"}}'
+    steps = f"scan: {{order: {order}, merge: mean, steps: [{turn}]}}", 'reduce: {pattern: "rows columns f -> rows f"}'
+    model, x = built("features: 1, grid: [2, 3]", *steps), draw(1, 6, 1)
+    agrees(model, x, x.unflatten(1, (2, 3)).mean(1))
+
+
+def test_a_scan_over_columns_reads_an_image_cut_in_its_steps() -> None:
+    """Two grids in the scan: the tokens that it reorders are 3 x 2, and those that its steps cut are 2 x 3."""
+    text = """
+    seqblocks: 1
+    model:
+      inputs: {x: {features: 2, grid: [2, 3]}, picture: {image: {size: [2, 3], channels: 2}}}
+      steps:
+        - scan:
+            from: x
+            order: columns
+            steps:
+              - patch_embed: {from: picture, patch: 1, features: 2, as: cut}
+              - conv2d: {from: x, kernel: 3, name: of_tokens}
+              - add: {with: cut, as: both}
+              - conv2d: {from: cut, kernel: 3, name: of_image}
+              - add: {with: both}
+    """
+    model = build_text(text, device="cpu", dtype=torch.float64, seed=0)
+    x, picture = draw(1, 6, 2), draw(1, 2, 2, 3)
+    weights = model.state_dict()
+
+    def conv(image: Tensor, name: str) -> Tensor:
+        weight, bias = weights[f"scan.{name}.weight"], weights[f"scan.{name}.bias"]
+        groups = image.shape[1] // weight.shape[1]
+        return torch.nn.functional.conv2d(image, weight, bias, padding=weight.shape[-1] // 2, groups=groups)
+
+    cut = conv(picture, "cut")
+    turned = rearrange(x, "b (r c) f -> b f c r", r=2)
+    inside = rearrange(cut + conv(cut, "of_image"), "b f r c -> b (r c) f") + rearrange(
+        conv(turned, "of_tokens"), "b f c r -> b (c r) f"
+    )
+    torch.testing.assert_close(model(x=x, picture=picture), rearrange(inside, "b (c r) f -> b (r c) f", r=2))
+
+
 def test_images_of_other_sizes_with_as_many_tokens() -> None:
     text = """
     seqblocks: 1

@@ -52,6 +52,41 @@ def test_tokens_of_images_keep_their_grid():
     torch.testing.assert_close(in_stages(model, 2, x)[0], model(x))
 
 
+GRIDS = """
+seqblocks: 1
+model:
+  inputs: {a: {features: 2, grid: [2, 3]}, b: {features: 2, grid: [3, 2]}, c: {image: {size: 4, channels: 2}}}
+  steps:
+    - linear: {from: a, features: 2, as: p}
+    - linear: {from: b, features: 2, as: q, name: of_b}
+    - patch_embed: {from: c, patch: 1, features: 2, as: r}
+    - reduce: {from: p, pattern: "rows columns f -> f columns", as: x}
+    - reduce: {from: q, pattern: "rows columns f -> f columns", as: y, name: second}
+    - reduce: {from: r, pattern: "rows columns f -> f columns", as: z, name: third}
+  outputs: [x, y, z]
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_grids_with_as_many_tokens_stay_apart(stages):
+    model = seqblocks.build_text(GRIDS)
+    inputs = torch.randn(1, 6, 2), torch.randn(1, 6, 2), torch.randn(1, 2, 4, 4)
+    expected = model(**dict(zip("abc", inputs, strict=True)))
+    for found, name in zip(in_stages(model, stages, *inputs), "xyz", strict=True):
+        assert torch.equal(found, expected[name])
+
+
+def test_an_image_of_another_shape_does_not_reach_the_next_stage():
+    steps = '[{patch_embed: {patch: 1, features: 2}}, {linear: 2}, {reduce: {pattern: "rows columns f -> rows f"}}]'
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{image: {{size: 4, channels: 2}}}}, steps: {steps}}}")
+    for x in (torch.randn(1, 2, 4, 4), torch.randn(1, 2, 2, 8)):
+        assert torch.equal(in_stages(model, 1, x)[0], model(x))
+    torch.testing.assert_close(in_stages(model, 2, torch.ones(1, 2, 4, 4))[0], model(torch.ones(1, 2, 4, 4)))
+    message = "the next stage .* tokens of 4 rows and 4 columns, as in the spec, not of 2 and 8"
+    with pytest.raises(seqblocks.RunError, match=message):
+        in_stages(model, 2, x)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_repeat_without_layers_is_a_step(stages):
     steps = "[{repeat: {times: 0, steps: [{linear: 4}]}}, {linear: {features: 4, name: last}}]"
