@@ -67,16 +67,16 @@ def show_plan(
     from seqblocks.runtime.plan import plan
 
     steps = plan(model, device, getattr(torch, dtype), arch)
-    stuck = [step for step in steps if step.implementation is None]
+    unsupported = [step for step in steps if step.implementation is None]
     if options.format == "json":
-        facts = {"version": __version__, "ok": not stuck, "spec": spec, "device": device, "dtype": dtype}
+        facts = {"version": __version__, "ok": not unsupported, "spec": spec, "device": device, "dtype": dtype}
         facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
         output.dump(facts | output.remarks_on(model))
     elif not options.quiet:
         where = f"{device} ({arch})" if device == "cuda" else device
         output.write(f"{visible(model.name)} on {where} in {dtype}, backend {requested()}")
         _table(steps, requested())
-    return UnavailableError.exit_status if stuck else 0
+    return UnavailableError.exit_status if unsupported else 0
 
 
 def _device(torch: Any, name: str) -> str:
@@ -97,8 +97,8 @@ def _table(steps: list[Step], backend: str) -> None:
     for name, step in zip(names, steps, strict=True):
         output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.implementation or 'cannot run'}".rstrip())
         longest = max(map(len, step.tiles), default=0)
-        for way, tile in step.tiles.items():
-            output.write(f"    {way:<{longest}}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
+        for phase, tile in step.tiles.items():
+            output.write(f"    {phase:<{longest}}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
         remarks = (
             step.reasons()
             if step.implementation

@@ -40,15 +40,15 @@ def direction_name(order: str) -> str:
 
 
 Source = tuple[int, str]
-"""Where the parameter is that a step uses as its own: so many parts off the end of that name, then this one."""
+"""The owner of a shared parameter: how many parts to remove from the end of the name of the use, and what to append."""
 
 
 def owner_of(own: str, source: Source) -> str:
     """Return the name of a shared parameter from that of the step's own. It begins with ^ if it is outside both."""
-    up, name = source
+    level, name = source
     parts = own.split(".")
-    outside = "^" * max(0, up - len(parts))
-    return join(*parts[: max(0, len(parts) - up)], outside + name)
+    outside = "^" * max(0, level - len(parts))
+    return join(*parts[: max(0, len(parts) - level)], outside + name)
 
 
 # unknown: after a fault
@@ -362,11 +362,11 @@ def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:
     """Return why a step would need all of the stream at once, or a part of the context for each token; else None."""
     if node.op:
         ports = {port.name for port in node.op.ports if not port.length}
-        beside = [value for port in node.inputs.keys() & ports for value in node.inputs[port]]
+        values = [value for port in node.inputs.keys() & ports for value in node.inputs[port]]
     else:
-        beside = [body.result for body in node.bodies.values()][-1 if node.kind == "repeat" else 0 :]
-        beside += node.inputs["x"] if node.kind in ("residual", "scan") else ()
-    for value in beside:
+        values = [body.result for body in node.bodies.values()][-1 if node.kind == "repeat" else 0 :]
+        values += node.inputs["x"] if node.kind in ("residual", "scan") else ()
+    for value in values:
         wire = model.types[value]
         if wire and wire.context and wire.places:
             return f"it reads {model.labels[value]} token by token, which is context"

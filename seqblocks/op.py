@@ -363,8 +363,8 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
 
     def numbers(init: Init) -> bool:
         values, known = init.values, INITIALISERS[init.name].arguments
-        sound = isinstance(values, tuple) and len(values) == len(known)
-        return sound and all(isinstance(value, int | float) for value in values)
+        is_valid = isinstance(values, tuple) and len(values) == len(known)
+        return is_valid and all(isinstance(value, int | float) for value in values)
 
     wrong = None
     if not isinstance(type, Wire):
@@ -385,8 +385,8 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
         others = (("macs", "a number", macs, int | float), ("facts", "Facts(low, high)", facts, Facts))
         wrong = next((each[:3] for each in others if not isinstance(each[2], each[3])), None)
     if wrong:
-        method, wanted, found = wrong
-        raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must return {wanted}, not {str(found)[:80]}")
+        method, expected, found = wrong
+        raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must return {expected}, not {str(found)[:80]}")
 
 
 # --- kinds of arguments, determined by the type of the field, not by the text -------------------------------------

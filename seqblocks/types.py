@@ -173,9 +173,9 @@ def show_axes(axes: tuple[Any, ...]) -> str:
     return "[" + ", ".join(str(a) for a in axes) + "]"
 
 
-def divisors_near(width: int, wanted: int) -> str:
-    """Return a hint: the four divisors of `width` that are closest to `wanted`."""
+def divisors_near(width: int, target: int) -> str:
+    """Return a hint: the four divisors of `width` that are closest to `target`."""
     small = [d for d in range(1, min(width, 4096) + 1) if width % d == 0]
     divisors = {*small, *(width // d for d in small)}
-    near = sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:4])
-    return f"divisors of {width} near {wanted}: {', '.join(map(str, near))}"
+    near = sorted(sorted(divisors, key=lambda d: (abs(d - target), d))[:4])
+    return f"divisors of {width} near {target}: {', '.join(map(str, near))}"

@@ -136,7 +136,7 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
 def _default(argument: Argument) -> Any:
     """Return the value of a default: plain data, not an expression, since it has no scope."""
     assert argument.default is not None
-    return plain(argument.default) if argument.sound else UNKNOWN
+    return plain(argument.default) if argument.is_valid else UNKNOWN
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

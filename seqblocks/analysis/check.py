@@ -137,8 +137,8 @@ class _Changes:
 
         for key, value in self.given.items():
             self.texts[key] = str(value) if isinstance(value, _Raw) else overrides.as_text(value)
-        called = {key for key, value in self.given.items() if not isinstance(value, _Raw)}
-        self.applied = overrides.apply(root, self.texts, self.report, called)
+        keywords = {key for key, value in self.given.items() if not isinstance(value, _Raw)}
+        self.applied = overrides.apply(root, self.texts, self.report, keywords)
 
 
 def _allowed(folders: Folders) -> list[Path]:

@@ -61,11 +61,11 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
 
 
 def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
-    wanted, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
-    if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
+    expected, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
+    if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
         return
     found, hint = lookahead.latency_ms(model), None
-    if found is not None and abs(found - wanted) <= max(tolerance, 1e-9) * abs(wanted):
+    if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
         return
     if lookahead.latency(model) is None:
         shown = "undefined: an output depends on the whole sequence"
@@ -74,7 +74,7 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     else:
         shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
     message, span = "latency_ms differs from `expect:`", expect.entries["latency_ms"][1].span
-    broken.add(Diagnostic("E706", message, span, f"{wanted:g}", shown, hint=hint))
+    broken.add(Diagnostic("E706", message, span, f"{expected:g}", shown, hint=hint))
 
 
 def _largest_parts(model: ModelSpec) -> str:
@@ -122,9 +122,9 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
 def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
     if node is None:
         return
-    wanted: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
+    expected: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
     ahead = lookahead.find(model)
-    if wanted is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == wanted):
+    if expected is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == expected):
         return
     hint = None
     if ahead is None:
@@ -134,4 +134,4 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
         found = str(lookahead.shown(ahead.tokens))
         hint = ahead.first and f"the lookahead is introduced by {ahead.first[0]} ({ahead.first[1].span})"
     message = "lookahead differs from `expect:`"
-    broken.add(Diagnostic("E705", message, node.span, str(wanted), found, (), hint))
+    broken.add(Diagnostic("E705", message, node.span, str(expected), found, (), hint))

@@ -25,6 +25,6 @@ def _seen(model: ModelSpec, ahead: lookahead.Ahead, path: str, node: Node) -> tu
     own = node if not notes else next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
     many = "the whole sequence" if ahead.tokens == lookahead.WHOLE else f"{ahead.tokens:g} later tokens"
     message = f"the model predicts tokens but is not causal: from here on, an output depends on {many}"
-    wanted = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
-    hint = f"if that is intended, as in a masked language model, declare it: {wanted}"
+    declaration = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
+    hint = f"if that is intended, as in a masked language model, declare it: {declaration}"
     return Fault("W903", message, notes=notes, hint=hint), own.span

@@ -123,7 +123,7 @@ class _Liveness:
             if not (live.isdisjoint(node.outputs) or (self.by_gradient and _is_constant(node))):
                 self.used.append(node)
                 if node.owner:
-                    self._keep(node.owner)
+                    self._mark_kept(node.owner)
                 if not live.issuperset(node.outputs) and _may_own(node) and not self._is_kept(node):
                     idle.parts.append((node, tuple(value for value in node.outputs if value not in live)))
                 live |= self._reads(node, idle)
@@ -134,7 +134,7 @@ class _Liveness:
                 waiting.update(node.reads)
         return idle._replace(used=frozenset(live))
 
-    def _keep(self, owner: Node) -> None:
+    def _mark_kept(self, owner: Node) -> None:
         """Mark a step whose parameters a used step shares, and the steps whose parameters it shares inside."""
         if id(owner) not in self.kept:
             self.kept.add(id(owner))
@@ -166,17 +166,17 @@ class _Liveness:
 
     def _layers(self, node: Node, idle: Idle) -> set[int]:
         read: set[int] = set()
-        wanted = True  # whether the next layer reads the output of this one
+        is_read = True  # whether the next layer reads the output of this one
         for body in reversed(node.bodies.values()):
-            if not wanted:
+            if not is_read:
                 owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
                 idle.steps.extend(next(([each] for each in owners), []))
                 continue
             inside = self.body(body)
             read |= inside.used - {body.input}
             _add(idle, inside)
-            wanted = body.input in inside.used
-        return read | set(node.inputs["x"]) if wanted else read
+            is_read = body.input in inside.used
+        return read | set(node.inputs["x"]) if is_read else read
 
 
 def _add(idle: Idle, more: Idle) -> None:

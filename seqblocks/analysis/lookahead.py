@@ -138,9 +138,9 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
         return result
     if node.kind == "block":  # the body of a block has separate values for its inputs
         body = node.bodies[""]
-        handed = {port: known[v] for port, (v,) in node.inputs.items()}
-        inside = {number: handed[port] for port, number in body.ports.items()}
-        return _run(body, {body.input: handed["x"], **inside}, path, steps)
+        at_ports = {port: known[v] for port, (v,) in node.inputs.items()}
+        inside = {number: at_ports[port] for port, number in body.ports.items()}
+        return _run(body, {body.input: at_ports["x"], **inside}, path, steps)
     results = [_run(body, known, graph.join(path, label), steps) for label, body in node.bodies.items()]
     return _most([*(read if node.kind == "residual" else []), *results])
 

@@ -42,17 +42,17 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
             level = level.setdefault(part, {})
     top, owners = _Places([body], _inside), _Places([names], dict)
     composed: set[int] = set()
-    sound = True
+    is_valid = True
     for entry in table:
         places = top
         start = 0
         for part in entry.ours.split("."):
             found = places.below(part, open)
-            if not found.things:
-                otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.things)
+            if not found.members:
+                otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.members)
                 if not (otherwise or places.without_layers or part in places.absent):
                     _unknown(ctx, entry, part, start, places)
-                    sound = False
+                    is_valid = False
                 break
             places, start = found, start + len(part) + 1
         else:
@@ -61,8 +61,8 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
             if (len(entry.theirs) > 1 or not isinstance(entry.theirs[0], Name)) and places.mapped:
                 composed.add(id(entry))
             if parted and places.shapes:
-                sound &= _check_owner(ctx, entry, owners)
-    for layout in dict.fromkeys(entry.layout for entry in table) if sound else ():
+                is_valid &= _check_owner(ctx, entry, owners)
+    for layout in dict.fromkeys(entry.layout for entry in table) if is_valid else ():
         _check_use(ctx, table, layout, body, open, composed)
 
 
@@ -111,23 +111,23 @@ def _check_use(
 class _Places:
     """The places that keys with the same prefix match. Their contents are sorted by name once, for all keys."""
 
-    def __init__(self, things: list[Any], inside: Callable[[Any], dict[str, Any]]) -> None:
-        self.things, self.inside = things, inside
+    def __init__(self, members: list[Any], inside: Callable[[Any], dict[str, Any]]) -> None:
+        self.members, self.inside = members, inside
         self._below: dict[str, _Places] = {}
 
     @cached_property
     def named(self) -> dict[str, dict[int, Any]]:
         """Return the steps, bodies and parameters below, by the next part of their names."""
         found: dict[str, dict[int, Any]] = {}
-        for thing in self.things:
-            for name, child in self.inside(thing).items():
+        for member in self.members:
+            for name, child in self.inside(member).items():
                 found.setdefault(name, {})[id(child)] = child
         return found
 
     @cached_property
     def layers(self) -> tuple[int, dict[int, Any]]:
         """Return the smallest number of layers of a repeat among these, and the layers of all of them."""
-        repeats = [thing for thing in self.things if isinstance(thing, graph.Node) and thing.kind == "repeat"]
+        repeats = [member for member in self.members if isinstance(member, graph.Node) and member.kind == "repeat"]
         inside = {id(body): body for node in repeats for body in node.bodies.values()}
         return min((len(node.bodies) for node in repeats), default=10**9), inside
 
@@ -135,37 +135,37 @@ class _Places:
     def shapes(self) -> dict[tuple[int, ...], str]:
         """Return the shapes of the parameters, each with the relative name of the first that has it."""
         found: dict[tuple[int, ...], str] = {}
-        for thing in self.things:
-            for name, parameter in _parameters(thing):
+        for member in self.members:
+            for name, parameter in _parameters(member):
                 found.setdefault(parameter.shape, name)
         return found
 
     @cached_property
     def mapped(self) -> bool:
         """Return whether a block with a map of its own is here or below."""
-        nodes = [thing for thing in self.things if isinstance(thing, graph.Node)]
-        bodies = [thing for thing in self.things if isinstance(thing, Graph)]
+        nodes = [member for member in self.members if isinstance(member, graph.Node)]
+        bodies = [member for member in self.members if isinstance(member, Graph)]
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
         return any(node.checkpoint for node in chain(nodes, chain.from_iterable(map(graph.walk, bodies))))
 
     @cached_property
     def absent(self) -> set[str]:
         """Return the names of steps here whose condition is false."""
-        bodies = [thing for thing in self.things if isinstance(thing, Graph)]
-        nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
+        bodies = [member for member in self.members if isinstance(member, Graph)]
+        nodes = (member for member in self.members if isinstance(member, graph.Node))
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
         return {name for body in bodies for name in body.absent}
 
     @cached_property
     def without_layers(self) -> bool:
         """Return whether one of these is a repeat without layers."""
-        nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
+        nodes = (member for member in self.members if isinstance(member, graph.Node))
         return any(node.kind == "repeat" and not node.bodies for node in nodes)
 
     @cached_property
     def matrix(self) -> bool:
         """Return whether one of these is a parameter with two axes."""
-        return any(isinstance(thing, Parameter) and len(thing.shape) == 2 for thing in self.things)
+        return any(isinstance(member, Parameter) and len(member.shape) == 2 for member in self.members)
 
     def below(self, part: str, open: bool = False) -> _Places:
         """Return everything named `part` in any of the places."""
@@ -175,19 +175,19 @@ class _Places:
             found: dict[int, Any] = {}
             if "{" in part:
                 matches = index_pattern(part).fullmatch
-                for name, things in self.named.items():
-                    found |= things if matches(name) else {}
+                for name, members in self.named.items():
+                    found |= members if matches(name) else {}
             else:
                 found |= self.layers[1] if absent else self.named.get(part, {})
             if open and part in DIRECTIONS:
-                scans = [t for t in self.things if isinstance(t, graph.Node) and t.kind == "scan"]
+                scans = [t for t in self.members if isinstance(t, graph.Node) and t.kind == "scan"]
                 found |= {id(scan): scan for scan in scans if part not in scan.directions}
             self._below[key] = _Places(list(found.values()), self.inside)
         return self._below[key]
 
     def words(self) -> list[str]:
         """Return the names that a key may match here, for a message."""
-        layers = any(isinstance(thing, graph.Node) and thing.kind == "repeat" for thing in self.things)
+        layers = any(isinstance(member, graph.Node) and member.kind == "repeat" for member in self.members)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
 
@@ -209,7 +209,7 @@ def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:
     start = 0
     for part in entry.ours.split("."):
         found = owners.below(part)
-        if not found.things:
+        if not found.members:
             _unknown(ctx, entry, part, start, owners)
             return False
         owners, start = found, start + len(part) + 1

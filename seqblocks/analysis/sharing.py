@@ -162,7 +162,7 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
             notes, hint = [_it_is(name, same.span)], "move `share` to the second of the two steps"
             return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
 
-    def meant() -> str:
+    def suggest_name() -> str:
         known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
         inside = (
@@ -172,7 +172,7 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
         )
         return did_you_mean(name, [*known, *words]) or inside
 
-    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=meant)
+    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=suggest_name)
 
 
 def _step_called(body: Body, name: str) -> Step | None:
@@ -197,9 +197,9 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
     some, more = names[:MAX_DIFFERENCES], len(names) - MAX_DIFFERENCES
     also = f" ({more} more differ)" if more > 0 else ""
     places = {theirs[1]: _it_is(*theirs), ours[1]: None}
-    for (who, _), table in ((theirs, owned), (ours, own)):
+    for (label, _), table in ((theirs, owned), (ours, own)):
         if item := table.get(names[0]):
-            places.setdefault(item.node.span, Note(f"the {names[0]} of {who} is declared here", item.node.span))
+            places.setdefault(item.node.span, Note(f"the {names[0]} of {label} is declared here", item.node.span))
     raise Fault(
         "E321",
         f"{ours[0]} cannot share the parameters of {theirs[0]}: their declarations differ",
@@ -230,8 +230,8 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
         if item.tied is None:
             continue
         inside = item.tied[len(name) + 1 :] if item.tied.startswith(f"{name}.") else ""
-        wanted = (owned[inside].tied or owned[inside].name) if inside else item.tied
-        if wanted != (owned[key].tied or owned[key].name):
+        source = (owned[inside].tied or owned[inside].name) if inside else item.tied
+        if source != (owned[key].tied or owned[key].name):
             other = owned[key].name
             message = f"{key} of {step.name} is already shared with {item.tied}, and cannot be shared with {other}"
             notes = [Note("the step with the parameter is here", item.node.span)]
@@ -279,10 +279,10 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
 
     others: parameters that steps already share.
     """
-    wanted = set(names)
+    requested = set(names)
     known = dict.fromkeys(chain.from_iterable(layers.values()))
-    found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in wanted])}
-    missing = wanted.difference(*found.values())
+    found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in requested])}
+    missing = requested.difference(*found.values())
     unnamed = next((name for name in names if name in missing), None)
     if unnamed is not None:
         expected = f"one of {listing(known)}" if known else "the layers have no parameters"

@@ -211,8 +211,8 @@ def _offered(verb: str, visible: Container[str]) -> str | None:
 def _near_bundled(verb: str) -> str | None:
     """Return a hint with the bundled block that was probably meant."""
     files = files_of_blocks()
-    meant = nearest(verb, files)
-    return meant and f"did you mean '{meant}'? add `use: [{files[meant]}]`"
+    suggestion = nearest(verb, files)
+    return suggestion and f"did you mean '{suggestion}'? add `use: [{files[suggestion]}]`"
 
 
 @lru_cache(maxsize=1)

@@ -81,8 +81,8 @@ class _Tree:
     def overlaps(self) -> bool:
         """Return whether two entries may match one name."""
         below = [*self.fixed.values(), *self.patterns.values()]
-        here = (self.entry and below) or (self.patterns and len(below) > 1)
-        return bool(here) or any(each.overlaps() for each in below)
+        is_ambiguous = (self.entry and below) or (self.patterns and len(below) > 1)
+        return bool(is_ambiguous) or any(each.overlaps() for each in below)
 
     def matches(self, parts: list[str]) -> list[_Match]:
         """Return the entries that match the beginning of a name, in order of precedence.

@@ -163,17 +163,17 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
 
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
     """Check that inputs of a step with a common length have the same kind and size; report them if not."""
-    likes: dict[str, tuple[str, Wire]] = {}  # the last input with each length
+    by_length: dict[str, tuple[str, Wire]] = {}  # the last input with each length
     for port, wire in zip(ports, wires, strict=True):
         if wire is None or (port.broadcast and wire.kind == "vector"):
             continue
-        if port.length in likes:
-            last, like = likes[port.length]
+        if port.length in by_length:
+            last, like = by_length[port.length]
             same = wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid
             if not same and (wire.kind, wire.places) != (like.kind, like.places):
                 ctx.report(_other_length(step, port.name, wire, last, like), step)
                 return False
-        likes[port.length] = port.name, wire
+        by_length[port.length] = port.name, wire
     return True
 
 

@@ -121,7 +121,7 @@ def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
     if faults:
         count = f"and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise RunError("\n".join(filter(None, [*faults[:10], count])))
-    return Weights(headers, lambda official: _made(pieces[official], headers[official], ours), True, ours.source)
+    return Weights(headers, lambda official: _assembled(pieces[official], headers[official], ours), True, ours.source)
 
 
 def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[_Piece]]:
@@ -190,7 +190,7 @@ def _misfits(pieces: list[_Piece]) -> Iterator[str]:
             yield f"{piece.name} requires {list(shape)}, but another requires {list(whole)}"
 
 
-def _made(pieces: list[_Piece], header: Tensor, ours: Weights) -> Tensor:
+def _assembled(pieces: list[_Piece], header: Tensor, ours: Weights) -> Tensor:
     """Return an official tensor, computed from its pieces."""
     if len(pieces) == 1 and isinstance(pieces[0].recipe, Name):
         return ours.read(pieces[0].name)

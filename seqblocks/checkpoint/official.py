@@ -161,20 +161,20 @@ def _header(pairs: Pairs, weights: Weights, resampled: dict[str, Shape] | None) 
     resampled: filled with position embeddings of images that have another grid; None if these are errors.
     Raises RunError if the official tensors do not fit.
     """
-    made, headers = [], weights.headers
+    computed, headers = [], weights.headers
     for item, recipe in pairs:
         for official in recipe.names:
             if reason := unusable(headers[official], complex_too=True, on_meta=weights.lazy):
                 raise RunError(f"{official} of the official weights {reason}")
         known = [headers[official] for official in recipe.names]
         parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in known]
-        made.append(_follow(recipe, item, parts))
-        if resampled is not None and _is_other_grid(item, made[-1]):
-            resampled[item.name] = tuple(made[-1].shape)
-            made[-1] = made[-1].new_empty(item.parameter.shape)
-        if reason := misfit(item, made[-1]):
+        computed.append(_follow(recipe, item, parts))
+        if resampled is not None and _is_other_grid(item, computed[-1]):
+            resampled[item.name] = tuple(computed[-1].shape)
+            computed[-1] = computed[-1].new_empty(item.parameter.shape)
+        if reason := misfit(item, computed[-1]):
             raise RunError(reason)
-    return made[0]
+    return computed[0]
 
 
 def _is_other_grid(item: Named, found: Tensor) -> bool:
@@ -187,12 +187,12 @@ def _is_other_grid(item: Named, found: Tensor) -> bool:
 def _follow(recipe: Recipe, item: Named, parts: list[Tensor]) -> Tensor:
     """Return a parameter computed by its recipe. Raises RunError if the official tensors do not fit."""
     try:
-        made: Tensor = recipe.make(item.name, item.parameter.shape, *parts)
+        computed: Tensor = recipe.make(item.name, item.parameter.shape, *parts)
     except (RuntimeError, IndexError) as error:
         sizes = listing(list(part.shape) for part in parts)
         what = f"{item.name} {list(item.parameter.shape)} cannot be the {recipe.kind} of {sizes}"
         raise RunError(f"{what}: {error}") from error
-    return made
+    return computed
 
 
 def _read(name: str, pairs: Pairs, weights: Weights) -> Tensor:

@@ -165,8 +165,8 @@ def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> Non
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if _overflows(tensor, dtype):
-        held = str(dtype).removeprefix("torch.")
-        raise RunError(f"the weights for {name} overflow {held}; use another dtype")
+        dtype_name = str(dtype).removeprefix("torch.")
+        raise RunError(f"the weights for {name} overflow {dtype_name}; use another dtype")
 
 
 def _overflows(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -35,9 +35,9 @@ class Pieces(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, like: Tensor, pieces: list[Piece]) -> Pieces:
-        made: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made._pieces = pieces
-        return made
+        tensor: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        tensor._pieces = pieces
+        return tensor
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(at), each.size()) for each, at in self._pieces]

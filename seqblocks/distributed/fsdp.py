@@ -119,22 +119,22 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
     """Replicate parameters with a fixed precision, since FSDP2 needs one dtype per group."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    made: dict[int, nn.Parameter] = {}
+    replicated: dict[int, nn.Parameter] = {}
     if mesh.ndim > 1:
         mesh._flatten()  # torch then reduces over all ranks at once, with the same rounding on each rank
     for item in graph.parameters(model.graph):
         if item.parameter.full_precision:
             path, _, leaf = item.name.rpartition(".")
             own = model.get_parameter(item.name)
-            if id(own) not in made:
+            if id(own) not in replicated:
                 copies = distribute_tensor(own.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
-                made[id(own)] = nn.Parameter(copies, own.requires_grad)
-            model.get_submodule(path).register_parameter(leaf, made[id(own)])
-    if made:
+                replicated[id(own)] = nn.Parameter(copies, own.requires_grad)
+            model.get_submodule(path).register_parameter(leaf, replicated[id(own)])
+    if replicated:
         for module in model.modules():
             if isinstance(module, Primitive):
                 module._reduction = op
-    return set(made.values())
+    return set(replicated.values())
 
 
 def outermost(paths: list[str]) -> list[str]:

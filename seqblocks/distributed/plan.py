@@ -139,22 +139,22 @@ class _Planner:
         return made
 
     def _combinator(self, node: Node, path: str) -> Node:
-        apart = node.kind not in ("block", "residual", "scan")
-        if apart or any(value in self.whole for value in node.outputs):
+        is_separate = node.kind not in ("block", "residual", "scan")
+        if is_separate or any(value in self.whole for value in node.outputs):
             self.whole |= {body.result for body in node.bodies.values()}
-        if apart:
+        if is_separate:
             self._need_whole(*node.reads)
         if not node.bodies:  # a repeat without layers
             self._note_outputs(node, False, frozenset())
             return node
         for body in node.bodies.values():
-            outer = (node.reads[0], *body.captures) if apart else node.reads
+            outer = (node.reads[0], *body.captures) if is_separate else node.reads
             for value, inner in zip(outer, body.reads, strict=True):
                 self._pass(value, inner)
         bodies = {label: self._body(body, graph.join(path, label)) for label, body in node.bodies.items()}
         result = next(reversed(node.bodies.values())).result
         self._check_result(node, result)
-        is_part = self.parts[result] and not apart
+        is_part = self.parts[result] and not is_separate
         self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
         return node._replace(bodies=bodies, type=self._local(node.type, is_part))
 
@@ -238,8 +238,8 @@ class _Planner:
         if not reads_parts:
             return next((split for split in found if not split.parts), None)
         whole = self._width(value for value in node.reads if self.parts[value])
-        best = min(found, key=lambda split: self._moved(node, split), default=None)
-        return best if best and self._moved(node, best) <= whole else None
+        best = min(found, key=lambda split: self._communicated(node, split), default=None)
+        return best if best and self._communicated(node, best) <= whole else None
 
     def _fits(self, node: Node, split: Split) -> bool:
         """Return whether all widths divide evenly and no tied parameter is cut."""
@@ -257,11 +257,11 @@ class _Planner:
             return False
         return not any(width % self.ranks for width in node.split or (node.type.features,))
 
-    def _moved(self, node: Node, split: Split) -> int:
+    def _communicated(self, node: Node, split: Split) -> int:
         assert node.type
-        is_moved = split.sums or any(value in self.whole for value in node.outputs)
+        is_exchanged = split.sums or any(value in self.whole for value in node.outputs)
         whole = (v for port, values in node.inputs.items() if port not in split.parts for v in values if self.parts[v])
-        return self._width(whole) + (node.type.features if is_moved else 0)
+        return self._width(whole) + (node.type.features if is_exchanged else 0)
 
     def _width(self, values: Iterable[int]) -> int:
         wires = (self.spec.types[value] for value in values)

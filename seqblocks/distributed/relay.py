@@ -127,12 +127,12 @@ class Relay:
         move = self._transition(step.op, p, call, inputs)
         state, inputs = self._before(step, inputs)
         if move is None:
-            wanted = self.part.later is not None
-            y, after = step.op.forward(p, replace(call, state=state, return_state=wanted), *inputs)
-            return self._handed_on(step, after, [y], inputs)[0] if wanted else y
+            has_later = self.part.later is not None
+            y, after = step.op.forward(p, replace(call, state=state, return_state=has_later), *inputs)
+            return self._send_state(step, after, [y], inputs)[0] if has_later else y
         if self.part.later is not None:
             after = move(self._initial(step, inputs) if state is None else state)
-            inputs = self._handed_on(step, after, inputs, inputs)
+            inputs = self._send_state(step, after, inputs, inputs)
         y, _ = step.op.forward(p, replace(call, state=state), *inputs)
         return y
 
@@ -176,7 +176,7 @@ class Relay:
             state, inputs = _joined(_Received, self.part, state, inputs)
         return dict(zip(step.state, state, strict=True)), inputs
 
-    def _handed_on(self, step: Carrying, after: States, carriers: list[Any], inputs: list[Any]) -> list[Any]:
+    def _send_state(self, step: Carrying, after: States, carriers: list[Any], inputs: list[Any]) -> list[Any]:
         """Send a state to the later rank. Return the tensors through which its gradient arrives."""
         kinds = self._kinds(step, inputs, self.part.before)
         state = [after[name].to(kind.dtype) for name, kind in zip(step.state, kinds, strict=True)]

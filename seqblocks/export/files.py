@@ -172,11 +172,11 @@ def _as_onnx(model: SequenceModel, exported: Exported) -> Any:
     return made.model
 
 
-def _save_onnx(made: Any, file: Path) -> None:
+def _save_onnx(program: Any, file: Path) -> None:
     import onnx_ir as ir
 
-    size = sum(x.const_value.nbytes for x in made.graph.initializers.values() if x.const_value is not None)
-    ir.save(made, file, external_data=_weights_of(file).name if size > LARGEST else None)
+    size = sum(x.const_value.nbytes for x in program.graph.initializers.values() if x.const_value is not None)
+    ir.save(program, file, external_data=_weights_of(file).name if size > LARGEST else None)
 
 
 def _in_onnxruntime(file: Path, contract: Contract) -> Run:
@@ -286,8 +286,8 @@ def _weights_of(file: Path) -> Path:
 def _weights_used(target: Path) -> set[Path]:
     """Return the weights files of an earlier ONNX file, if they have names that this module creates."""
     named = re.compile(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data")
-    beside = {path.name: path for path in target.parent.glob("*.data") if named.fullmatch(path.name)}
-    if not beside or not target.is_file():
+    candidates = {path.name: path for path in target.parent.glob("*.data") if named.fullmatch(path.name)}
+    if not candidates or not target.is_file():
         return set()
     import onnx_ir as ir
 
@@ -295,4 +295,4 @@ def _weights_used(target: Path) -> set[Path]:
         tensors = [value.const_value for value in ir.load(target).graph.initializers.values()]
     except Exception:  # not an ONNX file
         return set()
-    return {beside[x.location] for x in tensors if isinstance(x, ir.ExternalTensor) and x.location in beside}
+    return {candidates[x.location] for x in tensors if isinstance(x, ir.ExternalTensor) and x.location in candidates}

@@ -15,7 +15,7 @@ from seqblocks.runtime.repeat import outer_repeats
 
 
 @contextlib.contextmanager
-def noted_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
+def record_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
     """Yield the features of the latest call inside: the input of the first layer, then the output of each layer.
 
     The layers are those of the outermost repeats. Raises RunError if there are none.
@@ -23,19 +23,20 @@ def noted_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
     layers = [layer for repeat in outer_repeats(model) for layer in repeat if layer is not None]
     if not layers:
         raise RunError(f"{model.spec.name} has no `repeat`, so it has no hidden states between layers")
-    noted: dict[int, Tensor] = {}
-    handles = [layers[0].register_forward_pre_hook(partial(_note_input, noted))]
-    handles += [layer.register_forward_hook(partial(_note_output, noted, at)) for at, layer in enumerate(layers, 1)]
+    features: dict[int, Tensor] = {}
+    handles = [layers[0].register_forward_pre_hook(partial(_record_input, features))]
+    for at, layer in enumerate(layers, 1):
+        handles.append(layer.register_forward_hook(partial(_record_output, features, at)))
     try:
-        yield noted
+        yield features
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _note_input(noted: dict[int, Tensor], layer: Any, inputs: Any) -> None:
-    noted[0] = inputs[0]
+def _record_input(features: dict[int, Tensor], layer: Any, inputs: Any) -> None:
+    features[0] = inputs[0]
 
 
-def _note_output(noted: dict[int, Tensor], at: int, layer: Any, inputs: Any, output: Any) -> None:
-    noted[at] = output[0] if isinstance(output, tuple) else output
+def _record_output(features: dict[int, Tensor], at: int, layer: Any, inputs: Any, output: Any) -> None:
+    features[at] = output[0] if isinstance(output, tuple) else output

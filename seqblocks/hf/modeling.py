@@ -29,7 +29,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.hf import files
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
-from seqblocks.hf.layers import noted_layers
+from seqblocks.hf.layers import record_layers
 from seqblocks.hf.library import transformers
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.builder import build_model
@@ -230,18 +230,20 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return context
 
     def _run(
-        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
+        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
+        given: dict[str, Any],
     ) -> tuple[Any, StateCache | None, tuple[Tensor, ...] | None]:
-        """Return the output of at least the last `wanted` tokens, with the cache and hidden states if requested."""
+        """Return at least the requested outputs, with the cache and the hidden states if requested."""
         observed = given.pop("output_hidden_states", None)
         if not (self.config.output_hidden_states if observed is None else observed):
-            return *self._call(x, mask, positions, cache, use_cache, wanted, given), None
-        with noted_layers(self.model) as features:
+            return *self._call(x, mask, positions, cache, use_cache, logits_to_keep, given), None
+        with record_layers(self.model) as features:
             y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
         return y, cache, tuple(features[at] for at in sorted(features))
 
     def _call(
-        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
+        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
+        given: dict[str, Any],
     ) -> tuple[Any, StateCache | None]:
         if cache is not None and not isinstance(cache, StateCache):
             raise RunError(f"past_key_values must be a StateCache from an earlier call, not {type(cache).__name__}")
@@ -253,18 +255,18 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         if mask is not None or positions is not None:
             _check_tokens(x, self.model.spec)
             past = cache.get_seq_length() if cache else 0
-            one = isinstance(wanted, int) and wanted == 1
+            one = isinstance(logits_to_keep, int) and logits_to_keep == 1
             reads_last = streams or one or self._has_vectors
             resets = resets_of(x, mask, positions, past, self._causal, reads_last)
         if streams:
-            y, cache = self._stream(x, resets, cache or StateCache(), wanted, context)
+            y, cache = self._stream(x, resets, cache or StateCache(), logits_to_keep, context)
             return y, cache if use_cache is not False else None
         if len(self._inputs) > 1:
             return self._output(self.model(x, resets=resets, **context)), None
         return self._output(self.model(x, resets=resets)), None
 
     def _stream(
-        self, x: Tensor, resets: Tensor | None, cache: StateCache, wanted: Any, context: dict[str, Tensor]
+        self, x: Tensor, resets: Tensor | None, cache: StateCache, outputs: Any, context: dict[str, Tensor]
     ) -> tuple[Any, StateCache]:
         """Read tokens after those of a cache. A long prompt is read in chunks if few outputs are needed."""
         state, record = cache.state, cache.recorded
@@ -275,7 +277,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             record = None
         if context and state is None:
             state = self.model.init_state(x.shape[0], None, None, **context)
-        lead = x.shape[1] - wanted if isinstance(wanted, int) and wanted and not torch.is_grad_enabled() else 0
+        lead = x.shape[1] - outputs if isinstance(outputs, int) and outputs and not torch.is_grad_enabled() else 0
         if lead < CHUNK and not cache.recording:
             lead = 0
         for start in range(0, lead, CHUNK):
@@ -343,20 +345,20 @@ def _check_labels(labels: Any, y: Tensor) -> None:
         raise RunError(f"labels must be token ids {list(y.shape[:2])}, or -100 to ignore a position, not {found}")
 
 
-def _check_places(wanted: Any, y: Tensor) -> None:
-    """Raise RunError unless `wanted` is a number of tokens, or a tensor of their positions."""
-    if isinstance(wanted, Tensor) and wanted.ndim == 1 and wanted.dtype in (torch.int64, torch.int32, torch.bool):
+def _check_logits_to_keep(value: Any, y: Tensor) -> None:
+    """Raise RunError unless the argument is a number of tokens, or a tensor of their positions."""
+    if isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int64, torch.int32, torch.bool):
         return
-    if not isinstance(wanted, int | torch.SymInt) or wanted < 0:
-        found = f"{wanted.dtype} {list(wanted.shape)}" if isinstance(wanted, Tensor) else repr(wanted)
+    if not isinstance(value, int | torch.SymInt) or value < 0:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise RunError(f"logits_to_keep must be a number of tokens or a tensor [n] of positions, not {found}")
 
 
-def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
-    """Return the outputs of the last `wanted` tokens, of all for 0, or of the positions in a tensor."""
-    if isinstance(wanted, Tensor):
-        return y[:, wanted]
-    return y[:, -wanted:] if wanted else y
+def _last(y: Tensor, positions: int | Tensor) -> Tensor:
+    """Return the outputs of this number of last tokens, of all for 0, or of the positions in a tensor."""
+    if isinstance(positions, Tensor):
+        return y[:, positions]
+    return y[:, -positions:] if positions else y
 
 
 class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
@@ -405,7 +407,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if labels is not None:
             _check_labels(labels, y)
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
-        _check_places(logits_to_keep, y)
+        _check_logits_to_keep(logits_to_keep, y)
         logits = _last(y, logits_to_keep)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
 

@@ -442,21 +442,21 @@ class _Reader:
 
     def slip(self, line: int) -> str | None:
         """Return a hint for a block that ends too early, based on this line and the lines above it."""
-        here = self.source.line(line)
+        current = self.source.line(line)
         above: list[tuple[int, str]] = []  # with decreasing indentation, nearest first
         for number in range(line - 1, 0, -1):
             text = self.source.line(number)
             if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
                 above.append((number, text))
-        for number, text in [(line, here), *above[:1]]:
+        for number, text in [(line, current), *above[:1]]:
             if re.match(r"\s*-[^\s-]", text):
                 return f"a space is missing after the '-' in line {number}"
-        same = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
-        if same and here.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
+        same = next(((number, text) for number, text in above if _indent(text) == _indent(current)), None)
+        if same and current.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
             return f"line {same[0]} is among the items of a list: add '- ' in front"
-        if not same and above and here.strip():
+        if not same and above and current.strip():
             known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
-            return f"this line is indented by {_indent(here)} spaces, the lines above by {known}"
+            return f"this line is indented by {_indent(current)} spaces, the lines above by {known}"
         return None
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:

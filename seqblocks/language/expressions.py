@@ -231,13 +231,13 @@ def _parse(text: str) -> Expression:
     nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
     if len(nodes) > MAX_NODES * 2 + 1:
         raise Fault("E504", "the expression is too complex", hint="split it into several entries of `let:`")
-    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    functions = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     equal = (n for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq))
     compared = {id(n.comparators[0]) for n in equal}
     for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in compared):
             _check(node, text)  # words may only be compared: order == 'reverse'
-        if isinstance(node, ast.Name) and id(node) not in called:
+        if isinstance(node, ast.Name) and id(node) not in functions:
             names.append((node.id, node.col_offset))
     return Expression(text, tree, tuple(names))
 
@@ -274,8 +274,8 @@ def _check(node: ast.AST, text: str) -> None:
                 )
             _, least, most = FUNCTIONS[name]
             if not least <= len(args) <= most:
-                want = str(least) if least == most else f"{least} to {most}"
-                raise Fault("E501", f"{name} takes {want} arguments", found=f"{len(args)}")
+                count = str(least) if least == most else f"{least} to {most}"
+                raise Fault("E501", f"{name} takes {count} arguments", found=f"{len(args)}")
             return
         case ast.Compare(ops=[op]) if type(op) in _COMPARE:
             return

@@ -65,15 +65,15 @@ def as_text(value: Any) -> str:
 
 
 def apply(
-    root: Node, overrides: MappingABC[str, str], report: Report, called: Container[str] = ()
+    root: Node, overrides: MappingABC[str, str], report: Report, keywords: Container[str] = ()
 ) -> tuple[Override, ...]:
     """Apply `path -> YAML text` to a document in place. Return the overrides whose path was found.
 
-    Messages show overrides in `called` as Python keyword arguments, the others as command-line options.
+    Messages show overrides in `keywords` as Python keyword arguments, the others as command-line options.
     """
     done = []
     for path, text in overrides.items():
-        source = _source(path, text, from_call=path in called)
+        source = _source(path, text, from_call=path in keywords)
         value = _parse(text, source, report)
         if value is None:
             continue
@@ -130,10 +130,10 @@ def _parse(text: str, source: Source, report: Report) -> Node | None:
         node = None
     if node is None:
         return None
-    return _moved(node, source, source.text.rindex(text))
+    return _shifted(node, source, source.text.rindex(text))
 
 
-def _moved(node: Node, source: Source, before: int) -> Node:
+def _shifted(node: Node, source: Source, before: int) -> Node:
     """Return the value with its spans shifted to their place in the override."""
     a = node.span
     if a.line == a.end_line == 1:
@@ -143,9 +143,9 @@ def _moved(node: Node, source: Source, before: int) -> Node:
     if isinstance(node, Scalar):
         return node._replace(span=span)
     if isinstance(node, Sequence):
-        return node._replace(span=span, items=[_moved(item, source, before) for item in node.items])
+        return node._replace(span=span, items=[_shifted(item, source, before) for item in node.items])
     assert isinstance(node, Mapping)
-    entries = {k: (span, _moved(v, source, before)) for k, (_, v) in node.entries.items()}
+    entries = {k: (span, _shifted(v, source, before)) for k, (_, v) in node.entries.items()}
     return node._replace(span=span, entries=entries)
 
 
@@ -165,11 +165,11 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
             root = model
     node: Node = root
     of_step = False
-    way: list[Slot] = []
+    slots: list[Slot] = []
     for depth, part in enumerate(parts):
         choices = _choices(node)
         if part not in choices and of_step and depth == len(parts) - 1 and isinstance(node, Mapping):
-            way.append(Slot(node, part))
+            slots.append(Slot(node, part))
             break
         if part not in choices:
             where = ".".join(parts[:depth]) or "the spec"
@@ -187,24 +187,24 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
             report.add(_fault(source, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
             return None
         slot = choices[part]
-        way.append(slot)
+        slots.append(slot)
         of_step = slot.holder is not node
         node = slot.holder.entries[slot.key][1]
-    for slot in way:
+    for slot in slots:
         slot.open()
-    return way[-1]
+    return slots[-1]
 
 
 def _elsewhere(root: Node, parts: list[str]) -> str | None:
     """Return a hint with the full path if only its end was given, or if it contains a layer number."""
-    wanted = [part for part in parts if not part.isdecimal()]
-    room = wanted[0] if wanted[:1] in (["model"], ["blocks"]) else None
-    wanted = wanted[1:] if room else wanted
-    paths = list(islice(_paths(root, []), 2000)) if wanted else []
-    for path, of_step in sorted(paths, key=lambda each: each[0][0] != room):
-        found = path if path[-len(wanted) :] == wanted else None
-        if of_step and len(wanted) > 1 and path[1 - len(wanted) :] == wanted[:-1]:
-            found = [*path, wanted[-1]]  # an argument that the step leaves at its default
+    names = [part for part in parts if not part.isdecimal()]
+    section = names[0] if names[:1] in (["model"], ["blocks"]) else None
+    names = names[1:] if section else names
+    paths = list(islice(_paths(root, []), 2000)) if names else []
+    for path, of_step in sorted(paths, key=lambda each: each[0][0] != section):
+        found = path if path[-len(names) :] == names else None
+        if of_step and len(names) > 1 and path[1 - len(names) :] == names[:-1]:
+            found = [*path, names[-1]]  # an argument that the step leaves at its default
         if found:
             return f"did you mean '{'.'.join(found)}'?"
     return None

@@ -48,7 +48,7 @@ class Argument(Record):
     type: str  # one of ARGUMENT_TYPES, or "any" if the default is a list, a mapping or empty
     span: Span
     default: Node | None
-    sound: bool = True  # whether the default can be used
+    is_valid: bool = True  # whether the default can be used
 
 
 class Block(Record):
@@ -484,7 +484,7 @@ class Reader:
             message = f"a default must be a value, but {quote(node.value)} is an expression"
             hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
             self.fault("E203", message, node.span, hint=hint)
-            argument.sound = False
+            argument.is_valid = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:
@@ -498,11 +498,11 @@ class Reader:
         match node.value:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
-            case str() if meant := _type_meant(node.value):
+            case str() if suggestion := _nearest_type(node.value):
                 message = f"{quote(node.value)} is not an argument type"
                 expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
-                self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{meant}'?")
-                return Argument(name, meant, span, None)
+                self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{suggestion}'?")
+                return Argument(name, suggestion, span, None)
             case bool():
                 return Argument(name, "bool", span, node)
             case int():
@@ -538,7 +538,7 @@ def _how_to_import(name: str) -> str:
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
 
 
-def _type_meant(word: str) -> str | None:
+def _nearest_type(word: str) -> str | None:
     """Return the argument type that corresponds to a name from another language, such as `str`."""
     words = [word.lower(), *called_elsewhere(word)]
     return next((each for each in words if each in ARGUMENT_TYPES), None)

@@ -1,4 +1,4 @@
-"""Find the word that was probably meant: by spelling, or by the name that other libraries use.
+"""Find the word that the author probably meant: by spelling, or by the name that other libraries use.
 
 Names used by other libraries are in `vocabulary.yaml`, which is read only when a hint needs it.
 """
@@ -64,9 +64,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return a "did you mean" hint, or None if no known word is close."""
-    meant = nearest(word, known)
+    suggestion = nearest(word, known)
     only = " It is exact; gelu_tanh is the approximation" if "gelu" in called_elsewhere(word) else ""
-    return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
+    return suggestion and f"did you mean '{suggestion}'?{only if suggestion == 'gelu' else ''}"
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:

@@ -82,7 +82,7 @@ class Attention(_Heads):
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         return v.with_features(found.features)
 
-    def held(self) -> int:
+    def cache_size(self) -> int:
         """Return the number of tokens in the state."""
         return self.window - 1 if self.window else self.cache
 
@@ -90,8 +90,8 @@ class Attention(_Heads):
         if not self.causal:
             return {}
         return {
-            "k": State((self.held(), k.features), "model", per_token=not self.window),
-            "v": State((self.held(), v.features), "model", per_token=not self.window),
+            "k": State((self.cache_size(), k.features), "model", per_token=not self.window),
+            "v": State((self.cache_size(), v.features), "model", per_token=not self.window),
             "length": State((), "int64"),
         }
 
@@ -169,7 +169,7 @@ class Attention(_Heads):
             rotary=self.rotary or None,
             scale=self.scale or None,
             state=state,
-            keep=self.held(),
+            keep=self.cache_size(),
             return_state=call.return_state,
             resets=call.resets,
         )

@@ -90,8 +90,8 @@ def axis_sizes(x: Wire, count: int) -> tuple[int | None, ...]:
         assert x.grid
         seen = {3: (x.features, *x.grid)}
     if count not in seen:
-        wanted = KINDS[x.kind] + (", or rows columns features" if x.kind == "sequence" and x.grid else "")
-        raise _fault(f"the left side of the pattern has {count} axes", wanted, str(x))
+        expected = KINDS[x.kind] + (", or rows columns features" if x.kind == "sequence" and x.grid else "")
+        raise _fault(f"the left side of the pattern has {count} axes", expected, str(x))
     return seen[count]
 
 
@@ -108,8 +108,8 @@ def solve(axes: tuple[Axis, ...], found: tuple[int | None, ...], given: dict[str
             hint = f"give the input a length of {known}, or remove one of the sizes"
             raise _fault(f"the axis {shown(axis)} has {known} positions, but the length is not fixed", hint=hint)
         if size is not None and (size % known if missing else size != known):
-            wanted = f"a multiple of {known}" if missing else f"{known}"
-            raise _fault(f"{shown(axis)} does not match the axis of the input", wanted, f"{size}")
+            expected = f"a multiple of {known}" if missing else f"{known}"
+            raise _fault(f"{shown(axis)} does not match the axis of the input", expected, f"{size}")
         if missing:
             sizes[missing[0]] = None if size is None else size // known
     return sizes
@@ -149,9 +149,9 @@ class _Axes(Op):
             raise _fault("the batch must not be part of a pattern", hint="remove `batch` from both sides")
         if extra := sorted(right - left):
             raise _fault(f"{listing(extra)} occurs only on the right", "names from the left side")
-        if (lost := sorted(left - right)) and not self.may_drop:
-            hint = f"`reduce: {{pattern: \"{self.pattern}\", by: mean}}` takes a mean over {listing(lost)}"
-            raise _fault(f"{listing(lost)} occurs only on the left", "each name on both sides", hint=hint)
+        if (dropped := sorted(left - right)) and not self.may_drop:
+            hint = f"`reduce: {{pattern: \"{self.pattern}\", by: mean}}` takes a mean over {listing(dropped)}"
+            raise _fault(f"{listing(dropped)} occurs only on the left", "each name on both sides", hint=hint)
         return sides
 
     def sizes(self, x: Wire) -> tuple[Sides, Sizes]:

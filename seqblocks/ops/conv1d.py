@@ -184,7 +184,7 @@ class ConvTranspose1d(_Conv):
             first = self.earlier() * self.stride
         if not length:
             return x.new_zeros(x.shape[0], 0, self.features), state
-        unmet = max(self.stride - self.kernel, 0)  # tokens of a frame that no tap covers
+        uncovered = max(self.stride - self.kernel, 0)  # tokens of a frame that no tap covers
         weight, stride = p["weight"].unsqueeze(2), (1, self.stride)
-        y = conv_transpose2d(as_image(x), weight, p.get("bias"), stride, 0, (0, unmet), self.groups)
+        y = conv_transpose2d(as_image(x), weight, p.get("bias"), stride, 0, (0, uncovered), self.groups)
         return as_tokens(y)[:, first : first + length], state

@@ -55,18 +55,18 @@ class GatedRecurrence(Op):
     def calls(self, x: Wire, decay: Wire) -> tuple[str, dict[str, Any]]:
         return "gated_recurrence", {}
 
-    def taken(self, call: Any, x: Any, decay: Any) -> tuple[Any, Any]:
-        """Return what of each input is taken in, and the decay, in float32 at least."""
+    def scaled_input(self, call: Any, x: Any, decay: Any) -> tuple[Any, Any]:
+        """Return the input multiplied by its share, and the decay, both in float32 or float64."""
         import torch
 
         dtype = torch.promote_types(torch.promote_types(x.dtype, decay.dtype), torch.float32)
-        taken, decay = x.to(dtype), decay.to(dtype)
+        scaled, decay = x.to(dtype), decay.to(dtype)
         if self.factor != "full":
             factor = self.share(decay)
             if self.first_full:
                 factor = factor.masked_fill(self.starts(call, x).unsqueeze(-1), 1.0)
-            taken = factor * taken
-        return taken, decay
+            scaled = factor * scaled
+        return scaled, decay
 
     def transition(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
         from seqblocks.kernels import gated_recurrence
@@ -74,8 +74,8 @@ class GatedRecurrence(Op):
 
         if self.first_full:  # the state says whether this is the first token
             return None
-        taken, decay = self.taken(call, x, decay)
-        out: Any = gated_recurrence(taken, decay, return_state=True, resets=call.resets)
+        scaled, decay = self.scaled_input(call, x, decay)
+        out: Any = gated_recurrence(scaled, decay, return_state=True, resets=call.resets)
         piece = last_piece(call.resets)
         summary = Affine(piece, piece.only(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
@@ -85,9 +85,9 @@ class GatedRecurrence(Op):
 
         from seqblocks.kernels import gated_recurrence
 
-        taken, decay = self.taken(call, x, decay)
+        scaled, decay = self.scaled_input(call, x, decay)
         out: Any = gated_recurrence(
-            taken, decay, state=call.state["h"] if call.state else None, return_state=call.return_state,
+            scaled, decay, state=call.state["h"] if call.state else None, return_state=call.return_state,
             resets=call.resets, reverse=call.reverse,
         )  # fmt: skip
         if not call.return_state:

@@ -86,7 +86,7 @@ def schema(file: SpecFile | None = None) -> Schema:
 
 def _step(table: dict[str, Schema], closed: bool) -> Schema:
     """Return the schema of a step: a verb, or a verb with its arguments. An open schema accepts unknown verbs."""
-    bare: Schema = {"enum": [name for name, made in table.items() if not made.get("required")]}
+    bare: Schema = {"enum": [name for name, definition in table.items() if not definition.get("required")]}
     with_arguments = _object({name: {"$ref": f"#/definitions/verbs/{name}"} for name in table}, [])
     return {
         "if": {"type": "string"},
@@ -296,8 +296,8 @@ def _short(out: Schema, required: list[str]) -> Schema:
     return out | limits | {"type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
 
 
-def _types(made: Schema) -> list[str]:
-    found = made.get("type", "string")
+def _types(definition: Schema) -> list[str]:
+    found = definition.get("type", "string")
     return found if isinstance(found, list) else [found]
 
 

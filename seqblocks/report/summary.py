@@ -290,7 +290,7 @@ def _first_layers(node: Node) -> dict[str, str]:
     """Return, by label, the layer whose parameters a layer uses; layers with their own parameters are omitted."""
     if node.owner:
         return {}
-    inside = ((key, name) for key, (up, name) in node.shared.items() if up == key.count(".") + 1)
+    inside = ((key, name) for key, (level, name) in node.shared.items() if level == key.count(".") + 1)
     return {key.partition(".")[0]: name.partition(".")[0] for key, name in inside}
 
 

@@ -14,24 +14,24 @@ from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.types import Wire
 
 
-def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
+def check_input(wire: Wire, x: Any, reader: str, axes: list[str]) -> None:
     """Raise RunError unless x is an input of this type; `axes` are the axes of its tokens."""
     if not isinstance(x, Tensor):
-        raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
+        raise RunError(f"{reader} reads a tensor, not {type(x).__name__}")
     if wire.kind == "image":
         if x.ndim != 4 or x.shape[1] != wire.features:
-            raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+            raise RunError(f"{reader} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
     elif wire.kind == "vector":
         if x.ndim != 2 or x.shape[1] != wire.features:
-            raise RunError(f"{who} reads vectors [batch, {wire.features}], not {list(x.shape)}")
+            raise RunError(f"{reader} reads vectors [batch, {wire.features}], not {list(x.shape)}")
     elif wire.kind == "tokens":
         if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise RunError(f"{who} reads token ids [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
+            raise RunError(f"{reader} reads token ids [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
     elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
-        raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
+        raise RunError(f"{reader} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
     if wire.kind != "tokens" and not x.is_floating_point():
         how = "its parts are torch.view_as_real(x)" if x.is_complex() else "convert with x.float()"
-        raise RunError(f"{who} reads floating-point numbers, not {x.dtype}: {how}")
+        raise RunError(f"{reader} reads floating-point numbers, not {x.dtype}: {how}")
 
 
 def check_grid(wire: Wire, x: Tensor, grid: Any) -> None:

@@ -156,7 +156,7 @@ class Body(StepModule):
         `Sum`; leaves: whether the result may be one.
         """
         states: States = {}
-        if ends is None and self._ends.leaves and sums.wanted(values, call):
+        if ends is None and self._ends.leaves and sums.has_fused_norm(values, call):
             ends = self._ends
         opened = ends.leaves if ends else ()
         plan = self._begin_phase(values, call, states) if call.phase else self._plan

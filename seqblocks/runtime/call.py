@@ -24,12 +24,12 @@ class Gridded(NamedTuple):
     """A step that reads or returns tokens with rows and columns.
 
     expected: rows and columns of its input according to the spec; source: the value that they come from, an input or a
-    step's output; made: the value whose grid the step sets.
+    step's output; sets: the value whose grid the step sets, if any.
     """
 
     expected: Size | None
     source: int
-    made: int | None
+    sets: int | None
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class Grid:
         if self.size and self.size != size:
             self.others = (self.size, *self.others)
         self.size = size
-        if self.step and self.step.made is not None:
-            self.sizes[self.step.made] = size
+        if self.step and self.step.sets is not None:
+            self.sizes[self.step.sets] = size
         else:  # the source is unknown, so that the grids of later values are too
             self.sizes.clear()
 

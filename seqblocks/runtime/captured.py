@@ -76,12 +76,12 @@ def _by_path(state: States, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 def cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
     """Record the kernel launches of a function on the current device, and return a function that replays them."""
-    apart = torch.cuda.Stream()
-    apart.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(apart):
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
         for _ in range(WARM_UPS):
             function()
-    torch.cuda.current_stream().wait_stream(apart)
+    torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

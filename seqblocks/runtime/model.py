@@ -157,8 +157,8 @@ class SequenceModel(Body):
         others = tuple(grid for value, grid in sizes.items() if value != self.graph.input)
         return Grid(sizes.get(self.graph.input), others, sizes, self._context_names)
 
-    def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
-        arguments.check_input(self.spec.input, x, who, axes)
+    def _check_call(self, x: Any, reader: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
+        arguments.check_input(self.spec.input, x, reader, axes)
         if x.is_meta:  # a model that reads only the shape would run without an error
             self._check_device(x)
         if resets is not None or cu_seqlens is not None:

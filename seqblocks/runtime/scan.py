@@ -117,8 +117,8 @@ class PartlySharedScan(Scan):
 
     def __init__(self, node: Node, place: Place) -> None:
         own = _directed(node)
-        held = {graph.join(place.path, name) for name in own}
-        super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | held))
+        own_names = {graph.join(place.path, name) for name in own}
+        super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | own_names))
         for name in node.directions:
             self._modules[name] = _holder(own, place.inside(name))
         steps = sorted({name.rpartition(".")[0] for name in own})

@@ -52,7 +52,7 @@ def added_up(x: Any) -> Any:
     return x.total() if isinstance(x, Sum) else x
 
 
-def wanted(values: dict[int, Any], call: Call) -> bool:
+def has_fused_norm(values: dict[int, Any], call: Call) -> bool:
     """Return whether a call runs on a device with a fused kernel for sum and norm."""
     if call.phase or call.relay or not saves_launches(next(iter(values.values()))):
         return False

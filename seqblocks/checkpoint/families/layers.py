@@ -41,12 +41,12 @@ def layer_map(
     lines = [f"{ours}.token.norm: {OFFICIAL}.{norms[0]}", f"{ours}.channel.norm: {OFFICIAL}.{norms[1]}"]
     for part, found in (("token.mixer", mixers), ("channel.network", networks)):
         for step, official in found.items():
-            here, there = f"{ours}.{part}.{step}", f"{OFFICIAL}.{official}"
+            own, theirs = f"{ours}.{part}.{step}", f"{OFFICIAL}.{official}"
             if not any(f"[{{{step}:" in text for text in steps):
                 continue
-            lines.append(swiglu(here, there, bias) if step == "swiglu" else f"{here}: {there}")
+            lines.append(swiglu(own, theirs, bias) if step == "swiglu" else f"{own}: {theirs}")
             if step == "experts":
-                lines.append(swiglu(f"{here}.{{expert}}.swiglu", f"{there}.experts.{{expert}}"))
+                lines.append(swiglu(f"{own}.{{expert}}.swiglu", f"{theirs}.experts.{{expert}}"))
     return "\n".join(lines) + "\n" if steps else ""
 
 

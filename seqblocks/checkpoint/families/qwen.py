@@ -25,8 +25,8 @@ def qwen3_next(config: Config) -> str:
     """
     require(config, attention_bias=False)
     eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
-    every = whole_or(config, "full_attention_interval", 4)
-    types = layer_types(config, [TYPES[(at + 1) % every == 0] for at in range(depth)])
+    interval = whole_or(config, "full_attention_interval", 4)
+    types = layer_types(config, [TYPES[(at + 1) % interval == 0] for at in range(depth)])
     layers = [
         ("memory" if kind == TYPES[0] else "attention") + ("_experts" if _is_sparse(config, at) else "")
         for at, kind in enumerate(types)
