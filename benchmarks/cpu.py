@@ -208,33 +208,33 @@ CASES = {
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def forward(made: tuple[Run, list[Tensor]]) -> None:
+def forward(candidate: tuple[Run, list[Tensor]]) -> None:
     with torch.no_grad():
-        made[0]()
+        candidate[0]()
 
 
-def both(made: tuple[Run, list[Tensor]]) -> None:
-    torch.autograd.grad(made[0]().sum(), made[1], allow_unused=True)
+def both(candidate: tuple[Run, list[Tensor]]) -> None:
+    torch.autograd.grad(candidate[0]().sum(), candidate[1], allow_unused=True)
 
 
-def seconds(work: Callable[[Any], None], made: Any) -> float:
+def seconds(work: Callable[[Any], None], candidate: Any) -> float:
     start = time.perf_counter()
-    work(made)
+    work(candidate)
     return time.perf_counter() - start
 
 
-def timed(made: dict[str, Any], work: Callable[[Any], None], budget: float) -> dict[str, float]:
+def timed(candidates: dict[str, Any], work: Callable[[Any], None], budget: float) -> dict[str, float]:
     """Return medians of interleaved runs.
 
     A candidate runs until it has used its budget of seconds, at least three times unless the first run exceeds it.
     """
-    runs: dict[str, list[float]] = {name: [] for name in made}
-    first = {name: seconds(work, each) for name, each in made.items()}
+    runs: dict[str, list[float]] = {name: [] for name in candidates}
+    first = {name: seconds(work, each) for name, each in candidates.items()}
     for _ in range(ROUNDS):
-        for name, each in made.items():
+        for name, each in candidates.items():
             if first[name] < budget and (len(runs[name]) < 3 or sum(runs[name]) < budget):
                 runs[name].append(seconds(work, each))
-    return {name: statistics.median(runs[name] or [first[name]]) for name in made}
+    return {name: statistics.median(runs[name] or [first[name]]) for name in candidates}
 
 
 def peak(case: str, name: str, length: int, threads: int) -> float | None:
@@ -263,34 +263,34 @@ def resident(what: str) -> int:
 
 def present(case: Case) -> tuple[dict[str, Maker], list[str]]:
     """Return the installed candidates, and the names of the others."""
-    found, absent = {}, []
+    found, missing = {}, []
     for name, maker in case.candidates.items():
         try:
             maker(8)
             found[name] = maker
         except ImportError:
-            absent.append(name)
-    return found, absent
+            missing.append(name)
+    return found, missing
 
 
 def measure(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a list of records for each case and length that is not known, with one record per candidate."""
     for key in options.case or CASES:
-        found, absent = present(CASES[key])
-        why = dict.fromkeys(absent, "not installed")
+        found, missing = present(CASES[key])
+        why = dict.fromkeys(missing, "not installed")
         for length in options.length or LENGTHS:
             records = [r for r in known if (r["case"], r["length"]) == (key, length)]
             if not records:
                 fit = {name: maker for name, maker in found.items() if name not in why}
                 made = {name: maker(length) for name, maker in fit.items()}
-                ahead, whole = timed(made, forward, options.budget), timed(made, both, options.budget)
+                forwards, passes = timed(made, forward, options.budget), timed(made, both, options.budget)
                 del made
                 for name in CASES[key].candidates:
                     record: dict[str, Any] = {"case": key, "length": length, "candidate": name}
                     record["left_out"] = why.get(name)
                     if name in fit:
                         memory = peak(key, name, length, options.threads)
-                        record |= {"forward_ms": 1e3 * ahead[name], "both_ms": 1e3 * whole[name], "peak_mb": memory}
+                        record |= {"forward_ms": 1e3 * forwards[name], "both_ms": 1e3 * passes[name], "peak_mb": memory}
                     print(json.dumps(record), file=sys.stderr)
                     records.append(record)
                 yield records

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from children import Late, records
 from common import versions, write
-from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, checked, drawn
+from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, draw_leaves, shortened
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -87,24 +87,24 @@ def cotangent(x: Tensor, at: int) -> Tensor:
 @contextlib.contextmanager
 def launches(run: bool = True) -> Iterator[set[str]]:
     """Record the kernels launched inside the context: names, compile-time arguments, and dtypes of inputs."""
-    interface: Any = importlib.import_module("triton.runtime.jit").KernelInterface
-    before, found = interface.__getitem__, set()
+    kernel_type: Any = importlib.import_module("triton.runtime.jit").KernelInterface
+    before, found = kernel_type.__getitem__, set()
 
-    def noting(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def go(*args: Any, **fixed: Any) -> Any:
+    def recording(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **fixed: Any) -> Any:
             types = [str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "-"
                      for x in args if x is None or isinstance(x, Tensor)]
             of = ", ".join(f"{key}={value}" for key, value in sorted(fixed.items()) if key != "enable_fp_fusion")
             found.add(f"{getattr(kernel.fn, '__name__', kernel)}({of}; {' '.join(types)})")  # a peer's may be wrapped
             return before(kernel, grid)(*args, **fixed) if run else None
 
-        return go
+        return launch
 
-    interface.__getitem__ = noting
+    kernel_type.__getitem__ = recording
     try:
         yield found
     finally:
-        interface.__getitem__ = before
+        kernel_type.__getitem__ = before
 
 
 def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, float]:
@@ -113,18 +113,18 @@ def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str
     The example is short, but uses the launch parameters of this shape.
     """
     grad = not case.forward_only
-    rounded = drawn(case, checked(case, shape), device, dtype)
+    rounded = draw_leaves(case, shortened(case, shape), device, dtype)
     exact = {name: x.double().requires_grad_(grad) for name, x in rounded.items()}
     given = {name: x.requires_grad_(grad) for name, x in rounded.items()}
-    wanted = results(lambda x: case.ours(x, "reference"), exact)
+    expected = results(lambda x: case.ours(x, "reference"), exact)
     with launched_for(**launch_sizes(case, shape)):
         found = results(lambda x: case.ours(x, "triton"), given)
-        alone = ahead(case, given)
-    errors = {name: apart(found[name], x) for name, x in wanted.items()}
-    return errors | {f"output {at} alone": apart(y, wanted[f"output {at}"]) for at, y in enumerate(alone)}
+        alone = without_gradients(case, given)
+    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
+    return errors | {f"output {at} alone": relative_error(y, expected[f"output {at}"]) for at, y in enumerate(alone)}
 
 
-class Noted(Exception):
+class LaunchSizes(Exception):
     """Carries the sizes of a call out of it."""
 
 
@@ -132,13 +132,13 @@ def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
     """Return the sizes from which launch parameters of a call of this shape are chosen, without computing."""
 
     def note(op: str, backend: str | None, inputs: Any, sizes: dict[str, int] | None = None, **facts: Any) -> None:
-        raise Noted(sizes or {})
+        raise LaunchSizes(sizes or {})
 
     choose, dispatch.choose = dispatch.choose, note
     try:
         with FakeTensorMode():
-            case.ours(drawn(case, shape, "cpu", torch.float32), "reference")
-    except Noted as error:
+            case.ours(draw_leaves(case, shape, "cpu", torch.float32), "reference")
+    except LaunchSizes as error:
         sizes: dict[str, int] = error.args[0]
         return sizes
     finally:
@@ -146,17 +146,17 @@ def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
     raise AssertionError(f"{case.about} calls no kernel")
 
 
-def ahead(case: Case, leaves: Leaves) -> list[Tensor]:
+def without_gradients(case: Case, leaves: Leaves) -> list[Tensor]:
     """Return outputs computed without gradients, for which kernels are launched differently."""
     with torch.no_grad():
         return tensors(case.ours(leaves, "triton"))
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the larger of the largest error relative to the largest value and the relative error of the norm."""
-    off, wanted = found.double() - wanted.double(), wanted.double()
-    error = max((off.abs().max() / wanted.abs().max().clamp(min=1e-30)).item(),
-                (off.norm() / wanted.norm().clamp(min=1e-30)).item())
+    off, expected = found.double() - expected.double(), expected.double()
+    error = max((off.abs().max() / expected.abs().max().clamp(min=1e-30)).item(),
+                (off.norm() / expected.norm().clamp(min=1e-30)).item())
     return error if math.isfinite(error) and torch.isfinite(off).all() else math.inf
 
 
@@ -171,19 +171,19 @@ def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
     given = {name: x.detach().requires_grad_(not case.forward_only) for name, x in leaves.items()}
     part = {name: (x if name in case.shared else x[rows]).detach().float().requires_grad_(not case.forward_only)
             for name, x in leaves.items()}
-    found, wanted = tensors(case.ours(given, "triton")), tensors(case.ours(part, "torch"))
-    errors = {f"output {at}": apart(x[rows], y) for at, (x, y) in enumerate(zip(found, wanted, strict=True))}
-    alone = ahead(case, given)
-    errors |= {f"output {at} alone": apart(x[rows], wanted[at]) for at, x in enumerate(alone)}
+    found, expected = tensors(case.ours(given, "triton")), tensors(case.ours(part, "torch"))
+    errors = {f"output {at}": relative_error(x[rows], y) for at, (x, y) in enumerate(zip(found, expected, strict=True))}
+    alone = without_gradients(case, given)
+    errors |= {f"output {at} alone": relative_error(x[rows], expected[at]) for at, x in enumerate(alone)}
     if not case.forward_only:
-        narrow = [cotangent(y, at).to(x.dtype) for at, (x, y) in enumerate(zip(found, wanted, strict=True))]
+        narrow = [cotangent(y, at).to(x.dtype) for at, (x, y) in enumerate(zip(found, expected, strict=True))]
         wide = [torch.zeros_like(x) for x in found]
         for x, y in zip(wide, narrow, strict=True):
             x[rows] = y
         of_all = torch.autograd.grad(found, [*given.values()], wide)
-        of_part = torch.autograd.grad(wanted, [*part.values()], [y.float() for y in narrow])
+        of_part = torch.autograd.grad(expected, [*part.values()], [y.float() for y in narrow])
         for name, x, y in zip(given, of_all, of_part, strict=True):
-            errors[f"gradient of {name}"] = apart(x if name in case.shared else x[rows], y)
+            errors[f"gradient of {name}"] = relative_error(x if name in case.shared else x[rows], y)
             if name not in case.shared and batch > 2 and x[1:-1].any():
                 errors[f"gradient of {name}, between"] = math.inf
     worst = max(errors, key=errors.__getitem__)
@@ -193,7 +193,7 @@ def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
 # --- timing ---------------------------------------------------------------------------------------------------------
 
 
-class Took(NamedTuple):
+class Timing(NamedTuple):
     ms: float
     late: bool  # the pause ended before all calls were queued, so the figure may include time in Python
 
@@ -217,11 +217,11 @@ class Clock:
         torch.cuda.synchronize()
         return 4e6 / start.elapsed_time(end)
 
-    def __call__(self, call: Callable[[], Any]) -> Took:
+    def __call__(self, call: Callable[[], Any]) -> Timing:
         if not self.cuda:
             start = time.perf_counter()
             call()
-            return Took(1e3 * (time.perf_counter() - start), False)
+            return Timing(1e3 * (time.perf_counter() - start), False)
         queueing = []
         for _ in range(3):
             torch.cuda.synchronize()
@@ -232,7 +232,7 @@ class Clock:
         first = self._events(call, 3, pause).ms
         return self._events(call, max(5, min(50, int(60 / max(first, 1e-3)))), pause)
 
-    def _events(self, call: Callable[[], Any], times: int, pause: float) -> Took:
+    def _events(self, call: Callable[[], Any], times: int, pause: float) -> Timing:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
         late = 0
         for start, end in pairs:
@@ -243,7 +243,7 @@ class Clock:
             end.record()
             late += start.query()
         torch.cuda.synchronize()
-        return Took(statistics.median(start.elapsed_time(end) for start, end in pairs), 2 * late > times)
+        return Timing(statistics.median(start.elapsed_time(end) for start, end in pairs), 2 * late > times)
 
 
 def machine(device: str) -> Iterator[dict[str, Any]]:
@@ -257,19 +257,19 @@ def machine(device: str) -> Iterator[dict[str, Any]]:
     a = torch.randn(size, size, device=device).bfloat16()
     product = size**3 / (clock(lambda: a @ a).ms / 1e3)
     processors = torch.cuda.get_device_properties(0).multi_processor_count if clock.cuda else 1
-    most = {"copy_bytes_per_s": copy, "bf16_products_per_s": product, "special_functions_per_s": EXPS * processors}
-    yield {"device": torch.cuda.get_device_name() if clock.cuda else "CPU", "ceilings": most}
+    limits = {"copy_bytes_per_s": copy, "bf16_products_per_s": product, "special_functions_per_s": EXPS * processors}
+    yield {"device": torch.cuda.get_device_name() if clock.cuda else "CPU", "ceilings": limits}
 
 
-def yardstick(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, float]:
+def yardstick(case: Case, shape: Shape, limits: dict[str, float]) -> tuple[float, float]:
     """Return lower bounds of forward and of both passes, in ms: the time of the traffic or of the arithmetic."""
     out = []
     for at in (0, 1):
-        each = [case.moved(shape)[at] / most["copy_bytes_per_s"]]
+        each = [case.traffic(shape)[at] / limits["copy_bytes_per_s"]]
         if case.exps:
-            each.append(case.exps(shape)[at] / most["special_functions_per_s"])
+            each.append(case.exps(shape)[at] / limits["special_functions_per_s"])
         if case.products:
-            each.append(case.products(shape)[at] / most["bf16_products_per_s"])
+            each.append(case.products(shape)[at] / limits["bf16_products_per_s"])
         out.append(1e3 * max(each))
     return out[0], out[0] + out[1]
 
@@ -286,7 +286,7 @@ class Candidate(NamedTuple):
 def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candidate]) -> Iterator[dict[str, Any]]:
     """Yield one record per candidate, with medians of three turns (one in a rehearsal), or with its error."""
     ready: dict[str, tuple[Callable[[], Any], ...]] = {}
-    runs: dict[str, list[list[Took]]] = {}
+    runs: dict[str, list[list[Timing]]] = {}
     launched: dict[str, list[str]] = {}
     for turn in range(4 if clock.cuda else 2):
         for name, candidate in candidates.items():
@@ -298,7 +298,7 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
                     runs[name][at].append(clock(run))
             except Exception as error:  # reported in the table
                 ready.pop(name, None)
-                yield {"candidate": name, "left_out": said(error)}
+                yield {"candidate": name, "left_out": first_line(error)}
     for name, passes in ready.items():
         record: dict[str, Any] = {"candidate": name, "left_out": None, "peak_mb": None}
         for field, turns in zip(("forward", "both"), runs[name], strict=False):
@@ -325,7 +325,7 @@ def _prepared(
     return passes, sorted(found)
 
 
-def own(case: Case) -> dict[str, Candidate]:
+def own_candidates(case: Case) -> dict[str, Candidate]:
     ours: Call = lambda x: case.ours(x, "triton")  # noqa: E731
     out = {OURS: Candidate(dict, ours)}
     return out | ({AS_TORCH: Candidate(dict, lambda x: case.ours(x, "torch"))} if case.has_torch else {})
@@ -343,7 +343,7 @@ def _passes(case: Case, leaves: Leaves, call: Call) -> tuple[Callable[[], Any], 
     return alone, lambda: both_passes(call, leaves, cotangents)
 
 
-def said(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}".rstrip(": ")
 
 
@@ -356,7 +356,7 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterat
         with launches() as found:
             errors = check(case, dtype, device, shape)
     except Exception as error:  # reported in the table; other cases continue
-        yield {"ok": False, "failed": said(error)}
+        yield {"ok": False, "failed": first_line(error)}
         return
     worst = max(errors, key=errors.__getitem__)
     yield {"ok": errors[worst] <= BARS[dtype], "worst": worst, "launches": sorted(found)} | {
@@ -369,13 +369,13 @@ def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[st
     """Time one peer, or seqblocks (peer ""), whose results are also compared at this shape."""
     case, clock = CASES[key], Clock(device)
     dtype = torch.bfloat16 if clock.cuda else torch.float32
-    given = drawn(case, shape, device, dtype)
+    given = draw_leaves(case, shape, device, dtype)
     if peer:
         of = case.peers[peer]
         for record in timed(case, given, clock, {peer: Candidate(of.change, of.call)}):
-            yield record | ({} if record["left_out"] else beside(case, of, given))
+            yield record | ({} if record["left_out"] else distance_from_ours(case, of, given))
         return
-    for record in timed(case, given, clock, own(case)):
+    for record in timed(case, given, clock, own_candidates(case)):
         if record["candidate"] == OURS and not record["left_out"]:
             try:
                 error, worst = compare(case, given)
@@ -383,19 +383,20 @@ def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[st
             except torch.OutOfMemoryError:
                 record["compared"] = None  # not enough memory to compare; the checks are sufficient
             except Exception as error:
-                record |= {"compared": None, "ok": False, "worst": said(error)}
+                record |= {"compared": None, "ok": False, "worst": first_line(error)}
         yield record
 
 
-def beside(case: Case, peer: Peer, given: Leaves) -> dict[str, Any]:
+def distance_from_ours(case: Case, peer: Peer, given: Leaves) -> dict[str, Any]:
     """Return how far a peer's output is from ours: a large distance means that it computes something else."""
     if peer.back is None:
         return {}
     try:
         with torch.no_grad():
-            return {"compared": apart(peer.back(peer.call(peer.change(given))), tensors(case.ours(given, "triton"))[0])}
+            output = peer.back(peer.call(peer.change(given)))
+            return {"compared": relative_error(output, tensors(case.ours(given, "triton"))[0])}
     except Exception as error:
-        return {"compared": None, "worst": said(error)}
+        return {"compared": None, "worst": first_line(error)}
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -412,15 +413,15 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _head(results: dict[str, Any]) -> list[str]:
-    most = results["ceilings"]
+    limits = results["ceilings"]
     return [
         f"# {results['device']}, {results['date']}",
         "",
         f"{', '.join(results['versions'])}; bfloat16. Written by `benchmarks/gpu.py`."
         + (" A rehearsal on a CPU: no figure means anything." if results["rehearsed"] else ""),
         "",
-        f"Measured limits: {most['copy_bytes_per_s'] / 1e12:.2f} TB/s copied (bytes read plus bytes written), and",
-        f"{2 * most['bf16_products_per_s'] / 1e12:.0f} TFLOP/s in a bfloat16 product of 8,192.",
+        f"Measured limits: {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s copied (bytes read plus bytes written), and",
+        f"{2 * limits['bf16_products_per_s'] / 1e12:.0f} TFLOP/s in a bfloat16 product of 8,192.",
     ]
 
 
@@ -515,8 +516,8 @@ def found_cuda() -> bool:
 
 
 def rehearsed(shape: Shape) -> Shape:
-    most = {"B": 2, "H": 4 if "M" in shape else 1, "N": 4, "M": 2, "D": 16}  # H: of Centaurus, features
-    return {name: min(size, most.get(name, 8)) for name, size in shape.items()}
+    limits = {"B": 2, "H": 4 if "M" in shape else 1, "N": 4, "M": 2, "D": 16}  # H: of Centaurus, features
+    return {name: min(size, limits.get(name, 8)) for name, size in shape.items()}
 
 
 def as_text(shape: Shape) -> str:
@@ -535,7 +536,7 @@ def cells(chosen: list[str], device: str) -> list[tuple[str, Shape]]:
     return [(key, shape) for key in chosen for shape in CASES[key].shapes]
 
 
-def absent(peer: Peer) -> bool:
+def is_missing(peer: Peer) -> bool:
     return bool(peer.module) and importlib.util.find_spec(peer.module) is None
 
 
@@ -575,9 +576,9 @@ class Run:
         mine = [r for r in results["times"] if r["candidate"] == OURS]
         bad = [r for r in mine if r["left_out"] or not r.get("ok", True)]
         results["wrong"] += [f"{r['case']} ({as_text(r['shape'])})" for r in bad]
-        sound = {text for r in results["checks"] if r["ok"] for text in r["launches"]}
-        sound |= {text for r in mine if r.get("ok") for text in r["launches"]}
-        results["unchecked"] = sorted({text for r in mine for text in r.get("launches", ()) if text not in sound})
+        verified = {text for r in results["checks"] if r["ok"] for text in r["launches"]}
+        verified |= {text for r in mine if r.get("ok") for text in r["launches"]}
+        results["unchecked"] = sorted({text for r in mine for text in r.get("launches", ()) if text not in verified})
 
     def measure(self) -> None:
         for _, found in records(machine, [(self.device,)], 1, self.end, 120.0):
@@ -594,7 +595,7 @@ class Run:
             if isinstance(found, Late):  # not a failure
                 self.results["left_out"].append(f"the check of {key} in {about['dtype']} ({as_text(shape)})")
             elif isinstance(found, Exception):
-                self.add("checks", {**about, "ok": False, "failed": said(found)})
+                self.add("checks", {**about, "ok": False, "failed": first_line(found)})
             else:
                 self.add("checks", about | found)
         self.save()
@@ -603,7 +604,7 @@ class Run:
         jobs = []
         for key, shape in cells(self.chosen, self.device):
             for name in CASES[key].peers if peers else ("",):
-                if name and absent(CASES[key].peers[name]):
+                if name and is_missing(CASES[key].peers[name]):
                     self.add("times", {"candidate": name, "left_out": "not installed", "case": key, "shape": shape})
                 else:
                     jobs.append((key, shape, name, self.device))
@@ -613,7 +614,7 @@ class Run:
             if isinstance(found, Late):
                 self.results["left_out"].append(f"{name or OURS} in {key} ({as_text(shape)})")
             elif isinstance(found, Exception):
-                self.add("times", {"candidate": name or OURS, "left_out": said(found), **about})
+                self.add("times", {"candidate": name or OURS, "left_out": first_line(found), **about})
             else:
                 least = yardstick(CASES[key], shape, self.results["ceilings"])
                 self.add("times", found | about | {"yardstick_ms": least})

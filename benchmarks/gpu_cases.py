@@ -41,8 +41,8 @@ class Case(NamedTuple):
     short: upper limits of sizes in a check, whose launches are still chosen for the whole shape. draw(shape) returns
     the leaves; those named in `narrow` take the dtype under test, those in `shared` have no batch axis.
     ours(leaves, backend) computes the outputs. Each of the following returns a pair, for forward and backward:
-    moved(shape): the bytes that must be read and written, at two bytes per number; exps(shape): evaluations of special
-    functions; products(shape): multiply-accumulates.
+    traffic(shape): the bytes that must be read and written, at two bytes per number; exps(shape): evaluations of
+    special functions; products(shape): multiply-accumulates.
     """
 
     about: str
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     draw: Callable[[Shape], Leaves]
     narrow: tuple[str, ...]
     ours: Callable[[Leaves, str | None], Any]
-    moved: Callable[[Shape], tuple[float, float]]
+    traffic: Callable[[Shape], tuple[float, float]]
     shared: tuple[str, ...] = ()
     peers: dict[str, Peer] = {}  # noqa: RUF012  # read only
     exps: Callable[[Shape], tuple[float, float]] | None = None
@@ -69,7 +69,7 @@ def normal(*shape: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=generator) * scale + shift
 
 
-def drawn(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Leaves:
+def draw_leaves(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Leaves:
     """Return the leaves of a case, drawn on the device, which is faster than copying them there."""
     global _seeds
     _seeds = itertools.count()
@@ -77,7 +77,7 @@ def drawn(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Leaves:
         return {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in case.draw(shape).items()}
 
 
-def checked(case: Case, shape: Shape) -> Shape:
+def shortened(case: Case, shape: Shape) -> Shape:
     return {name: min(size, case.short.get(name, size)) for name, size in shape.items()}
 
 
@@ -121,7 +121,7 @@ def as_heads_of_128(x: Leaves) -> Leaves:
     return {name: x["v"].reshape(B, S, -1, min(128, H * D)).transpose(1, 2).contiguous() for name in "qkv"}
 
 
-def moved_mlstm(s: Shape) -> tuple[float, float]:
+def traffic_mlstm(s: Shape) -> tuple[float, float]:
     tokens = s["B"] * s["S"] * s["H"]
     return tokens * (4 * s["DK"] + 4 * s["DV"] + 8), tokens * (8 * s["DK"] + 6 * s["DV"] + 16)
 
@@ -175,7 +175,7 @@ def fla_chunks(x: Leaves) -> Any:
     return (chunk_gla if per_key else chunk_simple_gla)(q, k, v, g)[0]
 
 
-def moved_linear_attention(s: Shape) -> tuple[float, float]:
+def traffic_linear_attention(s: Shape) -> tuple[float, float]:
     tokens, of_decay = s["B"] * s["S"] * s["H"], 4 * (s["K"] if s["per_key"] else 1) + 4 * s["delta"]
     return (
         tokens * (4.0 * s["K"] + 4 * s["V"] + of_decay), tokens * (8.0 * s["K"] + 6 * s["V"] + 2 * of_decay)
@@ -199,7 +199,7 @@ def linear_attention_case(about: str, per_key: bool, delta: bool, widths: tuple[
     fixed = {"H": heads, "K": K, "V": V, "per_key": int(per_key), "delta": int(delta)}
     return Case(
         about, [{"B": 65536 // S, "S": S, **fixed} for S in (2048, 16384)], {"B": 1, "S": 400, "H": 2},
-        draw_linear_attention, ("q", "k", "v"), ours_linear_attention, moved_linear_attention,
+        draw_linear_attention, ("q", "k", "v"), ours_linear_attention, traffic_linear_attention,
         peers={"fla, chunks": Peer("fla", dict, fla_chunks, lambda y: y)}, products=products_linear_attention,
     )
 
@@ -229,7 +229,7 @@ def flashrnn_fused(x: Leaves) -> Any:
     return flashrnn(**x, function="slstm", backend="cuda_fused", dtype="bfloat16")[0]
 
 
-def moved_slstm(s: Shape) -> tuple[float, float]:
+def traffic_slstm(s: Shape) -> tuple[float, float]:
     wide = s["B"] * s["S"] * s["H"] * s["D"]
     return 10.0 * wide, 18.0 * wide  # gates in and y out; gates, dy in and gradients of the gates out
 
@@ -266,7 +266,7 @@ def mamba_ssm(x: Leaves) -> Any:
     return selective_scan_fn(x["u"], x["dt"], x["A"], x["B"], x["C"], x["D"], x["z"], x["dt_bias"], True)
 
 
-def moved_scan(s: Shape) -> tuple[float, float]:
+def traffic_scan(s: Shape) -> tuple[float, float]:
     wide = s["B"] * s["S"] * s["E"]
     return 8.0 * wide, 14.0 * wide  # u, dt, z, y; u, dt, z, dy, du, ddt, dz
 
@@ -298,7 +298,7 @@ def causal_conv1d(x: Leaves) -> Any:
     return causal_conv1d_fn(**x, activation="silu")
 
 
-def moved_rows(s: Shape) -> tuple[float, float]:
+def traffic_rows(s: Shape) -> tuple[float, float]:
     """Return the bytes of x and y in the forward pass, and of x, dy and dx in the backward pass."""
     wide = s["B"] * s["S"] * s["D"]
     return 4.0 * wide, 6.0 * wide
@@ -352,8 +352,8 @@ def ours_dws(x: Leaves, backend: str | None) -> Any:
     return kernels.centaurus(**x, mode="dws", backend=backend)  # type: ignore[arg-type]
 
 
-def moved_centaurus(s: Shape) -> tuple[float, float]:
-    return moved_rows({**s, "D": s["H"]})
+def traffic_centaurus(s: Shape) -> tuple[float, float]:
+    return traffic_rows({**s, "D": s["H"]})
 
 
 def turned(y: Tensor) -> Tensor:
@@ -376,29 +376,29 @@ CASES = {
     "mlstm": Case(
         "mLSTM of a 1.3B model: 4 heads, 256 by 512, 65,536 tokens in all",
         [{"B": 65536 // S, "S": S, "H": 4, "DK": 256, "DV": 512} for S in LENGTHS], {"B": 1, "S": 1040, "H": 2},
-        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
+        draw_mlstm, ("q", "k", "v"), ours_mlstm, traffic_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
     ),
     "scan": Case(
         "selective scan of a 1.3B model: 4,096 channels of 16 states, 32,768 tokens in all",
         [{"B": 32768 // S, "S": S, "E": 4096, "N": 16} for S in LENGTHS], {"B": 2, "S": 400},
-        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
+        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, traffic_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
     ),
     "slstm": Case(
         "sLSTM, 16 sequences of 2,048 tokens, 4 heads; of 512 in a 1.3B model",
         [{"B": 16, "S": 2048, "H": 4, "D": D} for D in (64, 128, 256, 512)], {"S": 48},
-        draw_slstm, ("i", "f", "z", "o"), ours_slstm, moved_slstm, ("recurrent", "bias"),
+        draw_slstm, ("i", "f", "z", "o"), ours_slstm, traffic_slstm, ("recurrent", "bias"),
         {"flashrnn": Peer("flashrnn", for_flashrnn, flashrnn_fused, lambda y: y[0])},
     ),
     "conv": Case(
         "causal convolution of 4 taps with SiLU, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096, "K": 4}], {"B": 2, "S": 208},
-        draw_conv, ("x", "weight", "bias"), ours_conv, moved_rows, ("weight", "bias"),
+        draw_conv, ("x", "weight", "bias"), ours_conv, traffic_rows, ("weight", "bias"),
         {"causal-conv1d": Peer("causal_conv1d", for_causal_conv1d, causal_conv1d, turned)},
     ),
     "norm": Case(
         "norm of 4 heads, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
-        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, ("weight", "bias"), has_torch=True,
+        draw_norm, ("x", "weight", "bias"), ours_norm, traffic_rows, ("weight", "bias"), has_torch=True,
     ),
     "gated_delta": linear_attention_case(
         "Gated DeltaNet, 16 heads of 128, 65,536 tokens in all", False, True, (128, 128), 16),
@@ -410,18 +410,18 @@ CASES = {
         "mLSTM, 8 heads of 128, and the patches of a small vision model",
         [{"B": 8, "S": 2048, "H": 8, "DK": 128, "DV": 128}, {"B": 64, "S": 196, "H": 4, "DK": 192, "DV": 192}],
         {"B": 2, "S": 1040, "H": 2},
-        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
+        draw_mlstm, ("q", "k", "v"), ours_mlstm, traffic_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
     ),
     "scan_once": Case(
         "selective scan of a small vision model, left to right",
         [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2},
-        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
+        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, traffic_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
     ),
     "scan_both_ways": Case(
         "the same in both directions, added",
         [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2},
         draw_scan, ("u", "dt", "z", "B", "C"), ours_both_ways,
-        lambda s: (2 * moved_scan(s)[0], 2 * moved_scan(s)[1]), SCAN_SHARED,
+        lambda s: (2 * traffic_scan(s)[0], 2 * traffic_scan(s)[1]), SCAN_SHARED,
         exps=lambda s: (2 * exps_scan(s)[0], 2 * exps_scan(s)[1]),
     ),
     "mlstm_step": Case(
@@ -440,16 +440,16 @@ CASES = {
     "linear": Case(
         "product by blocks of 4, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
-        draw_linear, ("x", "weight"), ours_linear, moved_rows, ("weight",), has_torch=True,
+        draw_linear, ("x", "weight"), ours_linear, traffic_rows, ("weight",), has_torch=True,
     ),
     "centaurus_neck": Case(
         "Centaurus, mode neck, 512 features, 512 channels of 4",
         [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
-        draw_centaurus, ("x",), ours_neck, moved_centaurus, CENTAURUS_SHARED, has_torch=True,
+        draw_centaurus, ("x",), ours_neck, traffic_centaurus, CENTAURUS_SHARED, has_torch=True,
     ),
     "centaurus_dws": Case(
         "Centaurus, mode dws, 512 features and channels of 4",
         [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
-        draw_dws, ("x",), ours_dws, moved_centaurus, CENTAURUS_SHARED, has_torch=True,
+        draw_dws, ("x",), ours_dws, traffic_centaurus, CENTAURUS_SHARED, has_torch=True,
     ),
 }

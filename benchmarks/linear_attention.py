@@ -295,20 +295,20 @@ def timed(runs: dict[str, Run], x: Leaves, work: Callable[[Run, Leaves], None]) 
 
 def compared(case: Case, x: Leaves) -> tuple[dict[str, Run], dict[str, str]]:
     """Return the candidates whose outputs equal ours, and the reasons why the others are left out."""
-    runs, absent = {}, {}
+    runs, missing = {}, {}
     with torch.no_grad():
         expected = case.candidates[LOOP]()(x)
         for name, maker in case.candidates.items():
             try:
                 runs[name] = maker()
             except ImportError:
-                absent[name] = "not installed"
+                missing[name] = "not installed"
                 continue
             error = (runs[name](x) - expected).abs().max() / expected.abs().max()
             if not error <= TOLERANCE:
-                absent[name] = f"other outputs: {error:.0e} of the largest"
+                missing[name] = f"other outputs: {error:.0e} of the largest"
                 del runs[name]
-    return runs, absent
+    return runs, missing
 
 
 def measure(key: str, lengths: list[int]) -> list[dict[str, Any]]:
@@ -318,11 +318,11 @@ def measure(key: str, lengths: list[int]) -> list[dict[str, Any]]:
         runs, absent = compared(CASES[key], CASES[key].draw(256))
         if length != lengths[0]:  # for the growth of time per token
             runs = {OURS: runs[OURS]}
-        ahead, whole = timed(runs, x, forward), timed(runs, x, both)
+        forward_times, both_times = timed(runs, x, forward), timed(runs, x, both)
         for name in [*runs, *(absent if length == lengths[0] else ())]:
             record = {"case": key, "length": length, "candidate": name, "left_out": absent.get(name)}
             if name in runs:
-                record |= {"forward": ahead[name], "both": whole[name]}
+                record |= {"forward": forward_times[name], "both": both_times[name]}
             print(json.dumps(record), file=sys.stderr)
             records.append(record)
     return records

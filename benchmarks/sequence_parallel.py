@@ -50,17 +50,17 @@ class Recorder(Relay):
 
     def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
         start = time.process_time()
-        move = self._transition(step.op, p, call, inputs)
+        transition = self._transition(step.op, p, call, inputs)
         summarised = time.process_time()
         state = self._initial(step, inputs)
-        after = move(state) if move else state
-        moved = time.process_time()
+        after = transition(state) if transition else state
+        transitioned = time.process_time()
         y = step.op.forward(p, call, *inputs)[0]
         end = time.process_time()
-        summary = summarised - start if step.op.summary_cost and move else 0.0
-        can = moved - summarised if move else float("nan")
+        summary = summarised - start if step.op.summary_cost and transition else 0.0
+        can = transitioned - summarised if transition else float("nan")
         size = sum(t.numel() * t.element_size() for t in after.values())
-        self.steps.append(Step(start - self.since, end - moved, summary, can, size))
+        self.steps.append(Step(start - self.since, end - transitioned, summary, can, size))
         self.since = time.process_time()
         return y
 

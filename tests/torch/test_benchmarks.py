@@ -216,7 +216,7 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
 
     def launched(case: Any, shape: dict[str, int], **sizes: int) -> set[str]:
         with FakeTensorMode(), launched_for(**sizes), gpu.launches(run=False) as found:
-            leaves = gpu.drawn(case, shape, "cpu", torch.bfloat16)
+            leaves = gpu.draw_leaves(case, shape, "cpu", torch.bfloat16)
             for passes in gpu._passes(case, leaves, lambda x: case.ours(x, "triton")):
                 passes()
         return set(found)
@@ -225,7 +225,7 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
         for shape in case.shapes:
             timed = launched(case, shape)
             assert timed
-            assert timed <= launched(case, gpu.checked(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
+            assert timed <= launched(case, gpu.shortened(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
 
 
 def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
@@ -234,7 +234,7 @@ def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
     shape = gpu.rehearsed(case.shapes[0])
     assert max(gpu.check(case, torch.float32, "cpu", shape).values()) <= 1e-4
     assert gpu.check(wrong, torch.float32, "cpu", shape)["output 0"] > 5e-3
-    leaves = gpu.drawn(case, shape, "cpu", torch.float32)
+    leaves = gpu.draw_leaves(case, shape, "cpu", torch.float32)
     assert gpu.compare(case, leaves)[0] <= 1e-4
     assert gpu.compare(wrong, leaves)[0] > 5e-3
 
@@ -242,7 +242,7 @@ def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
 def test_the_gpu_benchmark_detects_mixed_up_sequences(gpu: ModuleType) -> None:
     """Timing compares only two sequences, so the others must not affect them, nor be affected by them."""
     case = gpu.CASES["conv"]
-    leaves = gpu.drawn(case, {"B": 4, "S": 6, "D": 16, "K": 4}, "cpu", torch.float32)
+    leaves = gpu.draw_leaves(case, {"B": 4, "S": 6, "D": 16, "K": 4}, "cpu", torch.float32)
     mixed = case._replace(ours=lambda x, b: case.ours(x, "torch").roll(1 if b == "triton" else 0, 0))
     assert gpu.compare(mixed, leaves)[0] > 0.1
     leaking = case._replace(ours=lambda x, b: case.ours({**x, "x": x["x"] + 0.0 * x["x"].sum(0)}, "torch"))
