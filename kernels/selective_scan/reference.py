@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register, transformed
+from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
@@ -21,9 +21,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
-    """Return the run function of an implementation, given its bare scan.
+    """Return the run function of an implementation, given its scan of grouped channels.
 
-    It adds dtypes, groups, the softplus of the step, the skip and the gate.
+    It groups the channels, converts matrices and states to the dtype of the scan, and handles dead tokens.
     """
 
     def run(
@@ -34,10 +34,10 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         kinds = [TOKENS, TOKENS, SHARED, *(SHARED if x.dim() == 2 else TOKENS for x in (B, C))]
         kinds += [SHARED, TOKENS, SHARED, STATE]
         options: dict[str, Any] = {"softplus": softplus, "resets": resets, "reverse": reverse}
-        y, last = contained(lambda *x: whole(*x, **options), tensors, kinds, resets, reverse)
+        y, last = contained(lambda *x: grouped(*x, **options), tensors, kinds, resets, reverse)
         return y, last
 
-    def whole(
+    def grouped(
         u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None, *, softplus: bool, resets: Tensor | None, reverse: bool,
     ) -> Pair:
@@ -48,28 +48,22 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         groups = groups_of(B, C)
         if any(x.dim() == 2 for x in (B, C)):
             groups = E  # A constant matrix is different for each channel.
-        step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
         h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
         y, last = scan(
-            u.to(real).unflatten(-1, (groups, -1)),
-            (F.softplus(step) if softplus else step).unflatten(-1, (groups, -1)),
+            u.unflatten(-1, (groups, -1)),
+            dt.unflatten(-1, (groups, -1)),
             A.to(kind).view(groups, E // groups, N),
             per_token(B.to(kind), u.shape, groups),
             per_token(C.to(kind), u.shape, groups),
+            None if D is None else D.to(real).view(groups, -1),
+            None if z is None else z.unflatten(-1, (groups, -1)),
+            None if dt_bias is None else dt_bias.to(real).view(groups, -1),
             h.view(-1, groups, E // groups, N),
             None if resets is None else resets.bool(),
+            softplus,
             reverse,
         )
-        y = y.flatten(2)
-        # In place unless a derivative or transform needs y: for a long sequence, allocating takes longer than adding.
-        in_place = not torch.is_grad_enabled() and not transformed()
-        if D is not None:
-            skip = (D.to(real), u.to(real))
-            y = y.addcmul_(*skip) if in_place else torch.addcmul(y, *skip)
-        if z is not None:
-            gate = F.silu(z.to(real))
-            y = y.mul_(gate) if in_place else y * gate
-        return y.to(u.dtype), last.flatten(1, 2)
+        return y.flatten(2), last.flatten(1, 2)
 
     return run
 
@@ -88,13 +82,29 @@ def per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
     return x.repeat_interleave(groups // x.shape[2], 2) if x.shape[2] != groups else x
 
 
-def run(
+def scan(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+) -> Pair:
+    """Return y [B, S, G, E/G] in the dtype of u, and the last state.
+
+    u, dt, z [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], D, dt_bias [G, E/G], state [B, G, E/G, N]. A, B, C and
+    the state may be complex. All but u, dt and z have the dtype in which the scan is computed.
+    """
+    real = A.real.dtype
+    step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias
+    y, last = states(u.to(real), F.softplus(step) if softplus else step, A, B, C, state, resets, reverse)
+    if D is not None:
+        y = torch.addcmul(y, D, u.to(real))
+    if z is not None:
+        y = y * F.silu(z.to(real))
+    return y.to(u.dtype), last
+
+
+def states(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> Pair:
-    """Run the bare scan and return y [B, S, G, E/G] and the last state.
-
-    u, dt [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], state [B, G, E/G, N]; A, B, C and state may be complex.
-    """
+    """Run the scan without softplus, skip and gate, and return y [B, S, G, E/G] and the last state."""
     with without_autocast(u.device.type):
         if u.shape[1] == 0:
             return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
@@ -109,4 +119,4 @@ def run(
     return y, last[0]
 
 
-register("selective_scan", "reference", complete(run), always("the recurrent definition runs wherever torch does"))
+register("selective_scan", "reference", complete(scan), always("the recurrent definition runs wherever torch does"))

@@ -1,24 +1,27 @@
 """The selective scan chunk by chunk, with its derivative written out.
 
 Within a chunk, the decays exp(dt A) and the inputs dt u B of all tokens are computed at once, and one fused call per
-token runs the recurrence in place. Only the states between chunks are saved for the backward pass, which recomputes
-those within a chunk, so the working memory is that of one chunk for any length.
+token runs the recurrence in place. The softplus of the step, the skip and the gate are computed in the same chunks.
+Only the states between chunks are saved for the backward pass, which recomputes everything else, so the working memory
+is that of one chunk for any length.
 
 States have the layout [L, B, G, N, E], tokens first and channels last: those of a token are contiguous, and a sum over
 the N states of a channel is a sum of rows. Without MKL's exponential, exp2 takes a quarter of the time of exp.
 
-With g_t the gradient of h_t, running backwards g_t = dy_t C_t + exp(dt_(t+1) A) g_(t+1):
+With dy the gradient of the output before the gate and g_t that of h_t, running backwards g_t = dy_t C_t + exp(dt_(t+1) A) g_(t+1):
 
     d(dt u)_t = sum_n g_t B_t      dB_t = sum_e g_t dt u      dC_t = sum_e dy_t h_t
     p_t = g_t h_(t-1) exp(dt_t A)  d(dt)_t += sum_n p_t A     dA += sum_bt p_t dt_t
+    du_t += D dy_t                 dD += sum_bt dy_t u_t
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import register
@@ -43,19 +46,49 @@ def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
     return spans[::-1] if reverse else spans
 
 
+class _Part(NamedTuple):
+    """The inputs of a chunk in the dtype of the scan, [L, B, G, E]. raw: the steps before the softplus."""
+
+    u: Tensor
+    raw: Tensor
+    step: Tensor
+
+
 class _Tokens:
     """The inputs with tokens first, [S, B, G, E or N], and working memory for the decays and states of a chunk."""
 
     def __init__(
-        self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, resets: Tensor | None, reverse: bool, buffers: int
+        self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        dt_bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, buffers: int,
     ) -> None:
         self.u, self.dt, self.B, self.C = (x.transpose(0, 1) for x in (u, dt, B, C))
+        self.z = None if z is None else z.transpose(0, 1)
         self.A = A.transpose(1, 2).contiguous()  # [G, N, E]
+        self.D, self._bias, self._softplus = D, dt_bias, softplus
         self._exponents = self.A * math.log2(math.e)
         self._resets, self._reverse, self._begins = resets, reverse, reset_times(resets, u.shape[1])
         self.spans = _spans(u, A.shape[-1], reverse)
         L, (Bs, _, G, E) = min(_length(u, A.shape[-1]), u.shape[1]), u.shape
-        self.memory = u.new_empty(buffers, L, Bs, G, A.shape[-1], E)
+        self.memory = A.new_empty(buffers, L, Bs, G, A.shape[-1], E)
+
+    def part(self, a: int, b: int) -> _Part:
+        """Return the inputs of tokens a to b."""
+        u, raw = (x[a:b].to(self.A.dtype) for x in (self.u, self.dt))
+        raw = raw if self._bias is None else raw + self._bias
+        return _Part(u, raw, F.softplus(raw) if self._softplus else raw)
+
+    def gate(self, a: int, b: int) -> Tensor | None:
+        """Return the gates of tokens a to b before the SiLU."""
+        return None if self.z is None else self.z[a:b].to(self.A.dtype)
+
+    def through_softplus(self, grad: Tensor, part: _Part) -> Tensor:
+        """Return the gradient of the steps before the softplus."""
+        return torch.ops.aten.softplus_backward(grad, part.raw, 1, 20) if self._softplus else grad
+
+    def outputs(self, states: Tensor, part: _Part, a: int, b: int) -> Tensor:
+        """Return the outputs [L, B, G, E] of tokens a to b, before the gate."""
+        y = _over_states(self.C[a:b], states)
+        return y if self.D is None else y.addcmul_(self.D, part.u)
 
     def begins(self, t: int) -> Tensor | None:
         """Return a mask [B, 1, 1, 1], true where a sequence begins at token t, or None if none does."""
@@ -69,13 +102,13 @@ class _Tokens:
             return None
         return self._resets[:, a:b].t()[..., None, None, None]
 
-    def run(self, h: Tensor, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, h: Tensor, part: _Part, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the decays and states [L, B, G, N, E] of a chunk, and dt u [L, B, G, E].
 
         h [B, G, N, E]: the state before the chunk.
         """
-        step, (decay, states) = self.dt[a:b], self.memory[:2, : b - a]
-        scaled = step * self.u[a:b]
+        step, (decay, states) = part.step, self.memory[:2, : b - a]
+        scaled = step * part.u
         torch.mul(step.unsqueeze(-2), self._exponents, out=decay).exp2_()
         torch.mul(scaled.unsqueeze(-2), self.B[a:b].unsqueeze(-1), out=states)
         tokens = list(zip(range(a, b), decay.unbind(0), states.unbind(0), strict=True))
@@ -114,51 +147,65 @@ def _over_channels(states: Tensor, x: Tensor, memory: Tensor) -> Tensor:
 
 @custom_op("seqblocks::selective_scan")
 def _scan(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, resets: Tensor | None, reverse: bool
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the last state, and the states between chunks, [chunks, B, G, N, E] flattened.
 
     They are flattened because a compiler specialises on an axis of length 1, and there may be one chunk.
     """
     with without_autocast(u.device.type):
-        scan = _Tokens(u, dt, A, B, C, resets, reverse, 2)
+        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2)
         h = h0.transpose(2, 3).contiguous()
         y, between = torch.empty_like(u), h.new_empty(len(scan.spans), *h.shape)
         for at, (a, b) in enumerate(scan.spans):
             between[at] = h
-            _, states, _ = scan.run(between[at], a, b)
-            y[:, a:b] = _over_states(scan.C[a:b], states).transpose(0, 1)
+            part = scan.part(a, b)
+            _, states, _ = scan.run(between[at], part, a, b)
+            out, gate = scan.outputs(states, part, a, b), scan.gate(a, b)
+            y[:, a:b] = (out if gate is None else out.mul_(F.silu(gate))).transpose(0, 1)
             h = states[0 if reverse else -1]
         return y, h.transpose(2, 3).clone(memory_format=torch.contiguous_format), between.flatten()
 
 
 @_scan.register_fake
-def _scan_fake(u, dt, A, B, C, h0, resets, reverse):  # type: ignore[no-untyped-def]
+def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse):  # type: ignore[no-untyped-def]
     chunks = -(-u.shape[1] // _length(u, A.shape[-1]))  # computed without `_spans`, because the length may be symbolic
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
 @custom_op("seqblocks::selective_scan_backward")
 def _scan_backward(
-    dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, between: Tensor,
-    resets: Tensor | None, reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of u, dt, A, B, C and the initial state."""
+    dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, dt_bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; empty ones for absent inputs."""
     with without_autocast(u.device.type):
-        scan = _Tokens(u, dt, A, B, C, resets, reverse, 4)
-        du, ddt, dB, dC = (torch.empty_like(x) for x in (u, dt, B, C))
+        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 4)
+        du, ddt, dB, dC, dz = (_like(x, u) for x in (u, dt, B, C, z))
         carry = dlast.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         dA, between = torch.zeros_like(scan.A), between.view(len(scan.spans), *carry.shape)
+        dD, dbias = (_like(x, A).zero_() for x in (D, dt_bias))
         dy = dy.transpose(0, 1)
         for before, (a, b) in zip(reversed(between.unbind(0)), reversed(scan.spans), strict=True):
-            decay, states, scaled = scan.run(before, a, b)
+            part = scan.part(a, b)
+            decay, states, scaled = scan.run(before, part, a, b)
+            dout, gate = dy[a:b].to(A.dtype), scan.gate(a, b)
+            if gate is not None:
+                out = scan.outputs(states, part, a, b).mul_(dout)
+                dz[:, a:b] = torch.ops.aten.silu_backward(out, gate).transpose(0, 1)
+                dout = dout * F.silu(gate)
             grads, memory = scan.memory[2:, : b - a]
-            torch.mul(dy[a:b].unsqueeze(-2), scan.C[a:b].unsqueeze(-1), out=grads)
+            torch.mul(dout.unsqueeze(-2), scan.C[a:b].unsqueeze(-1), out=grads)
             carry = scan.run_back(grads, decay, carry, a)
-            dC[:, a:b] = _over_channels(states, dy[a:b], memory).transpose(0, 1)
+            dC[:, a:b] = _over_channels(states, dout, memory).transpose(0, 1)
             dB[:, a:b] = _over_channels(grads, scaled, memory).transpose(0, 1)
             through = _over_states(scan.B[a:b], grads)
-            du[:, a:b] = (through * scan.dt[a:b]).transpose(0, 1)
+            of_u = through * part.step
+            if D is not None:
+                dD += torch.mul(dout, part.u).sum((0, 1))
+                of_u.addcmul_(D, dout)
+            du[:, a:b] = of_u.transpose(0, 1)
             p = grads.mul_(decay)
             p[-1 if reverse else 0].mul_(before)
             later, earlier = (slice(-1), slice(1, None)) if reverse else (slice(1, None), slice(-1))
@@ -166,40 +213,55 @@ def _scan_backward(
             if (fresh := scan.begin_among(a, b)) is not None:
                 p.masked_fill_(fresh, 0.0)
             summed = torch.mul(p, scan.A, out=memory).sum(-2)
-            ddt[:, a:b] = torch.addcmul(summed, through, scan.u[a:b]).transpose(0, 1)
-            dA += torch.mul(p, scan.dt[a:b].unsqueeze(-2), out=memory).sum((0, 1))
-        return du, ddt, dA.transpose(1, 2).contiguous(), dB, dC, carry.transpose(2, 3).contiguous()
+            of_dt = scan.through_softplus(summed.addcmul_(through, part.u), part)
+            ddt[:, a:b] = of_dt.transpose(0, 1)
+            if dt_bias is not None:
+                dbias += of_dt.sum((0, 1))
+            dA += torch.mul(p, part.step.unsqueeze(-2), out=memory).sum((0, 1))
+        return (
+            du, ddt, dA.transpose(1, 2).contiguous(), dB, dC, dD, dz, dbias, carry.transpose(2, 3).contiguous()
+        )
+
+
+def _like(x: Tensor | None, other: Tensor) -> Tensor:
+    """Return memory for the gradient of x, or an empty tensor if x is None."""
+    return other.new_empty(0) if x is None else torch.empty_like(x)
 
 
 @_scan_backward.register_fake
-def _scan_backward_fake(dy, dlast, u, dt, A, B, C, between, resets, reverse):  # type: ignore[no-untyped-def]
-    return *(torch.empty_like(x) for x in (u, dt, A, B, C)), torch.empty_like(dlast)
+def _scan_backward_fake(  # type: ignore[no-untyped-def]
+    dy, dlast, u, dt, A, B, C, D, z, dt_bias, between, resets, softplus, reverse
+):
+    return *(_like(x, u if x is z else A) for x in (u, dt, A, B, C, D, z, dt_bias)), torch.empty_like(dlast)
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    u, dt, A, B, C, _, resets, reverse = inputs
-    ctx.save_for_backward(u, dt, A, B, C, output[2], resets)
-    ctx.reverse = reverse
+    *tensors, _, resets, softplus, reverse = inputs
+    ctx.save_for_backward(*tensors, output[2], resets)
+    ctx.softplus, ctx.reverse = softplus, reverse
     ctx.mark_non_differentiable(output[2])
 
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
-    grads = _scan_backward(dy.contiguous(), dlast, *ctx.saved_tensors, ctx.reverse)
-    return *grads, None, None
+    saved = ctx.saved_tensors
+    *grads, state = _scan_backward(dy, dlast, *saved, ctx.softplus, ctx.reverse)
+    grads = [None if x is None else grad for x, grad in zip(saved, grads, strict=False)]
+    return *grads, state, None, None, None
 
 
 _scan.register_autograd(_differentiate, setup_context=_save)
 _scan_backward.register_autograd(no_second_derivative("selective_scan", "torch"))
 
 
-def run(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
+def scan(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run the scan like `selective_scan_reference.run`, for real A, B, C."""
+    """Run the scan like `reference.scan`, for real A, B, C."""
     if u.numel() == 0:
-        return selective_scan_reference.run(u, dt, A, B, C, state, resets, reverse)
+        return selective_scan_reference.scan(u, dt, A, B, C, D, z, dt_bias, state, resets, softplus, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
-    y, last, _ = _scan(u, dt, A, B, C, state, resets, reverse)
+    y, last, _ = _scan(u, dt, A, B, C, D, z, dt_bias, state, resets, softplus, reverse)
     return y, last
 
 
@@ -209,4 +271,4 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return True, "chunk by chunk, on any device"
 
 
-register("selective_scan", "torch", complete(run), _can, by_hand=True)
+register("selective_scan", "torch", complete(scan), _can, by_hand=True)
