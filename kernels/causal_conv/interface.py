@@ -22,6 +22,7 @@ from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, w
 
 FEW = 8  # For at most so many tokens, the sum over taps is faster than a convolution.
 ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
+PART = 1 << 18  # elements convolved at a time, so that copies and results of a long sequence stay in cache
 
 
 def causal_conv(
@@ -61,7 +62,10 @@ def causal_conv(
 
 
 def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make an implementation from a function that convolves a contiguous window, without padding or activation."""
+    """Make an implementation of convolve(x, state, weight, bias, segment, activation, reverse) -> y.
+
+    segment: the number of resets up to each position of the window, [B, S + K - 1], or None.
+    """
 
     def run(
         x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
@@ -71,14 +75,18 @@ def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         def convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             # A window that extends to the right equals one to the left with its taps in reverse order.
-            y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
-            # In place if no derivative needs y: for a long sequence, allocating memory takes longer than the SiLU.
-            return (F.silu(y, inplace=not torch.is_grad_enabled()) if activation == "silu" else y,)
+            return (convolve(x, state, weight.flip(-1) if reverse else weight, bias, segment, activation, reverse),)
 
         tensors, kinds = (x, state, weight, bias), (TOKENS, STATE, SHARED, SHARED)
         return contained(convolved, tensors, kinds, resets, reverse)[0]
 
     return run
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    """Return the activation of y, which may be overwritten."""
+    # In place if no derivative needs y: for a long sequence, allocating memory takes longer than the SiLU.
+    return F.silu(y, inplace=not torch.is_grad_enabled()) if activation == "silu" else y
 
 
 def _window(x: Tensor, state: Tensor, reverse: bool) -> Tensor:
@@ -143,27 +151,33 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     return y if bias is None else y + bias
 
 
-def _reference(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, reverse: bool) -> Tensor:
+def _reference(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, activation: str | None,
+    reverse: bool,
+) -> Tensor:
     """Return the convolution by its definition, computed in float32 at least."""
+    window = _window(x, state, reverse)
     out = torch.promote_types(window.dtype, weight.dtype)
     dtype = torch.promote_types(out, torch.float32)
-    return _taps(
-        window.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), segment, reverse
-    ).to(out)
+    bias = None if bias is None else bias.to(dtype)
+    return _activated(_taps(window.to(dtype), weight.to(dtype), bias, segment, reverse).to(out), activation)
 
 
-def _fast(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, reverse: bool) -> Tensor:
+def _fast(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, activation: str | None,
+    reverse: bool,
+) -> Tensor:
     """Return the convolution by torch's conv2d on channels-last data, which needs no transposed copy."""
-    dtype = torch.promote_types(window.dtype, weight.dtype)
-    window, weight, bias = window.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    x, state, weight, bias = x.to(dtype), state.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # The sum over taps is better for compilers, which fuse it, for float64, which has no fast convolution, and for few
     # tokens, where the overhead of the call dominates.
     plain = segment is not None or dtype == torch.float64 or torch.compiler.is_compiling()
-    if plain or window.shape[1] - weight.shape[-1] < FEW or window.numel() == 0:
-        return _taps(window, weight, bias, segment, reverse)
-    if not _depthwise(window, weight):
-        return _convolve(window, weight, bias, 0)
-    y: Tensor = _Depthwise.apply(window, weight, bias)
+    if plain or x.shape[1] <= FEW or x.numel() == 0:
+        return _activated(_taps(_window(x, state, reverse), weight, bias, segment, reverse), activation)
+    if not _depthwise(x, weight):
+        return _activated(_convolve(_window(x, state, reverse), weight, bias, 0), activation)
+    y: Tensor = _Depthwise.apply(x, state, weight, bias, activation, reverse)
     return y
 
 
@@ -178,41 +192,113 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> T
 
 
 class _Depthwise(torch.autograd.Function):
-    """Depthwise convolution whose weight gradient is summed in cache, in half the time of the built-in one."""
+    """Depthwise convolution and activation, a part of the sequence at a time, in half the time of the built-in ones.
+
+    The backward pass computes the windows and the values before the activation again.
+    """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, reverse: bool
+    ) -> Tensor:
         with numerics.without_autocast(x.device.type):  # The backward pass runs outside of autocast.
-            y = _convolve(x, weight, None, 0)
-        return y if bias is None else y.add_(bias)
+            parts = _parts(x)
+            if len(parts) == 1:
+                return _silu(_depthwise_part(x, state, weight, bias, reverse, parts[0]), activation)
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for a, b in parts:
+                y[:, a:b] = _silu(_depthwise_part(x, state, weight, bias, reverse, (a, b)), activation)
+            return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.activation, ctx.reverse = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = _convolve(dy, weight.flip(-1), None, weight.shape[-1] - 1)
-        if ctx.needs_input_grad[1]:
-            dweight = _weight_gradient(x, dy, weight.shape[-1]).to(weight.dtype)
-        return dx, dweight, dy.sum((0, 1)) if ctx.needs_input_grad[2] else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, state, weight, bias = ctx.saved_tensors
+        S, later = x.shape[1], state.shape[1]
+        dwindow = x.new_empty(x.shape[0], S + later, x.shape[2])
+        before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
+        of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
+        for a, b in _parts(x):
+            grad = _before_activation(dy[:, a:b], ctx, a, b)
+            if ctx.needs_input_grad[2]:
+                of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
+            if ctx.needs_input_grad[3]:
+                of_bias = of_bias + grad.sum((0, 1), dtype=of_weight.dtype)
+            near = torch.cat([before, grad] if b < S else [before, grad, zeros], 1)
+            dwindow[:, a : a + near.shape[1] - later] = _convolve(near, weight.flip(-1), None, 0)
+            before = near[:, b - a : b - a + later]
+        dx, dstate = dwindow[:, later:], dwindow[:, :later]
+        if ctx.reverse:
+            dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
+        dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None
 
 
-def _weight_gradient(x: Tensor, dy: Tensor, K: int) -> Tensor:
-    """Return the sums over b and t of dy[b, t] x[b, t + j], [D, 1, K], computed in float32 at least."""
-    B, S, D = dy.shape
-    rows = max(1, ROWS // B)
-    dtype = torch.promote_types(dy.dtype, torch.float32)
-    sums = [dy.new_zeros(B, rows, D, dtype=dtype) for _ in range(K)]
-    for first in range(0, S, rows):
-        part = dy[:, first : first + rows].to(dtype)
-        n = part.shape[1]
-        for j in range(K):
-            sums[j][:, :n].addcmul_(part, x[:, first + j : first + j + n].to(dtype))
-    return torch.stack([s.sum((0, 1)) for s in sums], -1).unsqueeze(1)
+def _before_activation(dy: Tensor, ctx: Any, a: int, b: int) -> Tensor:
+    """Return the gradient of the convolution of tokens a to b, given that of its activation."""
+    if ctx.activation != "silu":
+        return dy
+    x, state, weight, bias = ctx.saved_tensors
+    y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b))
+    grad: Tensor = torch.ops.aten.silu_backward(dy, y)
+    return grad
+
+
+def _silu(y: Tensor, activation: str | None) -> Tensor:
+    return F.silu(y, inplace=True) if activation == "silu" else y
+
+
+def _parts(x: Tensor) -> list[tuple[int, int]]:
+    """Return the parts (first, end) of the tokens of x [B, S, D] that are convolved at a time."""
+    rows = _rows(x.shape[0])
+    size = max(rows, PART // (x.shape[0] * x.shape[2]) // rows * rows)
+    return [(a, min(a + size, x.shape[1])) for a in range(0, x.shape[1], size)]
+
+
+def _window_of(x: Tensor, state: Tensor, reverse: bool, a: int, b: int) -> Tensor:
+    """Return the inputs of tokens a to b, [B, b - a + K - 1, D]."""
+    earlier = state.shape[1]
+    if not reverse:
+        return x[:, a - earlier : b] if a >= earlier else torch.cat([state[:, a:], x[:, :b]], 1)
+    missing = b + earlier - x.shape[1]
+    return x[:, a : b + earlier] if missing <= 0 else torch.cat([x[:, a:], state.flip(1)[:, :missing]], 1)
+
+
+def _depthwise_part(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, part: tuple[int, int]
+) -> Tensor:
+    """Return the convolution for some tokens, before the activation."""
+    y = _convolve(_window_of(x, state, reverse, *part).contiguous(), weight, None, 0)
+    return y if bias is None else y.add_(bias)
+
+
+def _rows(batch: int) -> int:
+    return max(1, ROWS // batch)
+
+
+class _WeightGradient:
+    """The sums over b and t of dy[b, t] x[b, t + j], [D, 1, K], computed in float32 at least."""
+
+    def __init__(self, x: Tensor, K: int) -> None:
+        B, _, D = x.shape
+        self._rows = _rows(B)
+        self.dtype = torch.promote_types(x.dtype, torch.float32)
+        self._sums = [x.new_zeros(B, self._rows, D, dtype=self.dtype) for _ in range(K)]
+
+    def add(self, x: Tensor, dy: Tensor) -> None:
+        """Add the products of dy [B, L, D] and x [B, L + K - 1, D]."""
+        for first in range(0, dy.shape[1], self._rows):
+            part = dy[:, first : first + self._rows].to(self.dtype)
+            n = part.shape[1]
+            for j, total in enumerate(self._sums):
+                total[:, :n].addcmul_(part, x[:, first + j : first + j + n].to(self.dtype))
+
+    def total(self) -> Tensor:
+        return torch.stack([s.sum((0, 1)) for s in self._sums], -1).unsqueeze(1)
 
 
 def _check(
