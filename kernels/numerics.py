@@ -42,6 +42,15 @@ def nothing(like: Tensor, *inputs: Tensor | None) -> Tensor:
     return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
 
 
+def filled(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Return the gradient of an output, or zeros if the loss does not depend on that output.
+
+    With `ctx.set_materialize_grads(False)`, autograd itself creates no zeros, which it would do for every output, also
+    for those that are only saved for the backward pass.
+    """
+    return torch.zeros_like(like) if grad is None else grad
+
+
 def no_second_derivative(op: str, name: str) -> Callable[..., Any]:
     """Return a backward that raises RuntimeError, for implementations whose first derivative is written by hand."""
 

@@ -118,9 +118,20 @@ class _Linear(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         return (
             linear(grad, weight.t()) if for_x else None,
-            linear(rows.t(), x.flatten(0, -2).t()) if for_weight else None,
+            _weight_gradient(rows, x.flatten(0, -2)) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the sum over n of grad[n, o] x[n, i], [O, I].
+
+    oneDNN copies its first operand into rows. If x is much narrower, it is copied instead of the gradient: with 8,192
+    tokens, 48 features in and 1,536 out, this takes a quarter of the time.
+    """
+    if x.shape[1] * 8 <= grad.shape[1]:
+        return linear(x.t(), grad.t()).t().contiguous()
+    return linear(grad.t(), x.t())
 
 
 # --- the tokens of a step -------------------------------------------------------------------------------------------

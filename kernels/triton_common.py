@@ -204,15 +204,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def filled(grad: Tensor | None, like: Tensor) -> Tensor:
-    """Return the gradient of an output, or zeros if the loss does not depend on that output.
-
-    With `ctx.set_materialize_grads(False)`, autograd itself creates no zeros, which it would do for every output, also
-    for those that are only saved for the backward pass.
-    """
-    return torch.zeros_like(like) if grad is None else grad
-
-
 # ------------------------------------------------------------------------------
 # Functions that kernels share
 

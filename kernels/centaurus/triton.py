@@ -28,7 +28,7 @@ from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
-from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
 SUBSTATES = 64  # maximum per channel
@@ -519,7 +519,7 @@ def _differentiate(ctx, dv, dlast):  # type: ignore[no-untyped-def]
     u, p, *_, state, _ = ctx.saved_tensors
     if dv is None:
         dv = u.new_zeros(*u.shape[:2], p.shape[0] // ctx.flags[1])
-    grads = _op_backward(dv, common.filled(dlast, state), *ctx.saved_tensors, *ctx.flags)
+    grads = _op_backward(dv, filled(dlast, state), *ctx.saved_tensors, *ctx.flags)
     return *grads, None, *(None for _ in ctx.flags)
 
 

@@ -21,9 +21,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
-    """Return the run function of an implementation, given its scan of grouped channels.
+    """Return the run function of an implementation, given its bare scan.
 
-    It groups the channels, converts matrices and states to the dtype of the scan, and handles dead tokens.
+    It converts matrices and states to the dtype of the scan, groups their channels, and handles dead tokens.
     """
 
     def run(
@@ -50,20 +50,20 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
             groups = E  # A constant matrix is different for each channel.
         h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
         y, last = scan(
-            u.unflatten(-1, (groups, -1)),
-            dt.unflatten(-1, (groups, -1)),
+            u,
+            dt,
             A.to(kind).view(groups, E // groups, N),
             per_token(B.to(kind), u.shape, groups),
             per_token(C.to(kind), u.shape, groups),
-            None if D is None else D.to(real).view(groups, -1),
-            None if z is None else z.unflatten(-1, (groups, -1)),
-            None if dt_bias is None else dt_bias.to(real).view(groups, -1),
+            None if D is None else D.to(real),
+            z,
+            None if dt_bias is None else dt_bias.to(real),
             h.view(-1, groups, E // groups, N),
             None if resets is None else resets.bool(),
             softplus,
             reverse,
         )
-        return y.flatten(2), last.flatten(1, 2)
+        return y, last.flatten(1, 2)
 
     return run
 
@@ -86,14 +86,16 @@ def scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     state: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> Pair:
-    """Return y [B, S, G, E/G] in the dtype of u, and the last state.
+    """Return y [B, S, E] in the dtype of u, and the last state.
 
-    u, dt, z [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], D, dt_bias [G, E/G], state [B, G, E/G, N]. A, B, C and
+    u, dt, z [B, S, E], A [G, E/G, N], B, C [B, S, G, N], D, dt_bias [E], state [B, G, E/G, N]. A, B, C and
     the state may be complex. All but u, dt and z have the dtype in which the scan is computed.
     """
     real = A.real.dtype
     step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias
-    y, last = states(u.to(real), F.softplus(step) if softplus else step, A, B, C, state, resets, reverse)
+    x, step = (each.unflatten(-1, A.shape[:2]) for each in (u.to(real), F.softplus(step) if softplus else step))
+    y, last = states(x, step, A, B, C, state, resets, reverse)
+    y = y.flatten(2)
     if D is not None:
         y = torch.addcmul(y, D, u.to(real))
     if z is not None:
@@ -104,7 +106,7 @@ def scan(
 def states(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> Pair:
-    """Run the scan without softplus, skip and gate, and return y [B, S, G, E/G] and the last state."""
+    """Run the scan without softplus, skip and gate. u, dt and y are [B, S, G, E/G]."""
     with without_autocast(u.device.type):
         if u.shape[1] == 0:
             return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.custom_op import custom_op
-from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.numerics import filled, no_second_derivative, without_autocast
 from seqblocks.kernels.resets import reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
 from seqblocks.kernels.selective_scan.reference import complete
@@ -36,7 +36,7 @@ WORKING_SET = 1 << 19  # elements of the states of a chunk: twice as many exceed
 
 def _length(u: Tensor, N: int) -> int:
     """Return the number of tokens of a chunk."""
-    return max(8, min(128, WORKING_SET // max(1, u.shape[0] * u.shape[2] * u.shape[3] * N)))
+    return max(8, min(128, WORKING_SET // max(1, u.shape[0] * u.shape[2] * N)))
 
 
 def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
@@ -61,15 +61,18 @@ class _Tokens:
         self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         dt_bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, buffers: int,
     ) -> None:
-        self.u, self.dt, self.B, self.C = (x.transpose(0, 1) for x in (u, dt, B, C))
-        self.z = None if z is None else z.transpose(0, 1)
+        groups = A.shape[:2]
+        self.u, self.dt = (x.transpose(0, 1).unflatten(-1, groups) for x in (u, dt))
+        self.z = None if z is None else z.transpose(0, 1).unflatten(-1, groups)
+        self.B, self.C = B.transpose(0, 1), C.transpose(0, 1)
         self.A = A.transpose(1, 2).contiguous()  # [G, N, E]
-        self.D, self._bias, self._softplus = D, dt_bias, softplus
+        self.D, self._bias = (None if x is None else x.view(groups) for x in (D, dt_bias))
+        self._softplus = softplus
         self._exponents = self.A * math.log2(math.e)
         self._resets, self._reverse, self._begins = resets, reverse, reset_times(resets, u.shape[1])
         self.spans = _spans(u, A.shape[-1], reverse)
-        L, (Bs, _, G, E) = min(_length(u, A.shape[-1]), u.shape[1]), u.shape
-        self.memory = A.new_empty(buffers, L, Bs, G, A.shape[-1], E)
+        L = min(_length(u, A.shape[-1]), u.shape[1])
+        self.memory = A.new_empty(buffers, L, u.shape[0], *self.A.shape)
 
     def part(self, a: int, b: int) -> _Part:
         """Return the inputs of tokens a to b."""
@@ -148,29 +151,31 @@ def _over_channels(states: Tensor, x: Tensor, memory: Tensor) -> Tensor:
 @custom_op("seqblocks::selective_scan")
 def _scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, the last state, and the states between chunks, [chunks, B, G, N, E] flattened.
+    """Return y, the last state, and the states between chunks, [chunks, B, G, N, E] flattened, or none of them.
 
     They are flattened because a compiler specialises on an axis of length 1, and there may be one chunk.
     """
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2)
         h = h0.transpose(2, 3).contiguous()
-        y, between = torch.empty_like(u), h.new_empty(len(scan.spans), *h.shape)
+        y, between = torch.empty_like(u), h.new_empty(len(scan.spans) if for_backward else 1, *h.shape)
         for at, (a, b) in enumerate(scan.spans):
-            between[at] = h
+            before = between[at if for_backward else 0].copy_(h)
             part = scan.part(a, b)
-            _, states, _ = scan.run(between[at], part, a, b)
+            _, states, _ = scan.run(before, part, a, b)
             out, gate = scan.outputs(states, part, a, b), scan.gate(a, b)
-            y[:, a:b] = (out if gate is None else out.mul_(F.silu(gate))).transpose(0, 1)
+            y[:, a:b] = (out if gate is None else out.mul_(F.silu(gate))).flatten(2).transpose(0, 1)
             h = states[0 if reverse else -1]
+        between = between if for_backward else between[:0]
         return y, h.transpose(2, 3).clone(memory_format=torch.contiguous_format), between.flatten()
 
 
 @_scan.register_fake
-def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse):  # type: ignore[no-untyped-def]
-    chunks = -(-u.shape[1] // _length(u, A.shape[-1]))  # computed without `_spans`, because the length may be symbolic
+def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse, for_backward):  # type: ignore[no-untyped-def]
+    # computed without `_spans`, because the length may be symbolic
+    chunks = -(-u.shape[1] // _length(u, A.shape[-1])) if for_backward else 0
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
@@ -182,18 +187,18 @@ def _scan_backward(
     """Return the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; empty ones for absent inputs."""
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 4)
-        du, ddt, dB, dC, dz = (_like(x, u) for x in (u, dt, B, C, z))
+        du, ddt, dB, dC, dz = (_like(x, A) for x in (u, dt, B, C, z))
         carry = dlast.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         dA, between = torch.zeros_like(scan.A), between.view(len(scan.spans), *carry.shape)
         dD, dbias = (_like(x, A).zero_() for x in (D, dt_bias))
-        dy = dy.transpose(0, 1)
+        dy = dy.transpose(0, 1).unflatten(-1, A.shape[:2])
         for before, (a, b) in zip(reversed(between.unbind(0)), reversed(scan.spans), strict=True):
             part = scan.part(a, b)
             decay, states, scaled = scan.run(before, part, a, b)
             dout, gate = dy[a:b].to(A.dtype), scan.gate(a, b)
             if gate is not None:
                 out = scan.outputs(states, part, a, b).mul_(dout)
-                dz[:, a:b] = torch.ops.aten.silu_backward(out, gate).transpose(0, 1)
+                dz[:, a:b] = torch.ops.aten.silu_backward(out, gate).flatten(2).transpose(0, 1)
                 dout = dout * F.silu(gate)
             grads, memory = scan.memory[2:, : b - a]
             torch.mul(dout.unsqueeze(-2), scan.C[a:b].unsqueeze(-1), out=grads)
@@ -203,9 +208,9 @@ def _scan_backward(
             through = _over_states(scan.B[a:b], grads)
             of_u = through * part.step
             if D is not None:
-                dD += torch.mul(dout, part.u).sum((0, 1))
-                of_u.addcmul_(D, dout)
-            du[:, a:b] = of_u.transpose(0, 1)
+                dD += torch.mul(dout, part.u).sum((0, 1)).flatten()
+                of_u.addcmul_(scan.D, dout)
+            du[:, a:b] = of_u.flatten(2).transpose(0, 1)
             p = grads.mul_(decay)
             p[-1 if reverse else 0].mul_(before)
             later, earlier = (slice(-1), slice(1, None)) if reverse else (slice(1, None), slice(-1))
@@ -214,9 +219,9 @@ def _scan_backward(
                 p.masked_fill_(fresh, 0.0)
             summed = torch.mul(p, scan.A, out=memory).sum(-2)
             of_dt = scan.through_softplus(summed.addcmul_(through, part.u), part)
-            ddt[:, a:b] = of_dt.transpose(0, 1)
+            ddt[:, a:b] = of_dt.flatten(2).transpose(0, 1)
             if dt_bias is not None:
-                dbias += of_dt.sum((0, 1))
+                dbias += of_dt.sum((0, 1)).flatten()
             dA += torch.mul(p, part.step.unsqueeze(-2), out=memory).sum((0, 1))
         return (
             du, ddt, dA.transpose(1, 2).contiguous(), dB, dC, dD, dz, dbias, carry.transpose(2, 3).contiguous()
@@ -232,21 +237,25 @@ def _like(x: Tensor | None, other: Tensor) -> Tensor:
 def _scan_backward_fake(  # type: ignore[no-untyped-def]
     dy, dlast, u, dt, A, B, C, D, z, dt_bias, between, resets, softplus, reverse
 ):
-    return *(_like(x, u if x is z else A) for x in (u, dt, A, B, C, D, z, dt_bias)), torch.empty_like(dlast)
+    return *(_like(x, A) for x in (u, dt, A, B, C, D, z, dt_bias)), torch.empty_like(dlast)
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, _, resets, softplus, reverse = inputs
-    ctx.save_for_backward(*tensors, output[2], resets)
+    *tensors, h0, resets, softplus, reverse, _ = inputs
+    ctx.save_for_backward(*tensors, h0, output[2], resets)
     ctx.softplus, ctx.reverse = softplus, reverse
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    *grads, state = _scan_backward(dy, dlast, *saved, ctx.softplus, ctx.reverse)
-    grads = [None if x is None else grad for x, grad in zip(saved, grads, strict=False)]
-    return *grads, state, None, None, None
+    *tensors, h0, between, resets = ctx.saved_tensors
+    if not between.numel():  # The forward pass ran with for_backward=False.
+        between = _scan(*tensors, h0, resets, ctx.softplus, ctx.reverse, True)[2]
+    dy, dlast = filled(dy, tensors[0]), filled(dlast, h0)
+    grads = _scan_backward(dy, dlast, *tensors, between, resets, ctx.softplus, ctx.reverse)
+    present = [None if x is None else grad for x, grad in zip((*tensors, h0), grads, strict=True)]
+    return *present, None, None, None, None
 
 
 _scan.register_autograd(_differentiate, setup_context=_save)
@@ -261,7 +270,9 @@ def scan(
     if u.numel() == 0:
         return selective_scan_reference.scan(u, dt, A, B, C, D, z, dt_bias, state, resets, softplus, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
-    y, last, _ = _scan(u, dt, A, B, C, D, z, dt_bias, state, resets, softplus, reverse)
+    tensors = (u, dt, A, B, C, D, z, dt_bias, state)
+    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    y, last, _ = _scan(*tensors, resets, softplus, reverse, for_backward)
     return y, last
 
 

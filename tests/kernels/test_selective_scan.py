@@ -47,7 +47,7 @@ def bare(**sizes: Any) -> Tensors:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_many_chunks_are_one_scan(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective_scan_torch, "WORKING_SET", 1)
-    assert len(selective_scan_torch._spans(torch.empty(2, 45, 1, 4), 3, reverse)) == 6
+    assert len(selective_scan_torch._spans(torch.empty(2, 45, 4), 3, reverse)) == 6
     check(TORCH, TORCH.inputs(S=45), precision=Precision(torch.float64), reverse=reverse)
 
 

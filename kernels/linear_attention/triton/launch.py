@@ -13,7 +13,7 @@ from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.linear_attention import separate
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
-from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, tl
 
 Maybe = Tensor | None
@@ -120,7 +120,7 @@ def _save_per_head(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate_per_head(ctx, dy, dlast, *_):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    grads = per_head_backward(common.filled(dy, saved[6]), dlast, *saved, ctx.reverse, ctx.scale)
+    grads = per_head_backward(filled(dy, saved[6]), dlast, *saved, ctx.reverse, ctx.scale)
     return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), None, None, None
 
 

@@ -16,7 +16,7 @@ from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import launch_size
 from seqblocks.kernels.mlstm.triton import backward, forward, gates, sizes
 from seqblocks.kernels.mlstm.triton.tensors import FACTORS, GATES
-from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.resets import nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl
 
@@ -262,8 +262,8 @@ def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
     h, C_out, n_out = saved[9:12]
     last = (dC, dn, dm)
     if any(x is not None for x in last):
-        last = common.filled(dC, C_out), common.filled(dn, n_out), common.filled(dm, n_out[..., 0])
-    grads = scan_backward(common.filled(dh, h), *last, *saved, *ctx.options)
+        last = filled(dC, C_out), filled(dn, n_out), filled(dm, n_out[..., 0])
+    grads = scan_backward(filled(dh, h), *last, *saved, *ctx.options)
     return *(None if x is None else g for x, g in zip(saved[:8], grads, strict=True)), *(None,) * 6
 
 

@@ -11,7 +11,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
-from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.selective_scan.triton.backward import scan_backward
@@ -306,7 +306,7 @@ def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, between, resets, h0 = ctx.saved_tensors
     if between is None:  # The forward pass ran with for_backward=False.
         between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
-    grads = _op_backward(common.filled(dy, tensors[0]), dlast, *tensors, between, resets, *ctx.flags)
+    grads = _op_backward(filled(dy, tensors[0]), dlast, *tensors, between, resets, *ctx.flags)
     present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
     return *present, None, None, None, None
 

@@ -13,7 +13,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
-from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.numerics import filled, no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.slstm.reference import SLSTMState
 from seqblocks.kernels.slstm.triton.backward import scan_backward, scan_backward_by_team, scan_backward_by_tiles
@@ -346,8 +346,8 @@ def _differentiate(ctx, dy, *later):  # type: ignore[no-untyped-def]
     *tensors, y, states, gates_if, gates_zo = ctx.saved_tensors
     if states is None:  # The forward pass ran with for_backward=False.
         states, gates_if, gates_zo = _op(*tensors, ctx.reverse, True)[5:]
-    last = (common.filled(grad, like) for grad, like in zip(later[:4], tensors[6:10], strict=True))
-    grads = _op_backward(common.filled(dy, y), *last, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
+    last = (filled(grad, like) for grad, like in zip(later[:4], tensors[6:10], strict=True))
+    grads = _op_backward(filled(dy, y), *last, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
     return *grads, None, None, None
 
 
