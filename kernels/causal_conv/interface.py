@@ -217,7 +217,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, state, weight, bias = ctx.saved_tensors
+        x, state, weight, _ = ctx.saved_tensors
         S, later = x.shape[1], state.shape[1]
         dwindow = x.new_empty(x.shape[0], S + later, x.shape[2])
         before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one

@@ -8,7 +8,8 @@ is that of one chunk for any length.
 States have the layout [L, B, G, N, E], tokens first and channels last: those of a token are contiguous, and a sum over
 the N states of a channel is a sum of rows. Without MKL's exponential, exp2 takes a quarter of the time of exp.
 
-With dy the gradient of the output before the gate and g_t that of h_t, running backwards g_t = dy_t C_t + exp(dt_(t+1) A) g_(t+1):
+With dy the gradient of the output before the gate and g_t that of h_t, running backwards
+g_t = dy_t C_t + exp(dt_(t+1) A) g_(t+1):
 
     d(dt u)_t = sum_n g_t B_t      dB_t = sum_e g_t dt u      dC_t = sum_e dy_t h_t
     p_t = g_t h_(t-1) exp(dt_t A)  d(dt)_t += sum_n p_t A     dA += sum_bt p_t dt_t
