@@ -210,7 +210,7 @@ def _scan_backward(
             of_u = through * part.step
             if D is not None:
                 dD += torch.mul(dout, part.u).sum((0, 1)).flatten()
-                of_u.addcmul_(scan.D, dout)
+                of_u.addcmul_(D.view(A.shape[:2]), dout)
             du[:, a:b] = of_u.flatten(2).transpose(0, 1)
             p = grads.mul_(decay)
             p[-1 if reverse else 0].mul_(before)
