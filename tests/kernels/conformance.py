@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common
-from tests.kernels import bfloat16  # noqa: F401  # teaches the interpreter
+from tests.kernels import interpreter  # noqa: F401  # installs an emulation of bfloat16
 
 Tensors = dict[str, Tensor]
 

@@ -1,13 +1,14 @@
 """Emulate bfloat16 and tf32 in Triton's interpreter, which multiplies the bits of bfloat16, truncates conversions to
-it, and computes tf32 dots with all digits.
+it, and computes tf32 dots with all digits. Prepare its language once per launch, instead of in every device function.
 
-Importing this module installs the emulation: dots of bfloat16 use the values, and float32 is rounded to nearest, ties
-to even, as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic
-on bfloat16 stays wrong; the kernels convert to float32 first.
+Importing this module installs both. Dots of bfloat16 use the values, and float32 is rounded to nearest, ties to even,
+as on devices. Dots in tf32 drop the last 13 bits of their operands, as tensor cores do. All other arithmetic on
+bfloat16 stays wrong; the kernels convert to float32 first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,39 @@ def cut(values: Any) -> Any:
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+class PatchedLanguage:
+    """Patch Triton's language for the interpreter, as its own function does, but once per module and launch.
+
+    The interpreter also patches it in every call of a device function, with the same result. That took more than half
+    of the time of these tests.
+    """
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self.patch = patch
+        self.modules: set[int] = set()  # whose names for the language are patched
+
+    def __call__(self, function: Any) -> Any:
+        """Return an object whose `restore` ends the launch."""
+        module = id(function.__globals__)
+        if module in self.modules:
+            return None  # a call of a device function: its caller ignores the result
+        scope = self.patch(function)
+        self.modules.add(module)
+        restore = scope.restore
+
+        def end() -> None:
+            self.modules.clear()
+            restore()
+
+        scope.restore = end
+        return scope
+
+
 def install() -> None:
     """Install the emulation in the interpreter. Repeated calls have no effect."""
     from triton import language as tl
     from triton._C.libtriton.ir import INPUT_PRECISION
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "knows_bfloat16", False):
@@ -58,6 +88,8 @@ def install() -> None:
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.knows_bfloat16 = True
+    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves the patches in place after a launch
+        interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang)
 
 
 if triton_common.INTERPRETED:
