@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     dtype = dtype_named(options.dtype, "--dtype")
     model = _model(options)
     summary = summarise(model, dtype, options.length, options.depth)
-    _must_fit(model, dtype, options.device)
+    _check_memory(model, dtype, options.device)
     built = _built(model, dtype, options)
     if built != summary.params:
         raise AssertionError(f"the built module has {built:,} parameters and the summary {summary.params:,}")
@@ -68,7 +68,7 @@ def _image_size(options: argparse.Namespace) -> str | None:
     return yaml(f"[{sides[0]}, {sides[-1]}]")
 
 
-def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:
+def _check_memory(model: ModelSpec, dtype: str, device: str) -> None:
     """Raise UnavailableError if the parameters do not fit in memory, before the machine starts to swap."""
     if not device.startswith("cpu") or not hasattr(os, "sysconf"):
         return

@@ -109,7 +109,7 @@ def _module(request: Request) -> ModuleType:
         if isinstance(error, KeyboardInterrupt) and op.interrupts_raise():
             raise
         if not is_file and _not_found(error, name):
-            raise UsageError(f"{request}: there is no such module; {_instead(request)}") from None
+            raise UsageError(f"{request}: there is no such module; {_import_hint(request)}") from None
         at = f" at {where}" if (where := place(error)) else ""
         hint = "fix the error there; --traceback shows the traceback"
         if isinstance(error, ModuleNotFoundError):
@@ -152,7 +152,7 @@ def _not_found(error: BaseException, name: str) -> bool:
     return isinstance(error, (ValueError, TypeError)) and not place(error)
 
 
-def _instead(request: Request) -> str:
+def _import_hint(request: Request) -> str:
     if Path(f"{request.name}.py").is_file():
         return f"write a file with its extension: {request}.py"
     return "searched the current folder and installed modules; to import a file, write its path, such as my_ops.py"

@@ -128,7 +128,7 @@ def process() -> NoReturn:
         stream or open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
-    _results_apart()
+    _separate_results()
     _disable_pydantic_plugins()
     warnings.filterwarnings(
         "ignore", "Failed to initialize NumPy"
@@ -168,7 +168,7 @@ def _flushed(status: int) -> int:
     return status
 
 
-def _results_apart() -> None:
+def _separate_results() -> None:
     """Reserve standard output for results by redirecting prints of plug-ins and child processes to standard error."""
     try:
         results = os.dup(1)

@@ -73,7 +73,7 @@ def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None
     to the stream of results fails.
     """
     stream = stream or stdout()
-    text = text if raw else inert(text)
+    text = text if raw else escape_controls(text)
     try:
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
     except BrokenPipeError:
@@ -97,7 +97,7 @@ def _encodable(text: str, encoding: str) -> str:
     return text
 
 
-def inert(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return text with control characters shown as escapes, except line ends."""
     return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
 
@@ -142,7 +142,7 @@ def failed(error: SpecError) -> dict[str, Any]:
 
 def _escape(text: str, more: str = "") -> str:
     """Escape text for a workflow command."""
-    text = inert(text)
+    text = escape_controls(text)
     for char in "%\n" + more:
         text = text.replace(char, f"%{ord(char):02X}")
     return text
@@ -186,7 +186,7 @@ def notes(texts: list[str], options: Any) -> None:
         if options.format == "github":
             write(f"::notice ::{_escape(text)}")
         else:
-            write(f"{style(stderr(), options.color)('note', 'note')}: {inert(text)}", stderr(), raw=True)
+            write(f"{style(stderr(), options.color)('note', 'note')}: {escape_controls(text)}", stderr(), raw=True)
 
 
 def problem(message: str, options: Any) -> None:
@@ -197,7 +197,7 @@ def problem(message: str, options: Any) -> None:
         write(f"::error ::{_escape(message)}")
     else:
         choice = options.color if options else "auto"
-        write(f"{style(stderr(), choice)('error', 'error')}: {inert(message)}", stderr(), raw=True)
+        write(f"{style(stderr(), choice)('error', 'error')}: {escape_controls(message)}", stderr(), raw=True)
 
 
 def count(value: float) -> str:

@@ -37,7 +37,7 @@ def computed_in(*inputs: Tensor | None) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
-def nothing(like: Tensor, *inputs: Tensor | None) -> Tensor:
+def empty_with_gradients(like: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return the empty tensor `like` as a function of all inputs, so that the gradient of each is zeros."""
     return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
 

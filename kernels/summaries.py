@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     tokens: Tensor | None
     begins: Tensor | None
 
-    def only(self, x: Tensor) -> Tensor:
+    def masked(self, x: Tensor) -> Tensor:
         """Return x [B, S, ...] with zeros for all other tokens, even where x is not finite."""
         if self.tokens is None:
             return x
@@ -82,10 +82,10 @@ def of_linear_attention(k: Tensor, v: Tensor, decay: Tensor | None, resets: Tens
     """
     piece = last_piece(resets)
     dtype = _computed_in(k, v, *(() if decay is None else (decay,)))
-    k, v = (piece.only(x).to(dtype) for x in (k, v))
+    k, v = (piece.masked(x).to(dtype) for x in (k, v))
     k, total = k.repeat_interleave(v.shape[2] // k.shape[2], 2), None
     if decay is not None:
-        decay = piece.only(decay).to(dtype)
+        decay = piece.masked(decay).to(dtype)
         after, total = decay_after(decay if decay.dim() == 4 else decay.unsqueeze(-1))
         k, total = after.exp() * k, total.unsqueeze(-1)
     return Affine(piece, total, torch.einsum("bshk,bshv->bhkv", k, v))
@@ -121,8 +121,8 @@ def of_mlstm(
     """Summarise tokens of `mlstm`: k [B, S, H, DK], v [B, S, H, DV], gate pre-activations i, f [B, S, H]."""
     piece = last_piece(resets)
     dtype = _computed_in(k, v, i, f)
-    k, v, i, f = (piece.only(x).to(dtype) for x in (k, v, i, f))
-    after, total = decay_after(piece.only(logsigmoid(f)))
+    k, v, i, f = (piece.masked(x).to(dtype) for x in (k, v, i, f))
+    after, total = decay_after(piece.masked(logsigmoid(f)))
     weight = (i if input_gate == "exp" else logsigmoid(i)) + after
     if piece.tokens is not None:
         weight = weight.masked_fill(~piece.tokens.unsqueeze(-1), -torch.inf)

@@ -263,14 +263,14 @@ class Fault(Exception):
     def severity(self) -> Severity:
         return "warning" if self.code.startswith("W") else "error"
 
-    def again(self) -> Fault:
+    def copy(self) -> Fault:
         """Return a copy of the fault that has not been raised."""
         return Fault(
             self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
             notes=self.notes,
         )  # fmt: skip
 
-    def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
+    def as_diagnostic(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
         """Return the diagnostic of this fault at `span`."""
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
@@ -310,7 +310,7 @@ class Report:
         any_cause: whether any of these may be wrong, because the computation itself is correct (a bundled block).
         """
         if self._is_new(fault.code, fault.message, causes or [span], any_cause):
-            self._append(fault.dress(span, notes()))
+            self._append(fault.as_diagnostic(span, notes()))
 
     def _is_new(self, code: str, message: str, causes: Sequence[Span | None], any_cause: bool = False) -> bool:
         """Return whether to show a fault. New faults over the limit are only counted."""
@@ -328,7 +328,7 @@ class Report:
         texts = ("message", "expected", "found", "hint")
         short: dict[str, Any] = {key: _short(getattr(diagnostic, key)) for key in texts}
         diagnostic = diagnostic._replace(**short)
-        if odd := diagnostic.span and _odd(diagnostic.span):
+        if odd := diagnostic.span and _non_ascii_note(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
         self.diagnostics.append(diagnostic)
 
@@ -344,7 +344,7 @@ def _short(text: str | None) -> str | None:
     return text if text is None or len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
-def _odd(span: Span) -> Note | None:
+def _non_ascii_note(span: Span) -> Note | None:
     """Return a note on a non-ASCII character, which may look like an ASCII one; words of the language have none."""
     text = span.source.line(span.line)[span.column - 1 : span.end_column - 1] if span.line == span.end_line else ""
     replaced = "\ufffd"  # replaces invalid bytes

@@ -492,7 +492,7 @@ def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") 
 def must_match(name: str, found: Wire, width: int, because: str) -> None:
     """Raise Fault E402 unless port `name` has `width` features."""
     if found.features != width:
-        note = found.whence(f"`{name}`")
+        note = found.origin_note(f"`{name}`")
         raise Fault(
             "E402",
             f"{name} must have {width} features",
@@ -505,7 +505,7 @@ def must_match(name: str, found: Wire, width: int, because: str) -> None:
 
 def ids_are_no_numbers(wire: Wire, done: str, name: str) -> Fault:
     """Return the fault of splitting, joining or adding token ids, which have no features."""
-    note = wire.whence(name)
+    note = wire.origin_note(name)
     return Fault(
         "E403",
         f"token ids cannot be {done}",

@@ -160,7 +160,7 @@ class Wire(Record):
         """Return the wire with the step that determined its sizes, unless one is known."""
         return self if self.origin else self._replace(origin=origin)
 
-    def whence(self, name: str) -> Note | None:
+    def origin_note(self, name: str) -> Note | None:
         """Return a note such as: `u` is [batch, seq, 768]: made by proj_up (file:line:column)."""
         if self.origin is None:
             return None

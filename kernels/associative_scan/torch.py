@@ -23,10 +23,10 @@ def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: l
     if S == 2:
         return [torch.cat([x[:, :1], y], 1) for x, y in zip(leaves, odd, strict=True)]
     even = combine([x[:, : (S - 1) // 2] for x in odd], [x[:, 2::2] for x in leaves])
-    return [_woven(x, y, z) for x, y, z in zip(leaves, even, odd, strict=True)]
+    return [_interleaved(x, y, z) for x, y, z in zip(leaves, even, odd, strict=True)]
 
 
-def _woven(elements: Tensor, even: Tensor, odd: Tensor) -> Tensor:
+def _interleaved(elements: Tensor, even: Tensor, odd: Tensor) -> Tensor:
     """Interleave odd and even states after the first element."""
     both = torch.stack([odd[:, : even.shape[1]], even], 2).flatten(1, 2)
     rest = odd[:, even.shape[1] :]  # with an even number of elements, the last state is an odd one

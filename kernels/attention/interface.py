@@ -94,7 +94,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if several:
         assert sequence is not None
-        y = _apart(run, q, keys, values, sequence, causal, window, scale)
+        y = _contained(run, q, keys, values, sequence, causal, window, scale)
     else:
         y = run(q, keys, values, sequence, causal, window, scale)
     if not return_state:
@@ -102,9 +102,9 @@ def attention(
     if keep is None:
         keep = window - 1 if window is not None else keys.shape[1] if state is None else past
     kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
-    keys, values = (_newest(x, keep, own=state is not None) for x in (keys, values))
+    keys, values = (_last_tokens(x, keep, own=state is not None) for x in (keys, values))
     if several and over is not None:
-        over = _newest(over, keep)
+        over = _last_tokens(over, keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
     return y, AttentionState(keys.to(kind_k), values.to(kind_v), length)
 
@@ -119,14 +119,14 @@ def attention_state(
     k = k if rotary is None else turned(k, index, rotary)
     keys, values = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
     sequence = _sequences(state.length, state.k.shape[1], resets, B, S, k.device)
-    keys, values = _newest(keys, keep), _newest(values, keep)
+    keys, values = _last_tokens(keys, keep), _last_tokens(values, keep)
     if resets is not None and sequence is not None and S:
-        over = _newest(sequence != sequence[:, -1:], keep)
+        over = _last_tokens(sequence != sequence[:, -1:], keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
     return AttentionState(keys, values, length)
 
 
-def _apart(
+def _contained(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, causal: bool, window: int | None,
     scale: float,
 ) -> Tensor:
@@ -176,7 +176,7 @@ def _sequences(
     return torch.cat([torch.where(age <= before[:, None], 0, -1), now], 1)
 
 
-def _newest(x: Tensor, keep: int, own: bool = True) -> Tensor:
+def _last_tokens(x: Tensor, keep: int, own: bool = True) -> Tensor:
     """Return the last `keep` tokens of x [B, T, ...], padded in front with zeros.
 
     A view only if x is our own and has fewer than twice as many: it keeps the whole of x alive.
@@ -212,9 +212,9 @@ def _check(
         raise ValueError(f"attention expects resets bool {list(q.shape[:2])}; got {resets.dtype} {list(resets.shape)}")
     if state is not None:
         K = state[0].shape[1]
-        wanted = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
+        shapes = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
         found = [tuple(t.shape) for t in state]
-        if found != wanted:
-            raise ValueError(f"attention expects a state of shapes {wanted}; got {found}")
+        if found != shapes:
+            raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
         if window is not None and window - 1 > K:
             raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")

@@ -39,7 +39,7 @@ def prepare(
         if turn is not None:
             both = torch.cat([q, k], 1).view(B, heads + shared, -1)
             q, k = turn(both, length).split([heads, shared], 1)
-        latest, all_values = (_and_last(*each, K if window else K - 1) for each in ((keys, k), (values, v)))
+        latest, all_values = (_appended(*each, K if window else K - 1) for each in ((keys, k), (values, v)))
         y = scaled_dot_product_attention(
             q.reshape(B, shared, heads // shared, -1),
             latest.view(B, len(age), shared, -1).transpose(1, 2),
@@ -54,7 +54,7 @@ def prepare(
     return step
 
 
-def _and_last(before: Tensor, x: Tensor, count: int) -> Tensor:
+def _appended(before: Tensor, x: Tensor, count: int) -> Tensor:
     """Join the last `count` tokens of a cache [B, K, D] and a token with D features [B, …]."""
     B, K, D = before.shape
     return torch.cat([before.narrow(1, K - count, count), x.reshape(B, 1, D)], 1)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from seqblocks.kernels.attention.reference import sees
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
-from seqblocks.kernels.numerics import nothing
+from seqblocks.kernels.numerics import empty_with_gradients
 
 BLOCK = 512
 
@@ -25,7 +25,7 @@ def run(
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        return nothing(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v)
+        return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v)
     if window is not None and (unknown(S) or window < S):
         return _windowed(q, k, v, sequence, causal, window, scale)
     if sequence is None and (window is None or window >= S):

@@ -21,7 +21,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
-from seqblocks.kernels.numerics import no_second_derivative, nothing
+from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.triton_common import ceil_div, exp, jit, last_contiguous, reciprocal, silu, tl
 
@@ -390,7 +390,7 @@ def run(
 ) -> Tensor:
     """Return y of `causal_conv` for a depthwise weight."""
     if x.numel() == 0:
-        return nothing(x.to(torch.promote_types(x.dtype, weight.dtype)), x, weight, bias)
+        return empty_with_gradients(x.to(torch.promote_types(x.dtype, weight.dtype)), x, weight, bias)
     marks = common.marks(resets)
     return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
 

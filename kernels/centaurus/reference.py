@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing
+from seqblocks.kernels.numerics import empty_with_gradients
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
@@ -50,9 +50,10 @@ class Bank(NamedTuple):
         """Return the state before the first token, [B, N, M, 2]."""
         return x.new_zeros(x.shape[0], *self.decay.shape, 2)
 
-    def nothing(self, x: Tensor) -> Tensor:
+    def empty_output(self, x: Tensor) -> Tensor:
         """Return the output y for an empty x."""
-        return nothing(self.leave(self.enter(x), x.shape[-1]), self.decay, self.turn, self.read, self.across)
+        y = self.leave(self.enter(x), x.shape[-1])
+        return empty_with_gradients(y, self.decay, self.turn, self.read, self.across)
 
 
 def within_sequences(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +85,7 @@ def run(
     size = torch.exp(bank.decay)
     turn_re, turn_im = size * torch.cos(bank.turn), size * torch.sin(bank.turn)
     if x.shape[1] == 0:
-        return bank.nothing(x), state
+        return bank.empty_output(x), state
 
     def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
         re, im = state[0].unbind(-1)

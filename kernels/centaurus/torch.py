@@ -49,7 +49,7 @@ def run(
     """
     x = x.to(bank.decay.dtype)
     if x.numel() == 0:
-        return bank.nothing(x), bank.fresh(x) if state is None else state
+        return bank.empty_output(x), bank.fresh(x) if state is None else state
     whole = state is None and resets is None and not return_state
     plan = plan or (cheapest(bank, x) if whole else "chunks")
     if plan == "chunks":
@@ -187,7 +187,7 @@ def _chunks(
         v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
     else:
         T = -(-S // -(-S // T))  # chunks of about equal length: 65 tokens are 33 + 32, not 64 + 1
-        v, state = _walked(_enter(bank, x), state, _chunk(bank, T, reverse), resets, reverse)
+        v, state = _chunk_by_chunk(_enter(bank, x), state, _chunk(bank, T, reverse), resets, reverse)
     return _leave(bank, v, H), state
 
 
@@ -206,7 +206,7 @@ def _chunk(bank: Bank, T: int, reverse: bool) -> Chunk:
     )
 
 
-def _shorter(chunk: Chunk, T: int, reverse: bool) -> Chunk:
+def _shortened(chunk: Chunk, T: int, reverse: bool) -> Chunk:
     """Return the matrices of a chunk of T tokens, as views of a longer one's."""
     longest = chunk.within.shape[1]
     if longest == T:
@@ -233,7 +233,7 @@ def _spans(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
     return spans[::-1] if reverse else spans
 
 
-def _walked(
+def _chunk_by_chunk(
     u: Tensor, state: Tensor, chunk: Chunk, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return v [N, B, S] and the last state, given u [N, B, S] and state [B, N, M, 2]."""
@@ -246,7 +246,7 @@ def _walked(
         if not (u.is_cuda and torch.cuda.is_current_stream_capturing()) and not u.is_meta and not bad.any():
             bad = None
     for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
-        one = _shorter(chunk, T, reverse)
+        one = _shortened(chunk, T, reverse)
         marks = None if resets is None else resets[:, a:b]
         span = Span.of(u[:, :, a:b], marks, T, reverse)
         given = span.given(one)
@@ -254,7 +254,7 @@ def _walked(
         if nonfinite is not None:
             reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
             given = given.masked_fill(reaches_state, torch.nan)
-        before, now = _between(given, now, one.through, span.stays, reverse)
+        before, now = _between(given, now, one.through, span.is_carried, reverse)
         if span.piece is None:  # added in place: for a long sequence, allocating memory costs as much as the sum
             v = torch.baddbmm(span.tokens @ one.within, span.flat(before), one.out_of)
             parts.append(v.view(*u.shape[:2], b - a))
@@ -290,7 +290,7 @@ class Span(NamedTuple):
         return cls(tokens, shape, piece, piece[:, :1] if reverse else piece[:, -1:])
 
     @property
-    def stays(self) -> Tensor | None:
+    def is_carried(self) -> Tensor | None:
         """Return whether a chunk has no reset, so that the state before it reaches the state after it: [B, chunks]."""
         return None if self.last is None else (self.last == 0).view(self.shape[1:])
 
@@ -312,7 +312,7 @@ class Span(NamedTuple):
 
 
 def _between(
-    given: Tensor, now: Tensor, through: Tensor, stays: Tensor | None, reverse: bool
+    given: Tensor, now: Tensor, through: Tensor, is_carried: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the states before each chunk and the last, from given [N, B, chunks, 2, M] and now [N, B, 2, M]."""
     re, im = through.unsqueeze(1).split(1, 2)
@@ -322,8 +322,8 @@ def _between(
     parts = given.unbind(2)  # indexing one by one would allocate a full-sized gradient for each
     for c in reversed(range(chunks)) if reverse else range(chunks):
         befores.append(now)
-        if stays is not None:
-            now = now.masked_fill(~stays[:, c, None, None], 0.0)
+        if is_carried is not None:
+            now = now.masked_fill(~is_carried[:, c, None, None], 0.0)
         now = torch.addcmul(torch.addcmul(parts[c], re, now), turned, now.flip(2))
     before = torch.stack(befores[::-1] if reverse else befores, 2) if chunks > 1 else befores[0].unsqueeze(2)
     return before, now
@@ -373,9 +373,9 @@ def _scan(
     u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run `_walked` as one op."""
+    """Run `_chunk_by_chunk` as one op."""
     with without_autocast(u.device.type):
-        v, last = _walked(u, state, Chunk(within, into, out_of, through), resets, reverse)
+        v, last = _chunk_by_chunk(u, state, Chunk(within, into, out_of, through), resets, reverse)
     return v, last.contiguous()
 
 
@@ -400,21 +400,21 @@ def _scan_backward(
         done = []
         now = state.permute(1, 0, 3, 2)
         for a, b, T in _spans(u.shape[2], within.shape[1], reverse):
-            one = _shorter(chunk, T, reverse)
+            one = _shortened(chunk, T, reverse)
             span = Span.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
-            before, now = _between(span.given(one), now, one.through, span.stays, reverse)
+            before, now = _between(span.given(one), now, one.through, span.is_carried, reverse)
             done.append((a, b, T, one, span, before))
         dnow = dlast.permute(1, 0, 3, 2)
         for a, b, T, one, span, before in reversed(done):
-            grads = _shorter(total, T, reverse)
+            grads = _shortened(total, T, reverse)
             upstream = dv[:, :, a:b].reshape(span.tokens.shape)
             seen = span.where_seen(upstream)
             grads.out_of.add_(span.flat(before).transpose(1, 2) @ seen)
             dbefore = (seen @ one.out_of.transpose(1, 2)).view(before.shape)
             back = one.through * one.through.new_tensor([1.0, -1.0]).unsqueeze(-1)
-            dgiven, dnow = _between(dbefore, dnow, back, span.stays, not reverse)
-            if span.stays is not None:
-                before = before.masked_fill(~span.stays[:, :, None, None], 0.0)
+            dgiven, dnow = _between(dbefore, dnow, back, span.is_carried, not reverse)
+            if span.is_carried is not None:
+                before = before.masked_fill(~span.is_carried[:, :, None, None], 0.0)
             (re, im), (g_re, g_im) = before.unbind(3), dgiven.unbind(3)
             grads.through.add_(torch.stack([re * g_re + im * g_im, re * g_im - im * g_re], 1).sum((2, 3)))
             dgiven = span.flat(dgiven)

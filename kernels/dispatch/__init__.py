@@ -67,7 +67,7 @@ def choose(
             dtypes = {key: None if x is None else x.dtype for key, x in inputs.items()}
     reasons: dict[str, str] = {}
     for candidate in IMPLEMENTATIONS if name == "auto" else (name,):
-        reason = _objection(op, candidate, facts, dtypes, sizes)
+        reason = _obstacle(op, candidate, facts, dtypes, sizes)
         if not reason:
             if name == "auto":
                 _remember(op, reasons)
@@ -96,7 +96,7 @@ def _device_error(op: str, devices: dict[str, torch.device]) -> RunError:
     return RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
 
 
-def _objection(
+def _obstacle(
     op: str, name: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
     sizes: Mapping[str, int] | None,
 ) -> str:

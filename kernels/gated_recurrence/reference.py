@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import STATE, TOKENS, contained
 
@@ -23,7 +23,7 @@ def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse:
 def scan(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     """Run the recurrence alone. `run` also keeps nonfinite values out of gradients across a reset."""
     if x.shape[1] == 0:
-        return nothing(x, x, decay), state
+        return empty_with_gradients(x, x, decay), state
 
     def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
         h = x[1].exp() * state[0] + x[0]

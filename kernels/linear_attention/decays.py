@@ -50,7 +50,7 @@ class Decays:
     def levels(self) -> list[_Level]:
         """Return the levels from the longest blocks whose inverses are in range to the whole chunk."""
         early, size = self._factors(), 1
-        while not _blind(early) and size < self.length and _safe(_ends(early, size).unflatten(-2, (-1, 2)).prod(-2)):
+        while not _off_cpu(early) and size < self.length and _safe(_ends(early, size).unflatten(-2, (-1, 2)).prod(-2)):
             early = _joined(early, size, self.tracked)
             size *= 2
         inside = early.unflatten(-2, (-1, size))
@@ -136,10 +136,10 @@ class _Level(NamedTuple):
 
 def _safe(ends: Tensor) -> bool:
     """Return whether the inverses of block weights are in float32's range. Values are read on the CPU only."""
-    return not _blind(ends) and bool(ends.amin() > LEAST)  # false for NaN
+    return not _off_cpu(ends) and bool(ends.amin() > LEAST)  # false for NaN
 
 
-def _blind(x: Tensor) -> bool:
+def _off_cpu(x: Tensor) -> bool:
     """Return whether reading values would synchronise with a device."""
     return x.device.type != "cpu"
 

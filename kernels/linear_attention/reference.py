@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
@@ -89,7 +89,7 @@ def scan(
     q, k, v, *others, bonus, state = tensors
     groups = v.shape[2] // q.shape[2]
     if q.shape[1] == 0:
-        return nothing(v, *tensors[:-1]), state
+        return empty_with_gradients(v, *tensors[:-1]), state
     with without_autocast(q.device.type):
         q, k = (x.repeat_interleave(groups, 2) for x in (scale * q, k))
         bonus = None if bonus is None else bonus.repeat_interleave(groups, 0)

@@ -23,7 +23,7 @@ from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_s
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
-from seqblocks.kernels.numerics import no_second_derivative, nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative, without_autocast
 from seqblocks.kernels.resets import nonfinite
 
 __all__ = ["MLSTMElement", "mlstm_algebra", "mlstm_memoroid"]
@@ -198,7 +198,7 @@ def mlstm_memoroid(
         found = nonfinite.find(x[0], x[1], x[2], x[3], x[4], (C, n, m), resets, reverse)
         x, (C, n, m) = tuple(found.clean(*x)), found.clean_state(C, n, m)
     if S == 0:
-        h, last = nothing(v, *x).to(v.dtype), MLSTMState(C, n, m)
+        h, last = empty_with_gradients(v, *x).to(v.dtype), MLSTMState(C, n, m)
     else:
         with without_autocast(q.device.type):
             h, end = mlstm_algebra(readout, eps)(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import nonfinite
 
@@ -89,7 +89,7 @@ def _scan(
     scaled = q.to(dtype) * DK**-0.5
     k, values = k.to(dtype), v.to(dtype)
     if S == 0:
-        return nothing(v, q, k, i, f, v), state
+        return empty_with_gradients(v, q, k, i, f, v), state
 
     def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
         q, k, v, log_i, log_f = x

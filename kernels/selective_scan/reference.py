@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
@@ -109,7 +109,7 @@ def states(
     """Run the scan without softplus, skip and gate. u, dt and y are [B, S, G, E/G]."""
     with without_autocast(u.device.type):
         if u.shape[1] == 0:
-            return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
+            return empty_with_gradients(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
 
         def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
             u, dt, B, C = (each.unsqueeze(axis) for each, axis in zip(x, (-1, -1, -2, -2), strict=True))

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
@@ -66,7 +66,7 @@ def _run(
     gates = rearrange([x.to(state.y.dtype) for x in inputs], "gate b s (h d) -> b s gate h d", h=state.y.shape[1])
     with without_autocast(gates.device.type):
         if gates.shape[1] == 0:
-            return nothing(gates[:, :, 0], gates, recurrent, bias), *state
+            return empty_with_gradients(gates[:, :, 0], gates, recurrent, bias), *state
 
         def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
             new = cell(x[0], recurrent, bias, SLSTMState(*state))

@@ -184,7 +184,7 @@ def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[
     total = sum(widths)
     if total == type.features and min(widths) >= 1:
         return labels, widths
-    note = type.whence("the result")
+    note = type.origin_note("the result")
     fault = Fault(
         "E405",
         "the widths must add up to the number of features"

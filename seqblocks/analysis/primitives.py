@@ -113,7 +113,7 @@ def _shape(op: Op, wires: list[Wire | None]) -> Wire:
     except Fault as fault:
         if not fault.notes:
             names = ["the input" if port.main else f"`{port.name}`" for port in op.ports]
-            seen = (wire.whence(name) for wire, name in zip(wires, names, strict=True) if wire)
+            seen = (wire.origin_note(name) for wire, name in zip(wires, names, strict=True) if wire)
             fault.notes = tuple(note for note in seen if note)[:3]
         raise
 

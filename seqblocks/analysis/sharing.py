@@ -110,7 +110,8 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
     if not path:
         if table:
             return _Owner(node, node.span, table)
-        raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[_it_is(node.name, node.span)])
+        note = _note_at(node.name, node.span)
+        raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[note])
     ctx.run.effort += len(table) // 16  # counted as steps, because a large step may be searched often
     inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
     if inside:
@@ -146,7 +147,7 @@ def _prefixes(name: str) -> list[str]:
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
-def _it_is(name: str, span: Span) -> Note:
+def _note_at(name: str, span: Span) -> Note:
     return Note(f"{name} is here", span)
 
 
@@ -159,7 +160,7 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
             hint = f"give {step.name} the same `when`, or share with a step that is present"
             return Fault("E320", message, at="share", hint=hint, notes=[Note("its condition is false", same.span)])
         if same:
-            notes, hint = [_it_is(name, same.span)], "move `share` to the second of the two steps"
+            notes, hint = [_note_at(name, same.span)], "move `share` to the second of the two steps"
             return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
 
     def suggest_name() -> str:
@@ -196,7 +197,7 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
         return
     some, more = names[:MAX_DIFFERENCES], len(names) - MAX_DIFFERENCES
     also = f" ({more} more differ)" if more > 0 else ""
-    places = {theirs[1]: _it_is(*theirs), ours[1]: None}
+    places = {theirs[1]: _note_at(*theirs), ours[1]: None}
     for (label, _), table in ((theirs, owned), (ours, own)):
         if item := table.get(names[0]):
             places.setdefault(item.node.span, Note(f"the {names[0]} of {label} is declared here", item.node.span))

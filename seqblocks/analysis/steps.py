@@ -182,7 +182,7 @@ def _verb_hint(ctx: Context, verb: str) -> str:
     if ctx.callers and verb in ctx.callers[-1].args:
         return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
-    found = _offered(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
+    found = _bundled_hint(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
     return found or _near_bundled(verb) or NO_VERB
 
 
@@ -193,7 +193,7 @@ def _argument_hint(argument: Argument) -> str:
     return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
 
 
-def _offered(verb: str, visible: Container[str]) -> str | None:
+def _bundled_hint(verb: str, visible: Container[str]) -> str | None:
     """Return a hint if a bundled file or one of its blocks has this name."""
     files = files_of_blocks()
     if verb in files:

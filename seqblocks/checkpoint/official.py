@@ -133,7 +133,7 @@ def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice
     translator = Translator(layout)
     for name, items in tied_together(spec).items():
         alternatives = [(item, translator.official(spec, item.name)) for item in items]
-        chosen = [(item, next((each for each in some if _is_held(each, headers)), None)) for item, some in alternatives]
+        chosen = [(item, next((x for x in recipes if _is_found(x, headers)), None)) for item, recipes in alternatives]
         pairs = [(item, recipe) for item, recipe in chosen if recipe is not None]
         if pairs:
             found[name] = pairs
@@ -151,7 +151,7 @@ def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
     return groups
 
 
-def _is_held(recipe: Recipe, headers: Mapping[str, Any]) -> bool:
+def _is_found(recipe: Recipe, headers: Mapping[str, Any]) -> bool:
     return all(official in headers for official in recipe.names)
 
 
@@ -224,16 +224,16 @@ def _missing(choice: _Choice, weights: Weights, partial: bool) -> dict[str, str]
         text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, needed for {item.name}"
         prefix = next(filter(None, (_prefix_hint(official, names) for official in absent)), None)
         if prefix and not partial:
-            more = _more(len(choice.missing) - 1)
+            more = _count_others(len(choice.missing) - 1)
             raise RunError(f"{text}{more}. {prefix}")
         shape = item.parameter.shape if isinstance(recipes[0], Name) else None
-        likely = next(filter(None, (_likely(official, shape, free) for official in absent)), None)
+        likely = next(filter(None, (_best_guess(official, shape, free) for official in absent)), None)
         hint = f" Did you mean {likely}?{_entry_hint(item.name, likely)}" if likely else ""
         out[item.tied or item.name] = f"{text}.{hint}"
     return out
 
 
-def _more(count: int) -> str:
+def _count_others(count: int) -> str:
     if not count:
         return ""
     return f" ({count} more {'parameter misses its' if count == 1 else 'parameters miss their'} tensors)"
@@ -273,7 +273,7 @@ def _patterns(names: list[str]) -> list[str]:
     return [key.replace("\0", shown[key]) for key in groups]
 
 
-def _likely(official: str, shape: tuple[int, ...] | None, free: Mapping[str, Any]) -> str | None:
+def _best_guess(official: str, shape: tuple[int, ...] | None, free: Mapping[str, Any]) -> str | None:
     """Return the unused tensor most likely meant by a missing name: same layer, and a similar name or equal shape."""
     numbers = _numbers(official)
     free = {name: size for name, size in free.items() if _numbers(name) == numbers}

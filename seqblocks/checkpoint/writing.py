@@ -183,12 +183,12 @@ def _create(parent: Path, prefix: str) -> tuple[Path, int | None]:
             return folder, None
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(folder, os.O_RDONLY)
-            if _lock(handle) is not False and _is_at(handle, folder):
+            if _lock(handle) is not False and _is_same_file(handle, folder):
                 return folder, handle
             os.close(handle)  # another save removed the folder as stale before it was locked
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def _is_same_file(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:

@@ -20,7 +20,7 @@ class Code(NamedTuple):
 FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
 
 
-def framed(text: str) -> str:
+def as_complete_spec(text: str) -> str:
     """Return an example as a complete spec. An example that begins with a step becomes a model on 8 features."""
     if not text.startswith("- "):
         return text

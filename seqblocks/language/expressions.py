@@ -210,7 +210,7 @@ def parse(text: str) -> Expression:
     """Parse an expression. Raises Fault (E501, E504)."""
     found = _parsed(text)
     if isinstance(found, Fault):
-        raise found.again()
+        raise found.copy()
     return found
 
 
@@ -220,7 +220,7 @@ def _parsed(text: str) -> Expression | Fault:
     try:
         return _parse(text)
     except Fault as fault:
-        return fault.again()
+        return fault.copy()
 
 
 def _parse(text: str) -> Expression:

@@ -27,7 +27,7 @@ class _Heads(Op):
         width = must_divide(self.heads, q.features, "heads", "the width of q")
         must_divide(self.shared, self.heads, "kv_heads", "heads")
         if k.features != self.shared * width:
-            note = k.whence("`k`")
+            note = k.origin_note("`k`")
             raise Fault(
                 "E402",
                 f"k must have {self.shared * width} features",

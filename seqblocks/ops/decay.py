@@ -16,7 +16,7 @@ WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log
 WITH_BIAS = ("softplus", "bounded")
 
 
-def exactly(x: Any) -> Any:
+def in_float32(x: Any) -> Any:
     """Return x in at least float32, because decays close to 1 lose precision in 16 bits."""
     import torch
 
@@ -49,7 +49,7 @@ class TimeStep(Op):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import softplus
 
-        return softplus(exactly(x) + p["bias"]).clamp(self.least, self.most)
+        return softplus(in_float32(x) + p["bias"]).clamp(self.least, self.most)
 
 
 @primitive("log_decay")
@@ -122,7 +122,7 @@ class LogDecay(Op):
     def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus
 
-        x = exactly(x)
+        x = in_float32(x)
         x = x + p["dt_bias"] if self.kind in WITH_BIAS else x
         rate = p["A_log"].exp().repeat_interleave(x.shape[-1] // p["A_log"].shape[0]) if "A_log" in p else 1.0
         match self.kind:

@@ -77,7 +77,7 @@ class GatedRecurrence(Op):
         scaled, decay = self.scaled_input(call, x, decay)
         out: Any = gated_recurrence(scaled, decay, return_state=True, resets=call.resets)
         piece = last_piece(call.resets)
-        summary = Affine(piece, piece.only(decay).sum(1), out[1])
+        summary = Affine(piece, piece.masked(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
     def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:

@@ -39,7 +39,7 @@ def with_past(x: Any, by: int, call: Any) -> Past:
     return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
 
 
-def moved_on(window: Any, x: Any) -> Any:
+def next_window(window: Any, x: Any) -> Any:
     """Return the window [B, by, D] without its oldest token, and with x [B, D] at its end."""
     import torch
 
@@ -94,7 +94,7 @@ class Shift(_Shifted):
         return window_after(x, self.by, call)
 
     def prepare_step(self, p: Any) -> Any:
-        return lambda window, x: (window.select(1, 0).clone(), moved_on(window, x))
+        return lambda window, x: (window.select(1, 0).clone(), next_window(window, x))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return shifted(x, self.by, call)
@@ -138,7 +138,7 @@ class TokenShift(_Shifted):
 
         def step(window: Any, x: Any, mix: Any) -> Any:
             before = window.select(1, 0)
-            return (before - x).mul_(weight if mix is None else mix).add_(x), moved_on(window, x)
+            return (before - x).mul_(weight if mix is None else mix).add_(x), next_window(window, x)
 
         return step
 

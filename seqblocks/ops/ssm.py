@@ -117,8 +117,8 @@ class SSM(Op):
             x, dt, A, B, C, dt_softplus=self.softplus, return_state=True, resets=call.resets
         )  # fmt: skip
         piece = last_piece(call.resets)
-        steps = piece.only(dt.to(A.dtype))
-        steps = piece.only(softplus(steps)) if self.softplus else steps
+        steps = piece.masked(dt.to(A.dtype))
+        steps = piece.masked(softplus(steps)) if self.softplus else steps
         summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
         return lambda state: {"h": summary(state["h"])}
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.centaurus.interface import _bank
-from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _scan, _walked, cheapest, counts, fast_length
+from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _chunk_by_chunk, _scan, cheapest, counts, fast_length
 from seqblocks.kernels.dispatch import self_check
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
@@ -197,7 +197,7 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     wanted = [u, state, *layer[:3], layer[5]]  # B and C come before and after
     agree(
         everything(_scan(u, state, *a_chunk(layer, reverse), given, reverse), wanted),
-        everything(_walked(u, state, a_chunk(layer, reverse), given, reverse), wanted),
+        everything(_chunk_by_chunk(u, state, a_chunk(layer, reverse), given, reverse), wanted),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.codes import CODES, framed, text
+from seqblocks.language.codes import CODES, as_complete_spec, text
 
 
 def test_the_catalogue_lists_exactly_the_codes_in_use(root: Path) -> None:
@@ -22,9 +22,9 @@ def test_the_catalogue_lists_exactly_the_codes_in_use(root: Path) -> None:
 def test_examples_report_their_code_and_fixed_examples_do_not(code: str) -> None:
     known = CODES[code]
     with pytest.raises(SpecError) as caught:
-        check.load_text(framed(known.example), strict=True)
+        check.load_text(as_complete_spec(known.example), strict=True)
     assert [d.code for d in caught.value.diagnostics] == [code]
-    check.load_text(framed(known.fix), strict=True)
+    check.load_text(as_complete_spec(known.fix), strict=True)
 
 
 @pytest.mark.parametrize("code", CODES)

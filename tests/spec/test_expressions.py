@@ -111,7 +111,7 @@ def test_an_unknown_name_is_reported_with_its_position() -> None:
     with pytest.raises(Fault) as caught:
         value("2 * (dim + dmi)")
     assert caught.value.offset == 11  # type: ignore[attr-defined]
-    assert caught.value.dress(None).hint == "did you mean 'dim'?"
+    assert caught.value.as_diagnostic(None).hint == "did you mean 'dim'?"
 
 
 numbers = st.integers(-50, 50)

@@ -106,7 +106,7 @@ def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
         if wire and (wire.kind, wire.places) != (x.kind, x.places):
             message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
-            notes = [note for note in (wire.whence(f"`{label}`"),) if note]
+            notes = [note for note in (wire.origin_note(f"`{label}`"),) if note]
             expected = str(x.with_features(wire.features))
             ctx.report(Fault("E418", message, at="steps", expected=expected, found=str(wire), notes=notes), step)
             return False

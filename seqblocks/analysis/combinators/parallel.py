@@ -67,7 +67,7 @@ def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
                 at="branches",
                 expected=str(first),
                 found=str(wire),
-                notes=[note for note in (first.whence(name), wire.whence(other)) if note],
+                notes=[note for note in (first.origin_note(name), wire.origin_note(other)) if note],
             )
     if merge == "concat":
         return first.with_features(sum(wire.features for _, wire in known))

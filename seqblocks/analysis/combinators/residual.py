@@ -40,6 +40,6 @@ def _shape_changes(ctx: Context, before: Wire, after: Wire) -> Fault:
         "a residual adds the output of its steps to its input, so their shapes must match",
         expected=str(before),
         found=str(after),
-        notes=[note for note in (before.whence("the input"), after.whence("the result")) if note],
+        notes=[note for note in (before.origin_note("the input"), after.origin_note("the result")) if note],
         hint=hint if only_features else None,
     )

@@ -93,7 +93,7 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
 def _check_same_image(order: str, wire: Wire, other: Wire, label: str) -> None:
     if (other.grid, other.places) == (wire.grid, wire.places):
         return
-    note = other.whence(f"`{label}`")
+    note = other.origin_note(f"`{label}`")
     raise Fault(
         "E407",
         f"order {order} reorders every sequence that its steps read, "

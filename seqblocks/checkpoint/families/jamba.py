@@ -31,8 +31,8 @@ def jamba(config: Config) -> str:
     eps, count = number(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
     mixers = {"mamba": _mamba(config, eps), "attention": _attention(config)}
     layers = [
-        ("attention" if _is_in(config, "attn", at, 8, 4) else "mamba")
-        + ("_experts" if count > 1 and _is_in(config, "expert", at, 2, 1) else "")
+        ("attention" if _is_of_kind(config, "attn", at, 8, 4) else "mamba")
+        + ("_experts" if count > 1 and _is_of_kind(config, "expert", at, 2, 1) else "")
         for at in range(depth_of(config))
     ]
     network = gated_network(config)
@@ -50,7 +50,7 @@ def jamba(config: Config) -> str:
     return model._replace(names=NAMES).text(layers, kinds, names)
 
 
-def _is_in(config: Config, kind: str, layer: int, period: int, offset: int) -> bool:
+def _is_of_kind(config: Config, kind: str, layer: int, period: int, offset: int) -> bool:
     first = whole(config, f"{kind}_layer_offset", offset, least=0)
     return layer % whole(config, f"{kind}_layer_period", period) == first
 
