@@ -124,7 +124,7 @@ def _build(parser: Parser) -> None:
     parser.add_argument("--image-size", metavar="N", help="override the size of the input image (N, or HxW)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates no memory")
-    parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
+    parser.add_argument("--seed", type=_whole, default=0, help="seed of the initial weights")
 
 
 def _convert(parser: Parser) -> None:
@@ -166,7 +166,7 @@ def _export(parser: Parser) -> None:
         "--length", default="dynamic", metavar="N", help="number of tokens per call, or dynamic (the default)"
     )
     parser.add_argument("--dtype", default="float32", help="float32, float16, bfloat16 or float64")
-    parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights, without --weights")
+    parser.add_argument("--seed", type=_whole, default=0, help="seed of the initial weights, if --weights is not given")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=None,
         help="compare the result with the model (the default; for ONNX, requires onnxruntime)",
@@ -199,8 +199,8 @@ def _schema(parser: Parser) -> None:
 
 def _explain(parser: Parser) -> None:
     parser.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
-    parser.add_argument("--dtype", default="float32", help="of the model")
-    parser.add_argument("--device", help="cpu (the default), cuda, …; no such device is needed")
+    parser.add_argument("--dtype", default="float32", help="dtype of the model")
+    parser.add_argument("--device", help="cpu (the default), cuda, …; the device need not be present")
     parser.add_argument(
         "--arch", help="GPU architecture, which determines the tile sizes: sm_90 (the default), gfx942, …"
     )

@@ -126,11 +126,11 @@ class Op(BaseModel):
         return first
 
     def parameters(self, *wires: Any, **_: Any) -> dict[str, Parameter]:
-        """Return the declarations of its parameters, by name."""
+        """Return the declarations of the op's parameters, by name."""
         return {}
 
     def state(self, *wires: Any, **_: Any) -> dict[str, State]:
-        """Return the declarations of its state, by name."""
+        """Return the declarations of the op's state, by name."""
         return {}
 
     def macs(self, *wires: Any, **_: Any) -> int:
@@ -138,9 +138,9 @@ class Op(BaseModel):
         return 0
 
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
-        """Return the lookahead that it adds to its inputs, in tokens of the model's input (inf: unlimited).
+        """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 
-        A token computed from several has the position of the first of them. Default: according to `reads`.
+        A token computed from several tokens has the position of the first. Default: according to `reads`.
         """
         return math.inf if self.reads == "all" else 0
 
@@ -153,11 +153,11 @@ class Op(BaseModel):
         return ()
 
     def is_upright(self, *wires: Any, **_: Any) -> bool:
-        """Return whether it distinguishes rows from columns of an image, so that no scan may exchange them."""
+        """Return whether the op distinguishes rows of an image from columns, so that no scan may swap them."""
         return False
 
     def makes_grid(self) -> bool:
-        """Return whether `forward` sets rows and columns of its output (`call.set_grid`): they are not its input's."""
+        """Return whether `forward` sets new rows and columns for its output, with `call.set_grid`."""
         return False
 
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
@@ -169,21 +169,21 @@ class Op(BaseModel):
 
         An op that declares state returns `(output, state)`; `call.state` is the previous state, or None.
         """
-        raise TypeError(f"{type(self).__name__} does not compute")
+        raise TypeError(f"{type(self).__name__} does not define `forward`")
 
     def matrix(self, p: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
-        The number of equal blocks may follow, if W is zero but for these blocks on its diagonal. Values derived from
-        `p` are valid as long as those of `prepare_step`.
+        If W is block-diagonal with blocks of equal size, their number may follow. Values derived from `p` are valid as
+        long as those of `prepare_step`.
         """
         return None
 
     def transition(self, p: Mapping[str, Any], call: Any, *inputs: Any) -> Callable[[Any], Any] | None:
         """Return the effect of these tokens on the state: a function from the state before them to the state after.
 
-        It is used for sequences split over several devices: expensive parts are computed before the state arrives, and
-        the function itself is cheap. None, the default, means that `forward` is needed. `call` has resets but no state.
+        Used for sequences split over several devices: the expensive part is computed before the state arrives, and the
+        returned function is cheap. None, the default, means that `forward` is needed. `call` has resets but no state.
         """
         return None
 
@@ -191,25 +191,25 @@ class Op(BaseModel):
         """Return a function that computes one token of a stream without gradients, or None to use `forward`.
 
         It is called with the parts of the op's state, in the order of `state`, then the inputs [batch, features]
-        (absent ones None), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
+        (None for absent ones), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
         are valid until a parameter changes; the function is then prepared again.
         """
         return None
 
     def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
-        """Return the ways to split it over this many ranks, by default according to `independent`.
+        """Return the ways to split the op over this many ranks, by default according to `independent`.
 
-        If there is none, each rank computes it completely. Raises Fault if its heads or groups cannot be split evenly.
+        Without any, each rank computes the whole op. Raises Fault if heads or groups cannot be divided evenly.
         """
         return evenly(self, ranks, self.independent, wires) if self.independent else []
 
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
-        """Return why it cannot stream on these wires, or None."""
+        """Return why the op cannot stream on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
     def ignores_resets(self, *wires: Any, **_: Any) -> str | None:
-        """Return why it mixes sequences that `resets` separate, so that resets are an error, or None."""
+        """Return why the op mixes sequences that `resets` separate, which makes resets an error, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
 
@@ -259,7 +259,7 @@ def _check_class(cls: type[Op]) -> None:
             TypeAdapter(kind).validate_python(info.default)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise TypeError(f"{cls.__qualname__}.{name} has a default that it does not take: {reason}") from None
+            raise TypeError(f"{cls.__qualname__}.{name} has an invalid default: {reason}") from None
         except (PydanticUserError, PydanticUndefinedAnnotation):  # a type that is defined further down
             continue
 

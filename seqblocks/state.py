@@ -143,7 +143,7 @@ def detach(state: States) -> States:
 
 
 def to(state: States, device: Any) -> States:
-    """Move the state to another device. Its dtypes stay, because counters are integers and sums are float32."""
+    """Move the state to another device. Dtypes do not change: counters are integers and sums are float32."""
     if isinstance(device, torch.dtype):
         raise RunError("a state can only be moved to a device; its dtypes must stay, because sums need their precision")
     return map_state(lambda x: x.to(device), state)

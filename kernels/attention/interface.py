@@ -60,7 +60,7 @@ def attention(
     one included (not causal: that many to either side). rotary: base of the rotary positions, which count from the last
     reset. scale: 1/sqrt(D) if not given. state: the state that the previous call returned. keep: number of tokens in
     the returned state (default: window - 1 with a window, else as many as in the given state, else all tokens).
-    resets [B, S] bool: true where a token is the first of a new sequence, which earlier tokens are invisible to.
+    resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
     Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. Tokens dropped from the state are no

@@ -50,7 +50,7 @@ def convert(
     """Convert the weights in a folder or file to another layout, in a new folder. Returns a summary of the files.
 
     path: a folder written by `save`, or weights in another layout (see `from_pretrained`, also for `spec` and `set`);
-    an existing `config.json` is copied, or stored as an entry of ours. to: a layout of the spec, such as official or
+    an existing `config.json` is copied, or stored as an entry of the new one. to: a layout of the spec, such as official or
     hub, or seqblocks for a folder that `load` reads. Values and dtypes are preserved exactly. A tied parameter is
     written once. At most one shard and one parameter are in memory.
 

@@ -152,8 +152,8 @@ def test_an_unused_built_in_verb_is_taken_too(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"ports": ("x", "other")}, r"Mine.ports must be a tuple of Port\(name, about, …\)"),
         ({"reads": "future"}, "Mine.reads must be one of token, past, all, not 'future'"),
-        ({"start": (int, 2.5)}, "Mine.start has a default that it does not take: .* valid integer"),
-        ({"start": (int, 0)}, "Mine.start has a default that it does not take: .* greater than or equal to 1"),
+        ({"start": (int, 2.5)}, "Mine.start has an invalid default: .* valid integer"),
+        ({"start": (int, 0)}, "Mine.start has an invalid default: .* greater than or equal to 1"),
     ],
 )
 def test_declarations_of_a_class_are_checked(body: dict[str, Any], told: str) -> None:
