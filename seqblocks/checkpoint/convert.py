@@ -50,9 +50,9 @@ def convert(
     """Convert the weights in a folder or file to another layout, in a new folder. Returns a summary of the files.
 
     path: a folder written by `save`, or weights in another layout (see `from_pretrained`, also for `spec` and `set`);
-    an existing `config.json` is copied, or stored as an entry of the new one. to: a layout of the spec, such as official or
-    hub, or seqblocks for a folder that `load` reads. Values and dtypes are preserved exactly. A tied parameter is
-    written once. At most one shard and one parameter are in memory.
+    an existing `config.json` is copied, or stored as an entry of the new one. to: a layout of the spec, such as
+    official or hub, or seqblocks for a folder that `load` reads. Values and dtypes are preserved exactly. A tied
+    parameter is written once. At most one shard and one parameter are in memory.
 
     Raises RunError if the weights do not fit the spec, or if a recipe cannot be reversed because it does not determine
     the shape of an official tensor or leaves gaps in one; UsageError for invalid arguments; OSError for disk errors.
