@@ -402,29 +402,3 @@ def is_exact(body: Graph) -> bool:
 def frame_size(graph: Graph) -> int:
     """Return the number of input tokens per call of a stream: the least common multiple of all rates."""
     return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))
-
-
-def verify(model: ModelSpec) -> None:
-    """Check the invariants of a graph. Raises AssertionError, which indicates a bug in seqblocks."""
-    found = list(parameters(model.graph, shared=True))
-    stored = {item.name for item in found if not item.shared}
-    for item in found:
-        assert not item.shared or item.tied in stored, f"{item.name} is shared with {item.tied}, which is not stored"
-    _verify(model, model.graph, {model.graph.input})
-
-
-def _verify(model: ModelSpec, graph: Graph, known: set[int]) -> None:
-    known = set(known) | {graph.input} | set(graph.ports.values())
-    names: set[str] = set()
-    for node in graph.nodes:
-        assert node.name not in names, f"two nodes are called {node.name}"
-        names.add(node.name)
-        for port, values in node.inputs.items():
-            assert set(values) <= known, f"{node.name}.{port} reads a value that is not there yet"
-        assert not set(node.outputs) & known, f"{node.name} writes a value twice"
-        assert node.type is None or node.type.features > 0, f"{node.name} has no width"
-        for body in node.bodies.values():
-            assert set(body.captures) <= known, f"{node.name} captures a value that is not there"
-            _verify(model, body, known)
-        known |= set(node.outputs)
-    assert set(graph.results) <= known, "a result is not a value of the graph"

@@ -17,16 +17,6 @@ class Code(NamedTuple):
     fix: str = ""
 
 
-FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
-
-
-def as_complete_spec(text: str) -> str:
-    """Return an example as a complete spec. An example that begins with a step becomes a model on 8 features."""
-    if not text.startswith("- "):
-        return text
-    return FRAME + "".join(f"    {line}\n" for line in text.splitlines())
-
-
 def _read() -> dict[str, Code]:
     data = yaml.safe_load(Path(__file__).with_name("codes.yaml").read_text(encoding="utf-8"))
     return {name: Code(**entry) for name, entry in data.items()}

@@ -9,7 +9,16 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.codes import CODES, as_complete_spec, text
+from seqblocks.language.codes import CODES, text
+
+FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
+
+
+def as_complete_spec(example: str) -> str:
+    """Return an example as a complete spec. An example that begins with a step becomes a model on 8 features."""
+    if not example.startswith("- "):
+        return example
+    return FRAME + "".join(f"    {line}\n" for line in example.splitlines())
 
 
 def test_the_catalogue_lists_exactly_the_codes_in_use(root: Path) -> None:

@@ -15,6 +15,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import ARGUMENT_TYPES, bundled
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
+from tests.spec.invariants import verify
 
 
 def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> ModelSpec:
@@ -23,7 +24,7 @@ def model(steps: str, head: str = "", input: str = "{features: 8}", **options: A
     text = f"seqblocks: 1\n{head}\nmodel:\n  input: {input}\n  steps:\n{lines}"
     file, found = check.load_text(text, **options)
     made = check.require_model(file, found)
-    graph.verify(made)
+    verify(made)
     return made
 
 
@@ -40,7 +41,7 @@ def test_every_bundled_spec_is_valid_and_meets_its_expectations(name: str) -> No
     file, made = check.load_spec(name)
     assert file.about, "a bundled spec needs a description"
     if made:
-        graph.verify(made)
+        verify(made)
         if not name.endswith("digits"):
             assert made.expect is not None
             assert made.expect.get("params") is not None

@@ -14,6 +14,7 @@ from seqblocks.errors import SpecError, SpecWarning
 from seqblocks.graph import ModelSpec
 from seqblocks.report import listing
 from seqblocks.report.summary import Row, summarise
+from tests.spec.invariants import verify
 
 PAIR = """blocks:
   twice: {args: {mixer: steps}, steps: [{mixer: {name: first}}, {mixer: {name: second, share: first}}]}
@@ -28,7 +29,7 @@ def model(steps: str, blocks: str = "", input: str = "{features: 8}") -> ModelSp
     lines = "".join(f"    {line}\n" for line in steps.strip().splitlines())
     _, made = check.load_text(f"seqblocks: 1\n{blocks}model:\n  input: {input}\n  steps:\n{lines}")
     assert made
-    graph.verify(made)
+    verify(made)
     return made
 
 

@@ -5,6 +5,7 @@ import pytest
 from seqblocks import SpecError, graph
 from seqblocks.analysis.check import load_text
 from seqblocks.graph import ModelSpec, count
+from tests.spec.invariants import verify
 
 PRE = "prenorm: {args: {mixer: steps}, steps: [residual: [layer_norm, mixer]]}"
 
@@ -13,7 +14,7 @@ def spec(steps: str, blocks: str = PRE, let: str = "{}", more: str = "", **overr
     text = f"seqblocks: 1\nlet: {let}\nblocks:\n  {blocks}\nmodel:\n  input: {{features: 8}}\n  steps: {steps}\n{more}"
     _, model = load_text(text, set=overrides)
     assert model
-    graph.verify(model)
+    verify(model)
     return model
 
 
