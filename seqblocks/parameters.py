@@ -181,12 +181,12 @@ def _by_name(name: str, known: Initialiser, numbers: list[tuple[str | None, str]
 
 
 def _check_values(text: str, name: str, known: Initialiser, values: Mapping[str, Any]) -> None:
-    """Raise Fault E209 for numbers that cannot be drawn from."""
+    """Raise Fault E209 for numbers that the initialiser does not accept."""
     for key, value in values.items():
         if value and not SMALLEST <= abs(value) <= LARGEST:
             expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
-            raise Fault("E209", f"{key} of {name} is out of range", expected=expected, found=f"{value:g}")
+            raise Fault("E209", f"{quote(key)} of {name} is out of range", expected=expected, found=f"{value:g}")
     for law in known.holds:
         if not parse(law).evaluate(values):
             found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
-            raise Fault("E209", f"{quote(text)} cannot be drawn from", expected=law, found=found)
+            raise Fault("E209", f"the arguments of {quote(text)} are out of range", expected=law, found=found)

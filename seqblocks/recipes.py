@@ -187,9 +187,10 @@ class Concat(FromSeveral):
             return fault
         if len(self.sizes) == len(self.officials) and sum(self.sizes) == shape[self.axis or 0]:
             return None
-        found = f"{len(self.officials)} tensors; {_described(name, shape)}"
-        expected = f"one size for each, and their sum {shape[self.axis or 0]}"
-        return Fault("E209", "the sizes do not fit", at="sizes", expected=expected, found=found)
+        what = f"the sizes do not divide axis {self.axis or 0} of {name} among the {len(self.officials)} tensors"
+        expected = f"{len(self.officials)} sizes with the sum {shape[self.axis or 0]}"
+        found = f"{list(self.sizes)}; {_described(name, shape)}"
+        return Fault("E209", what, at="sizes", expected=expected, found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -252,13 +253,16 @@ class Cut(FromSeveral):
         if fault or not shape:
             return fault
         if len(self.sizes) != len(self.officials):
-            found = f"{len(self.sizes)} sizes of {len(self.officials)} tensors"
-            return Fault("E209", "the sizes do not fit", at="sizes", expected="one size for each", found=found)
+            found = f"{len(self.sizes)} sizes and {len(self.officials)} tensors"
+            return Fault("E209", "each tensor needs a size", at="sizes", expected="as many as tensors", found=found)
         stop, end = (self.start or 0) + shape[self.axis or 0], sum(self.sizes)
         if stop <= end:
             return None
-        found = f"{stop}; {_described(name, shape)}"
-        return Fault("E209", "the part ends after the tensors", at="start", expected=f"at most {end}", found=found)
+        what = f"the slice for {name} ends after the last tensor: from {self.start or 0} to {stop} of {end}"
+        length = end - shape[self.axis or 0]
+        expected = f"a start of at most {length}" if length >= 0 else f"sizes with a sum of at least {stop}"
+        at = "start" if self.start else "sizes"
+        return Fault("E209", what, at=at, expected=expected, found=_described(name, shape))
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -344,7 +348,8 @@ class Slice(FromOne):
             return fault
         expected = f"a divisor of {shape[self.axis or 0]}"
         found = f"{self.groups}; {_described(name, shape)}"
-        return Fault("E209", "the groups do not divide the axis", at="groups", expected=expected, found=found)
+        what = f"axis {self.axis or 0} of {name} is not a multiple of the number of groups"
+        return Fault("E209", what, at="groups", expected=expected, found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         return self._cut(name, shape, *tensors).reshape(shape)
@@ -413,7 +418,8 @@ class Reshape(FromOne):
         if self.shape is None or math.prod(self.shape) == math.prod(shape):
             return None
         found = f"{list(self.shape)}; {_described(name, shape)}"
-        return Fault("E209", "the shape has another number of elements", at="shape", found=found)
+        what = f"the shape has {math.prod(self.shape)} elements, and {name} has {math.prod(shape)}"
+        return Fault("E209", what, at="shape", found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
@@ -476,7 +482,8 @@ class Rearrange(FromOne):
             rearranged(self.pattern, self.sizes, shape)
         except ValueError as error:
             found = f"{error}; {_described(name, shape)}"
-            return Fault("E209", "the pattern does not end in our shape", at="pattern", found=found)
+            what = f"the right side of the pattern does not have the shape of {name}"
+            return Fault("E209", what, at="pattern", found=found)
         return None
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
@@ -516,8 +523,8 @@ def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> 
     """Return a fault if an axis is outside [low, high]."""
     if axis is None or low <= axis <= high:
         return None
-    found = f"{axis}; {_described(name, shape)}"
-    return Fault("E209", "there is no such axis", at="axis", expected=f"from {low} to {high}", found=found)
+    found = _described(name, shape)
+    return Fault("E209", f"there is no axis {axis}", at="axis", expected=f"from {low} to {high}", found=found)
 
 
 def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[Shape]) -> Fault | None:
@@ -526,7 +533,7 @@ def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[S
         return None
     expected = " or ".join(dict.fromkeys(str(list(each)) for each in known))
     found = f"{list(given)}; {_described(name, shape)}"
-    what = "an official tensor of this shape does not make ours"
+    what = f"an official tensor of this shape cannot become {name}"
     return Fault("E209", what, at="shape", expected=expected, found=found)
 
 
@@ -546,11 +553,12 @@ def read_pattern(text: str) -> tuple[Groups, Groups]:
         raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
     sides = [_groups(side) for side in text.split("->")]
     if len(sides) != 2:
-        raise Fault("E209", "a pattern has two sides", expected='"row column -> column row"', found=quote(text))
+        expected = '"row column -> column row"'
+        raise Fault("E209", "a pattern needs two sides and one '->'", expected=expected, found=quote(text))
     left, right = (sorted(chain(*side)) for side in sides)
     if left != right or len(set(left)) < len(left):
         odd = [axis for axis in dict.fromkeys((*left, *right)) if not left.count(axis) == right.count(axis) == 1]
-        raise Fault("E209", "each axis is on both sides of the pattern, once", found=listing(odd))
+        raise Fault("E209", "each axis must occur once on each side of the pattern", found=listing(odd))
     return sides[0], sides[1]
 
 
@@ -568,9 +576,9 @@ def _groups(side: str) -> Groups:
         elif token.isidentifier() and token != "_":
             groups.append((token,)) if inside is None else inside.append(token)
         else:
-            raise Fault("E209", f"{quote(token)} has no place in a pattern", expected="names and parentheses")
+            raise Fault("E209", f"unexpected {quote(token)} in the pattern", expected="names and parentheses")
     if inside is not None:
-        raise Fault("E209", "a parenthesis of the pattern is open")
+        raise Fault("E209", "the pattern has a parenthesis without its ')'")
     return tuple(groups)
 
 

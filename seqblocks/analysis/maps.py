@@ -182,7 +182,7 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
 def _size(ctx: Context, axis: str, node: Node) -> Any:
     size = number(ctx, node, whole=True)
     if isinstance(size, int) and size < 1:
-        ctx.report(Fault("E209", f"the size of {axis} is out of range", expected="1 or more"), node)
+        ctx.report(Fault("E209", f"the size of {axis} is out of range", expected="1 or more", found=f"{size}"), node)
     return size
 
 
@@ -218,7 +218,7 @@ def _list(ctx: Context, key: str, node: Node) -> tuple[int, ...] | None:
     values = [_whole(ctx, key, item) for item in node.items]
     for item, value in zip(node.items, values, strict=True):
         if value is not None and value < 1:
-            ctx.report(Fault("E209", f"a size in {key} is out of range", expected="1 or more"), item)
+            ctx.report(Fault("E209", f"a size in {key} is out of range", expected="1 or more", found=f"{value}"), item)
             return None
     return None if None in values else tuple(filter(None, values))
 
@@ -229,7 +229,7 @@ def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, Any]) -
         value = numbers.get(key, low)
         if not low <= value <= high:
             expected = f"from {low} to {high}" if key == "part" else f"{low} or more"
-            fault = Fault("E209", f"{key} of {kind} is out of range", expected=expected, found=f"{value}")
+            fault = Fault("E209", f"{quote(key)} of {kind} is out of range", expected=expected, found=f"{value}")
             ctx.report(fault, node.get(key))
             return False
     return True

@@ -76,7 +76,9 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
     code = "E203" if "type" in item["type"] or "parsing" in item["type"] else "E209"
     message = message.removeprefix("input should be ").removeprefix("value error, ")
     found = str(item["input"])[:60]
-    ctx.report(Fault(code, f"{key} of {step.verb} must be {message}", at=key, found=found), step)
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    named = quote(key) if key else "an argument"
+    ctx.report(Fault(code, f"{named} of {step.verb} must be {message}", at=key, found=found), step)
 
 
 # --- one argument -----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _first_row(tensor: Any) -> int:
 
 
 def _check_norm(norm: Any) -> None:
-    is_number = isinstance(norm, Real | Tensor)
+    is_number = norm.numel() == 1 if isinstance(norm, Tensor) else isinstance(norm, Real)
     if not (is_number and norm >= 0):
         raise UsageError(f"max_norm must be a number of at least 0, not {norm!r}")
 

@@ -36,7 +36,7 @@ class TimeStep(Op):
     def shape(self, x: Wire) -> Wire:
         if self.least >= self.most:
             expected = f"less than most, {self.most:g}"
-            raise Fault("E209", "least must be below most", at="least", expected=expected, found=f"{self.least:g}")
+            raise Fault("E209", "'least' must be below 'most'", at="least", expected=expected, found=f"{self.least:g}")
         return x
 
     def facts(self, x: Wire) -> Facts:
@@ -81,7 +81,7 @@ class LogDecay(Op):
         if self.heads:
             must_divide(self.heads, x.features, "heads", "the width")
         if lower and self.kind != "logsigmoid":
-            raise Fault("E209", f"kind {self.kind} does not take `lower`", at="lower", hint="kind: logsigmoid")
+            raise Fault("E209", f"`kind: {self.kind}` does not take 'lower'", at="lower", hint="kind: logsigmoid")
         if lower:
             must_match("lower", lower, x.features, "the width of x")
         return x

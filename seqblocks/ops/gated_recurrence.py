@@ -34,7 +34,7 @@ class GatedRecurrence(Op):
         if self.first_full and self.factor == "full":
             hint = "remove first_full, or use factor: unit_variance"
             raise Fault(
-                "E209", "first_full has no effect: the factor is full for all tokens", at="first_full", hint=hint
+                "E209", "'first_full' has no effect: the factor is full for all tokens", at="first_full", hint=hint
             )
         return x
 

@@ -107,11 +107,11 @@ class LinearAttention(Op):
             raise Fault("E210", "the decay is set twice: by a wire and by `fixed_decay`", at="fixed_decay")
         if self.rule != "add" and (self.bonus or self.normalize):
             key = "bonus" if self.bonus else "normalize"
-            raise Fault("E209", f"{key} requires rule: add", at=key, found=f"rule: {self.rule}")
+            raise Fault("E209", f"'{key}' requires `rule: add`", at=key, found=f"rule: {self.rule}")
         if self.rule != "delta" and self.writes > 1:
-            raise Fault("E209", "writes requires rule: delta", at="writes", found=f"rule: {self.rule}")
+            raise Fault("E209", "'writes' requires `rule: delta`", at="writes", found=f"rule: {self.rule}")
         if self.bonus and self.normalize:
-            raise Fault("E209", "bonus and normalize cannot be combined", at="normalize", hint="remove one of them")
+            raise Fault("E209", "'bonus' and 'normalize' cannot be combined", at="normalize", hint="remove one of them")
 
     def warns(
         self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, beta: Wire | None = None, *others: Any

@@ -158,6 +158,6 @@ def test_arguments_of_other_types() -> None:
         tensor_plan("nested", 2)  # type: ignore[arg-type]
     with pytest.raises(seqblocks.UsageError, match="pieces takes a state dict, not NoneType"):
         pieces(model, None)  # type: ignore[arg-type]
-    for norm in ("1", None, -1.0, float("nan")):
+    for norm in ("1", None, -1.0, float("nan"), torch.ones(2)):
         with pytest.raises(seqblocks.UsageError, match="max_norm must be a number of at least 0, not"):
             clip_gradients(model, norm)  # type: ignore[arg-type]
