@@ -25,7 +25,7 @@ def test_mutated_specs(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.slow if part < 6 else pytest.mark.long) for part in range(10)]
+    "part", [pytest.param(part, marks=pytest.mark.slow if part < 3 else pytest.mark.long) for part in range(10)]
 )
 def test_many_composed_specs(part: int) -> None:
     start = 10_000 + 200 * part

@@ -5,6 +5,7 @@ In float64, to 1e-9 of the largest value: rounding is about length * 2^-52 on in
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -57,13 +58,19 @@ MADE_OF_OTHERS = ("minlstm_small", "samba_small", "zamba2_small", "xlstm_deltane
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
 
 
+@functools.cache
+def built(name: str) -> SequenceModel:
+    return seqblocks.build(name, set=SMALL[name], dtype=torch.float64).eval()
+
+
 def model(name: str, seed: int) -> SequenceModel:
-    made = seqblocks.build(name, set=SMALL[name], dtype=torch.float64)
+    """Return the model of a name, which is built once, with the parameters of a seed."""
+    made = built(name)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
-    return made.eval()
+    return made
 
 
 def lengths(most: int) -> Any:

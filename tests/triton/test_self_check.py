@@ -162,15 +162,24 @@ def check(how: str) -> tuple[str, bool]:
         ("wrong", "its output is off by 0.1 on an example whose largest value is 2", True),
         ("abort", "its check crashed (exit status -6", True),
         ("killed", "its check crashed (exit status -9", False),
-        ("raise", "it does not run (RuntimeError: out of resource: shared memory)", False),
-        ("no memory", "its reference cannot be computed here (OutOfMemoryError: CUDA out of memory)", False),
-        ("no reference", "its reference cannot be computed here (NotImplementedError: not for this device)", False),
     ],
 )
 def test_a_crash_in_a_check_does_not_affect_other_processes(how: str, found: str, lasting: bool) -> None:
     fault, kept = check(how)
     assert fault.startswith(found) if found else not fault
     assert kept is lasting
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("raise", "it does not run (RuntimeError: out of resource: shared memory)"),
+        ("no memory", "its reference cannot be computed here (OutOfMemoryError: CUDA out of memory)"),
+        ("no reference", "its reference cannot be computed here (NotImplementedError: not for this device)"),
+    ],
+)
+def test_errors_in_a_check_are_temporary(how: str, found: str) -> None:
+    assert self_check.check(self_check.Call("broken", {**CPU, "how": how})) == (found, False)
 
 
 def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
