@@ -99,8 +99,9 @@ def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[Mode
         if spec is not None:
             raise UsageError(f"{place} contains its own spec: remove the argument `spec`")
         return read_model(place, place, set)
-    model = spec_of(place, spec, set)
-    return model, translated(model, weights_in(place))[0]
+    weights = weights_in(place)
+    model = spec_of(place, spec, weights, set)
+    return model, translated(model, weights)[0]
 
 
 def graph_ties(model: ModelSpec) -> dict[str, str]:

@@ -26,6 +26,8 @@ from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
 
+HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
+
 
 def from_pretrained(
     path: str | os.PathLike[str],
@@ -60,7 +62,7 @@ def from_pretrained(
     if spec is None and (config := own_config(place)):
         found, ours, left_out = _own(config, weights, set)
     else:
-        found = spec_of(place, spec, set, allow_use)
+        found = spec_of(place, spec, weights, set, allow_use)
         ours, left_out = translated(found, weights, partial)
     model = _model(found, ours, left_out, device, dtype, seed)
     if any(left_out):
@@ -86,17 +88,32 @@ def _own(
     return spec, ours, LeftOut({}, [], {})
 
 
-def spec_of(place: Path, spec: Any, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()) -> ModelSpec:
+def spec_of(
+    place: Path, spec: Any, weights: Weights, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()
+) -> ModelSpec:
     """Return the given spec, or one generated from the config.json next to the weights."""
     if isinstance(spec, ModelSpec):
         return spec
     if spec is not None:
         return check.load_model(spec, set, allow_use)
-    config = (place if place.is_dir() else place.parent) / CONFIG
-    if not config.exists():
+    file = (place if place.is_dir() else place.parent) / CONFIG
+    if not file.exists():
         raise UsageError(f"{place} has no {CONFIG} that describes the model. Pass `spec`")
-    text = spec_text(read_json(config))
-    return check.require_model(*check.load_text(text, f"<{CONFIG} of {place.name}>", set=set))
+    config = read_json(file)
+    if isinstance(config, dict) and _head_differs(weights):
+        config = {**config, "tie_word_embeddings": False}
+    return check.require_model(*check.load_text(spec_text(config), f"<{CONFIG} of {place.name}>", set=set))
+
+
+def _head_differs(weights: Weights) -> bool:
+    """Return whether the weights contain a head with other values than the embedding.
+
+    transformers then ignores `tie_word_embeddings`. Some of its classes never tie the two.
+    """
+    embedding = next((name for name in weights.headers if name.endswith(EMBEDDINGS)), None)
+    if embedding is None or HEAD not in weights.headers:
+        return False
+    return not torch.equal(weights.read(HEAD), weights.read(embedding))
 
 
 def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype: Any, seed: int) -> SequenceModel:

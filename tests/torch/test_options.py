@@ -332,17 +332,19 @@ def scalar(w: dict[str, Tensor], x: Tensor, c: Tensor) -> Tensor:
     return normed(torch.stack(ys, 1).flatten(-2), 2)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_slstm_block(activation: str) -> None:
+@pytest.mark.parametrize(("activation", "kernel"), [(name, 0 if name == "relu" else 3) for name in ACTIVATIONS])
+def test_slstm_block(activation: str, kernel: int) -> None:
     """The norm of the heads has no weight, the feed-forward network has biases, and each official activation is tested.
+
+    With kernel 0 there is no convolution, and all gates read the block's normalised input.
     """
-    rest = f"kernel: 3, gain: none, bias: true, expand: 1, multiple: 2, activation: {activation}"
+    rest = f"kernel: {kernel}, gain: none, bias: true, expand: 1, multiple: 2, activation: {activation}"
     model, _ = built(spec(6, f"slstm_block: {{name: it, dim: 6, heads: 2, {rest}}}"))
     own = {name.removeprefix("it."): p for name, p in model.named_parameters()}
 
     def block(w: Weights, x: Tensor) -> Tensor:
         z = normed(x) * (1 + w["mixer.x.weight"])
-        x = x + scalar(w, z, convolved(w, "mixer.c", z))
+        x = x + scalar(w, z, convolved(w, "mixer.c", z) if kernel else z)
         g, u = affine(w, "ffn.net.proj_up", normed(x) * (1 + w["ffn.layer_norm.weight"])).chunk(2, -1)
         return x + affine(w, "ffn.net.proj_down", ACTIVATIONS[activation](g) * u)
 

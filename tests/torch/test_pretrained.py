@@ -159,6 +159,21 @@ def test_weights_of_transformers_survive_a_round_trip_bit_for_bit(family: str, s
         assert torch.equal(again.state_dict()[name], tensor)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_in_the_file_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
+    """transformers never ties xLSTM's head, whatever its config says."""
+    model = peer("xlstm", 0, torch.float32, mode="train", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "theirs")
+    ids = torch.randint(0, model.config.vocab_size, (1, 16))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        ours = seqblocks.from_pretrained(tmp_path / "theirs").eval()(ids)
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+    seqblocks.checkpoint.convert(tmp_path / "theirs", "seqblocks", tmp_path / "ours")
+    restored = seqblocks.from_pretrained(tmp_path / "ours")
+    assert torch.equal(restored.unembed.weight, model.lm_head.weight)
+
+
 # --- without transformers -------------------------------------------------------------------------------------------
 
 MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "time_step_rank": 3}
@@ -216,6 +231,13 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
     assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
+
+
+def test_the_blocks_of_an_xlstm_are_those_of_num_blocks() -> None:
+    """transformers reads num_hidden_layers only where num_blocks is null; its default is 32."""
+    for depths, count in (({"num_blocks": 3}, 3), ({"num_blocks": None}, 2), ({}, 2)):
+        model = seqblocks.build_text(families.spec_text({**XLSTM, **depths}), device="meta")
+        assert len(model.blocks) == count
 
 
 def test_official_configs_have_the_size_of_the_releases() -> None:

@@ -20,7 +20,7 @@ def xlstm(config: Config) -> str:
     }
     require(config, add_out_norm=(True, None), weight_mode=("single", "fused", None))
     dim = whole(config, "hidden_size" if config.get("hidden_size") else "embedding_dim")
-    depth = whole(config, "num_hidden_layers" if config.get("num_hidden_layers") else "num_blocks")
+    depth = whole(config, "num_blocks" if config.get("num_blocks") is not None else "num_hidden_layers")
     return f"""seqblocks: 1
 about: xLSTM-large language model, as its config.json says
 use: [xlstm]
