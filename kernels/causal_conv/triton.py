@@ -409,7 +409,7 @@ def _tiles(
     dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
     dtype = (dtypes or {}).get("x", dtype)
-    return {way: tiles(length, width, batch, dtype, way == "backward") for way in ("forward", "backward")}
+    return {phase: tiles(length, width, batch, dtype, phase == "backward") for phase in ("forward", "backward")}
 
 
 def _example(

@@ -128,17 +128,17 @@ def _check(
         )
     H, (N, M) = x.shape[2], A_real.shape
     if (E is None) != (mode == "pointwise") or (E is not None and E.shape != (N, M)):
-        wanted = "no E" if mode == "pointwise" else f"E {[N, M]}"
-        raise ValueError(f"centaurus, mode {mode}, expects {wanted}; got {'none' if E is None else list(E.shape)}")
+        expected = "no E" if mode == "pointwise" else f"E {[N, M]}"
+        raise ValueError(f"centaurus, mode {mode}, expects {expected}; got {'none' if E is None else list(E.shape)}")
     channels = N * M if mode == "pointwise" else N
     if mode in ("neck", "pointwise"):
         fits = B.shape == (channels, H) and C.dim() == 2 and C.shape[1] == channels
-        wanted = f"B {[channels, H]} and C [G, {channels}]"
+        expected = f"B {[channels, H]} and C [G, {channels}]"
     else:
         fits = B.shape == C.shape == (N,) and (N == H if mode == "dws" else N % H == 0)
-        wanted = f"B and C [{H}]" if mode == "dws" else f"B and C [G {H}]"
-        wanted += f" for A [{H}, M]" if mode == "dws" else f" for A [G {H}, M]"
+        expected = f"B and C [{H}]" if mode == "dws" else f"B and C [G {H}]"
+        expected += f" for A [{H}, M]" if mode == "dws" else f" for A [G {H}, M]"
     if not fits:
         raise ValueError(
-            f"centaurus, mode {mode}, expects {wanted}; got B {list(B.shape)}, C {list(C.shape)}, A {[N, M]}"
+            f"centaurus, mode {mode}, expects {expected}; got B {list(B.shape)}, C {list(C.shape)}, A {[N, M]}"
         )

@@ -185,8 +185,8 @@ def check(call: Call) -> Finding:
         differences = (_difference(found, expected, tolerance) for found in results(call, function, tensors, options))
         return next(filter(None, differences), ""), True
     except Exception as error:
-        lost = _device_is_lost()
-        return f"it {'crashes' if lost else 'does not run'} ({_summary(error)})", lost
+        device_lost = _device_is_lost()
+        return f"it {'crashes' if device_lost else 'does not run'} ({_summary(error)})", device_lost
 
 
 def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
@@ -227,9 +227,9 @@ def _results(
 
 def _difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
     for name, x in found.items():
-        scale, off = (t.abs().max().item() if t.numel() else 0.0 for t in (expected[name], x.double() - expected[name]))
-        if not off <= tolerance * scale + 1e-30:
-            return f"its {name} is off by {off:.2g} on an example whose largest value is {scale:.2g}"
+        scale, gap = (t.abs().max().item() if t.numel() else 0.0 for t in (expected[name], x.double() - expected[name]))
+        if not gap <= tolerance * scale + 1e-30:
+            return f"its {name} is off by {gap:.2g} on an example whose largest value is {scale:.2g}"
     return ""
 
 

@@ -163,7 +163,7 @@ def _laid_out(*rows: Tensor | None) -> list[Any]:
     return [None if x is None else last_contiguous(x) if x.dim() == 2 else x.contiguous() for x in rows]
 
 
-def _apart(*rows: Tensor | None) -> list[int]:
+def _row_strides(*rows: Tensor | None) -> list[int]:
     return [0 if x is None else x.stride(0) for x in rows]
 
 
@@ -178,7 +178,7 @@ def _op(
     tile = tiles(D, False, common.arch(x))
     with common.on(x):
         _norm[ceil_div(R, tile["BT"]), heads](
-            *given, y, R, D, *_apart(given[0], given[3], given[5]), eps,
+            *given, y, R, D, *_row_strides(given[0], given[3], given[5]), eps,
             ACTIVATION=activation, ONE_PLUS=one_plus, **tile,
         )
     return y
@@ -211,7 +211,7 @@ def _op_backward(
     with common.on(x):
         _norm_backward[programs, heads](
             dy, *given, dx, *parts[:2], dskip, parts[2], dgate,
-            R, D, *_apart(dy, given[0], given[3], given[5]), eps,
+            R, D, *_row_strides(dy, given[0], given[3], given[5]), eps,
             ACTIVATION=activation, ONE_PLUS=one_plus, TILES=TILES, **tile,
         )
     for at, p, part in zip((1, 2, 4), (weight, bias, skip_weight), parts, strict=True):
@@ -267,7 +267,7 @@ def _can(**facts: Any) -> str:
 
 
 def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {way: tiles(width // heads, way == "backward", arch) for way in ("forward", "backward")}
+    return {phase: tiles(width // heads, phase == "backward", arch) for phase in ("forward", "backward")}
 
 
 def _example(

@@ -89,8 +89,8 @@ class _Contained(torch.autograd.Function):
         return None, None, None, None, *(next(found) if x is not None and x.requires_grad else None for x in leaves)
 
 
-def _of(tensors: Sequence[Tensor | None], kinds: Sequence[str], kind_of_tensor: str) -> list[Tensor]:
-    return [x for x, kind in zip(tensors, kinds, strict=True) if x is not None and kind == kind_of_tensor]
+def _of(tensors: Sequence[Tensor | None], kinds: Sequence[str], selected: str) -> list[Tensor]:
+    return [x for x, kind in zip(tensors, kinds, strict=True) if x is not None and kind == selected]
 
 
 def _poisoned(dead: Tensor, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> bool:

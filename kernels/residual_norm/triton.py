@@ -225,7 +225,7 @@ def _can(**facts: Any) -> str:
 
 
 def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {way: tiles(width, way == "backward") for way in ("forward", "backward")}
+    return {phase: tiles(width, phase == "backward") for phase in ("forward", "backward")}
 
 
 def _example(

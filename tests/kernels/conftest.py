@@ -56,7 +56,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except Exception:
-        if item.get_closest_marker("gpu") and _lost():
+        if item.get_closest_marker("gpu") and _device_is_lost():
             capture = item.config.pluginmanager.getplugin("capturemanager")
             if capture is not None:
                 capture.suspend_global_capture()
@@ -67,7 +67,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
-def _lost() -> bool:
+def _device_is_lost() -> bool:
     import torch
 
     try:

@@ -113,16 +113,16 @@ def _team(
     """
     BD, size = common.power_of_two(width), 2 if dots == "bf16" else 4
     most_cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
-    most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
+    limit = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
     if not backward:
-        most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
+        limit = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
     # Exchanged values are loaded at once or, if they do not fit, in parts.
     reads = [(4, 1), (1 if dots == "fp32" else 2, 0)] if backward else [(1, 0)]
     found = []
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // ceil_div(width, BU)
         fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= room]
-        if arch.startswith("sm_") and at_once and fits and most_cells >= BU * BB and most >= BD * BU * BB:
+        if arch.startswith("sm_") and at_once and fits and most_cells >= BU * BB and limit >= BD * BU * BB:
             found.append((ceil_div(heads * ceil_div(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}
@@ -389,7 +389,7 @@ def _tiles(
         if torch.device("cuda", index) in _no_teams:
             processors = 0
     size = heads, batch, processors, room
-    return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
+    return {phase: tiles(*about, phase == "backward", arch, *size) for phase in ("forward", "backward")}
 
 
 def _example(head_dim: int, heads: int = 1, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
