@@ -8,6 +8,7 @@ bfloat16 stays wrong; the kernels convert to float32 first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,9 @@ def install() -> None:
     InterpreterBuilder.knows_bfloat16 = True
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5 leaves the patches in place after a launch
         interpreter._patch_lang = PatchedLanguage(interpreter._patch_lang)
+    options = interpreter.interpreter_builder.options
+    if not options.debug:  # then a check that integers do not overflow is computed, and its result is not used
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 if triton_common.INTERPRETED:
