@@ -92,6 +92,22 @@ def test_extreme_gates_in_triton(shift: dict[str, int]) -> None:
     assert all(t.isfinite().all() for t in found.values())
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=INTERPRETED)])
+def test_a_learned_state_may_start_at_zero(backend: str) -> None:
+    """An empty state decays into the next one like any other: its gradients are not zero.
+
+    The gradients of y' = sigmoid(o) c' / n', where c' = tanh(z) and n' = 1, times exp(min(log sigmoid(f) - i, 0)).
+    """
+    i, f, z, o = (draw(3, 1, 4, seed=at).float() * 3 for at in range(4))
+    empty = [torch.zeros(3, 2, 2, requires_grad=True) for _ in "ycnm"]
+    options: Any = {"recurrent": torch.zeros(2, 2, 4, 2), "bias": torch.zeros(4, 2, 2), "backend": backend}
+    y = slstm(i, f, z, o, state=SLSTMState(*empty), **options)
+    found = torch.autograd.grad(y.sum(), empty[1:3])
+    kept = (torch.nn.functional.logsigmoid(f) - i).clamp(max=0).exp() * o.sigmoid()
+    for gradient, expected in zip(found, (kept, -kept * z.tanh()), strict=True):
+        torch.testing.assert_close(gradient.flatten(1), expected[:, 0], rtol=1e-5, atol=1e-6)
+
+
 @INTERPRETED
 @pytest.mark.parametrize("width", [16, 48])
 def test_small_gradients_survive_float16(width: int) -> None:

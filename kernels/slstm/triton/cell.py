@@ -46,14 +46,14 @@ def advance_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, old_c, old_n, old_m):
     through = old_m + log_sigmoid(f)
     first = old_n == 0.0
     write = exp(i - m)
-    decay = tl.where(first, 0.0, exp(tl.minimum(through - m, 0.0)))
+    decay = exp(tl.minimum(through - m, 0.0))
     gate = sigmoid(o)
     value = tanh(z)
     share = dy * gate / n
     dc += share
     dn -= share * c / n
     of_write = (dc * value + dn) * write
-    of_decay = (dc * old_c + dn * old_n) * decay
+    of_decay = tl.where(first, 0.0, (dc * old_c + dn * old_n) * decay)
     dm -= of_write + of_decay
     wins = first | (i >= through)
     dthrough = of_decay + tl.where(wins, 0.0, dm)
