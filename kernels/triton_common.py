@@ -179,6 +179,11 @@ def near(x: Tensor, tokens: int) -> Tensor:
     return last_contiguous(x) if max(x.stride(1) * tokens, x.stride(2) * x.shape[2]) < 2**31 else x.contiguous()
 
 
+def token_strides(*tensors: Tensor | None) -> list[int]:
+    """Return the strides over batch, tokens and heads; zeros for absent tensors."""
+    return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
+
+
 def marks(resets: Tensor | None) -> Tensor | None:
     """Return resets as kernels read them: one byte per token, contiguous. Marks are returned unchanged."""
     return None if resets is None else resets.to(torch.uint8).contiguous()
@@ -233,6 +238,13 @@ def reciprocal(x):
     """
     r = tl.math.rsqrt(x)
     return r * r
+
+
+@jit
+@no_type_check
+def load_tile(x, rows, columns, is_row, is_column):
+    """Load the tile at offsets rows and columns, with zeros where the masks are false."""
+    return tl.load(x + rows[:, None] + columns[None, :], is_row[:, None] & is_column[None, :], 0.0)
 
 
 @jit

@@ -30,8 +30,8 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     where,
     within_block,
 )
-from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, load_tile, start, store_rows
-from seqblocks.kernels.triton_common import exp, jit, operand, tl
+from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, start, store_rows
+from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])

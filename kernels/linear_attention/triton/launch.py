@@ -14,7 +14,7 @@ from seqblocks.kernels.linear_attention import separate
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
 from seqblocks.kernels.numerics import filled, no_second_derivative
-from seqblocks.kernels.triton_common import ceil_div, tl
+from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
 
 Maybe = Tensor | None
 DIVISORS = 5  # index of the plane DEN in the mLSTM's gates
@@ -187,7 +187,7 @@ class _Chunks:
             size = self.size("sums")
             forward.sums[N * self.chunks, ceil_div(self.W, size["BD"])](
                 decay, resets, work["since"], work["until"], work["blocks"], work["through"],
-                self.S, self.H, *_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
+                self.S, self.H, *token_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
             )
         work["weights"] = self.empty(N, T, self.L)
         if beta is not None:
@@ -197,21 +197,16 @@ class _Chunks:
         forward.pairs[(N * T // 16,)](
             q, k, decay, beta, bonus, resets, work["since"], work["until"], work["blocks"], work["weights"],
             work["between_keys"], work["solved"],
-            self.S, self.H, self.K, *_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
+            self.S, self.H, self.K, *token_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
             **self.size("pairs"),
         )
         if beta is not None:
             forward.invert[(N * self.chunks,)](work["solved"], L=self.L, num_warps=4)
             forward.solve[(N * self.chunks,)](
                 k, v, work["since"], work["blocks"], work["solved"], work["of_state"], errors,
-                self.S, self.H, self.K, self.V, *_strides(k, v), W=self.W, **self.of_dots, **self.size("solve"),
+                self.S, self.H, self.K, self.V, *token_strides(k, v), W=self.W, **self.of_dots, **self.size("solve"),
             )
         return work
-
-
-def _strides(*tensors: Maybe) -> list[int]:
-    """Return the strides over batch, tokens and heads."""
-    return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
 @custom_op("seqblocks::linear_attention_triton_chunks")
@@ -231,12 +226,12 @@ def chunks(
         across, along = plan.tiles(size)
         forward.states[(plan.N * across * along,)](
             k, v, beta, state, work["until"], work["blocks"], work["through"], work["of_state"], errors, C, last,
-            plan.S, plan.H, plan.K, plan.V, *_strides(k, v, beta), W=plan.W, **plan.of_walks, **size,
+            plan.S, plan.H, plan.K, plan.V, *token_strides(k, v, beta), W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("outputs")
         forward.outputs[(plan.N * plan.chunks * plan.tiles(size)[1],)](
             q, v, beta, work["since"], work["blocks"], errors, work["weights"], C, y,
-            plan.S, plan.H, plan.K, plan.V, *_strides(q, v, beta), plan.scale, W=plan.W, **plan.of_dots, **size,
+            plan.S, plan.H, plan.K, plan.V, *token_strides(q, v, beta), plan.scale, W=plan.W, **plan.of_dots, **size,
         )
     if found is not None:
         found.mark(y, last)
@@ -281,18 +276,19 @@ def chunks_backward(
             flows = plan.empty(along if plan.per_key else across * along, N, plan.chunks + 1, plan.W, dtype=wide)
         backward.state_gradients[(N * across * along,)](
             q, k, dy, beta, *sums, work["through"], work["of_state"], work["weights"], C, last, dlast, dC, dx,
-            _if(state, dstate), flows, *lengths, *_strides(q, k, dy, beta), scale, W=plan.W, **plan.of_walks, **size,
+            _if(state, dstate), flows, *lengths, *token_strides(q, k, dy, beta), scale,
+            W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("value_gradients")
         backward.value_gradients[(N * plan.chunks * plan.tiles(size)[1],)](
             k, dy, beta, work["until"], work["blocks"], work["weights"], work["solved"], dx, dC, dv,
-            *lengths, *_strides(k, dy, beta), **of_weights, **size,
+            *lengths, *token_strides(k, dy, beta), **of_weights, **size,
         )
         of_queries = plan.empty(N, plan.places, plan.L)
         of_keys = None if beta is None else torch.empty_like(of_queries)
         backward.weight_gradients[(N * plan.chunks,)](
             v, dy, beta, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
-            plan.S, plan.H, plan.V, *_strides(v, dy, beta, dv), scale,
+            plan.S, plan.H, plan.V, *token_strides(v, dy, beta, dv), scale,
             **{name: x for name, x in plan.of_dots.items() if name != "GROUP"}, **plan.size("weight_gradients"),
         )
         size = plan.size("key_gradients")
@@ -304,7 +300,7 @@ def chunks_backward(
         dbonus = None if bonus is None else plan.empty(tiles, plan.K, dtype=wide)
         backward.key_gradients[(tiles * columns,)](
             q, k, v, dy, dv, decay, beta, bonus, resets, *sums, errors, C, dC, of_queries, of_keys,
-            dq, dk, dbonus, reads, writes, *lengths, *_strides(q, k, v, dy, dv, decay, beta), scale,
+            dq, dk, dbonus, reads, writes, *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
             **of_weights, **size,
         )
         if decay is not None:

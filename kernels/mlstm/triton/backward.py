@@ -33,7 +33,6 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     load_plane,
     load_rows,
     load_segment,
-    load_tile,
     load_x,
     own_block,
     own_tile,
@@ -44,7 +43,7 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     weights_read,
     weights_written,
 )  # fmt: skip
-from seqblocks.kernels.triton_common import constexpr, exp, jit, operand, reciprocal, tl
+from seqblocks.kernels.triton_common import constexpr, exp, jit, load_tile, operand, reciprocal, tl
 
 LARGEST_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
 

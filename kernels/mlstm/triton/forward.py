@@ -16,7 +16,6 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     load_plane,
     load_rows,
     load_segment,
-    load_tile,
     load_x,
     own_block,
     own_tile,
@@ -25,7 +24,7 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     store_rows,
     weights_read,
 )  # fmt: skip
-from seqblocks.kernels.triton_common import exp, log_sigmoid, operand, tl
+from seqblocks.kernels.triton_common import exp, load_tile, log_sigmoid, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])

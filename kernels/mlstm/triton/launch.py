@@ -18,7 +18,7 @@ from seqblocks.kernels.mlstm.triton import backward, forward, gates, sizes
 from seqblocks.kernels.mlstm.triton.tensors import FACTORS, GATES
 from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.resets import nonfinite
-from seqblocks.kernels.triton_common import ceil_div, tl
+from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
 
 
 class Plan:
@@ -80,7 +80,7 @@ class Plan:
             size = self.size_of("outputs", q)
             forward.outputs[(self.tiles * self.v_tiles(size),)](
                 q, k, v, C, norm, planes, segments, h,
-                self.S, self.H, self.DK, self.DV, *_strides(q, k, v), *self.scales, eps,
+                self.S, self.H, self.DK, self.DV, *token_strides(q, k, v), *self.scales, eps,
                 NORMALIZE=normalize, **self.of_dots, **size,
             )
 
@@ -98,7 +98,8 @@ class Plan:
         with common.on(q):
             dC, dnorm = torch.empty_like(C), None if norm is None else torch.empty_like(norm)
             backward.factors[(per_chunk,)](
-                dh, h, planes, segments, factors, links, self.S, self.H, self.DV, *_strides(dh), self.scales[0], eps,
+                dh, h, planes, segments, factors, links,
+                self.S, self.H, self.DV, *token_strides(dh), self.scales[0], eps,
                 EXP=self.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(self.DV))),
                 **self.of_gates | {"num_warps": min(8, self.chunk["L"] // 16)},
             )
@@ -107,19 +108,19 @@ class Plan:
             flows = planes.new_empty(self.N, self.chunks + 1, state_tiles)
             backward.state_gradients[(self.N * state_tiles,)](
                 q, dh, C, norm, last[0], last[1], dlast[0], dlast[1], planes, factors, links if self.exp else None,
-                dC, dnorm, dC0, dn0, flows, ahead, *lengths, *_strides(q, dh), **self.of_dots, **size,
+                dC, dnorm, dC0, dn0, flows, ahead, *lengths, *token_strides(q, dh), **self.of_dots, **size,
             )
             size = self.size_of("gradients", q)
             rows, columns = (planes.new_empty(self.k_tiles(size), self.N, self.places) for _ in range(2))
             backward.gradients[(self.tiles * (2 * self.k_tiles(size) + self.v_tiles(size)),)](
                 q, k, v, dh, C, norm, dC, dnorm, planes, segments, factors, dq, rows, dk, columns, dv,
-                *lengths, *_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
+                *lengths, *token_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
             )
             if df is None:
                 return
             backward.gate_gradients[(per_chunk,)](
                 i, f, dlast[2], planes, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
-                self.S, self.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
+                self.S, self.H, *token_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
                 EXP=self.exp, FRESH=dC0 is None,
                 **{key: common.power_of_two(x.shape[at]) for key, x, at in (
                     ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
@@ -136,12 +137,12 @@ class Plan:
             passages = planes.new_empty(2, self.N, self.chunks, dtype=torch.float64)
             m_enters = planes.new_empty(self.N, self.chunks + 1, dtype=torch.float64)
             gates.totals[(self.N * self.chunks,)](
-                i, f, resets, passages, self.S, self.H, *_strides(i, f), **options
+                i, f, resets, passages, self.S, self.H, *token_strides(i, f), **options
             )
             gates.entering[(self.N,)](passages, m0, m_enters, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1)
         gates.gates[(self.N * self.chunks if each else self.N,)](
             i, f, resets, m0, m_enters, planes, segments, m_out,
-            self.S, self.N, self.H, *_strides(i, f), EACH=each, **options,
+            self.S, self.N, self.H, *token_strides(i, f), EACH=each, **options,
         )
 
     def states(
@@ -151,7 +152,7 @@ class Plan:
         size = self.size_of("states", k)
         forward.states[(self.N * self.k_tiles(size) * self.v_tiles(size),)](
             k, v, C0, n0, planes, segments, C, norm, C_out, n_out,
-            self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.of_dots, **size,
+            self.S, self.H, self.DK, self.DV, *token_strides(k, v), **self.of_dots, **size,
         )
 
     def k_tiles(self, size: dict[str, int]) -> int:
@@ -162,11 +163,6 @@ class Plan:
 
     def size_of(self, kernel: str, x: Tensor) -> dict[str, int]:
         return sizes.tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), launch_size("batch", self.N))
-
-
-def _strides(*tensors: Tensor | None) -> list[int]:
-    """Return the strides over batch, tokens and heads; zeros for absent tensors."""
-    return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from seqblocks.kernels.triton_common import constexpr, jit, operand, tl
+from seqblocks.kernels.triton_common import constexpr, jit, load_tile, operand, tl
 
 # Planes of `gates`. E, X are binary logarithms.
 GATES = 9
@@ -58,12 +58,6 @@ def start(x, n, H, c, S, xb, xs, xh, REVERSE: tl.constexpr, BT: tl.constexpr):
     """Return a pointer to the first token of chunk or tile c of head n."""
     t = S - 1 - c * BT if REVERSE else c * BT
     return x + (n // H).to(tl.int64) * xb + (n % H).to(tl.int64) * xh + tl.cast(t, tl.int64) * xs
-
-
-@jit
-@no_type_check
-def load_tile(x, down, across, is_down, is_across):
-    return tl.load(x + down[:, None] + across[None, :], is_down[:, None] & is_across[None, :], 0.0)
 
 
 @jit

@@ -19,13 +19,12 @@ from seqblocks.kernels.slstm.triton.cell import (
     load_mark,
     load_matrices,
     load_state,
-    load_tile,
     store_gate_gradients,
     store_state,
     token_gradients,
 )
 from seqblocks.kernels.slstm.triton.teams import arrive, report, wait
-from seqblocks.kernels.triton_common import jit, operand, tl
+from seqblocks.kernels.triton_common import jit, load_tile, operand, tl
 
 
 @common.kernel(do_not_specialize=["S", "B"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from seqblocks.kernels.triton_common import constexpr, exp, jit, log_sigmoid, reciprocal, sigmoid, tl
+from seqblocks.kernels.triton_common import constexpr, exp, jit, load_tile, log_sigmoid, reciprocal, sigmoid, tl
 
 I_GATE, F_GATE, Z_GATE, O_GATE = (constexpr(place) for place in range(4))
 N_STATE, M_STATE = constexpr(1), constexpr(2)  # c is first
@@ -90,12 +90,6 @@ def live_gradient(x, mark, resets):
 
 # ------------------------------------------------------------------------------
 # Loads and stores
-
-
-@jit
-@no_type_check
-def load_tile(x, rows, columns, is_row, is_column):
-    return tl.load(x + rows[:, None] + columns[None, :], is_row[:, None] & is_column[None, :], 0.0)
 
 
 @jit

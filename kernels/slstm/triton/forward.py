@@ -20,12 +20,11 @@ from seqblocks.kernels.slstm.triton.cell import (
     load_matrices,
     load_matrix,
     load_state,
-    load_tile,
     store_kept,
     store_state,
 )
 from seqblocks.kernels.slstm.triton.teams import arrive, report, wait
-from seqblocks.kernels.triton_common import jit, operand, tl
+from seqblocks.kernels.triton_common import jit, load_tile, operand, tl
 
 
 @jit
