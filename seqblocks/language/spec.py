@@ -10,7 +10,7 @@ import keyword
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ MAX_USES = 32  # depth of nested `use:`, as files are read recursively
 FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
+TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
@@ -149,13 +150,18 @@ def _inside(path: Path) -> str | None:
 # --- checks shared by all sections of a spec -------------------------------------------------------------------------
 
 
-def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -> None:
-    """Report unknown keys (E201) and mark a mapping that has any as incomplete."""
+def known_keys(
+    report: Report, node: Mapping, known: Iterable[str], what: str, elsewhere: Container[str] = (), place: str = ""
+) -> None:
+    """Report unknown keys (E201) and mark a mapping that has any as incomplete.
+
+    elsewhere: keys that belong in another place of a spec, which `place` describes.
+    """
     words = tuple(known)
     for key, span, _ in node:
         if key not in words:
             node.incomplete = True
-            hint = partial(key_hint, key, words)
+            hint = f"move `{key}:` {place}" if key in elsewhere else partial(key_hint, key, words)
             fault = Fault("E201", f"unknown key {quote(key)} in {what}", expected=f"one of {listing(words)}", hint=hint)
             report.fault(fault, span)
 
@@ -234,7 +240,7 @@ class Reader:
             self.fault("E203", "a spec must be a mapping", root.span, found=kind_of(root), hint=hint)
             return None
         file = SpecFile(source, root)
-        known_keys(self.report, root, FILE_KEYS, "a spec")
+        known_keys(self.report, root, FILE_KEYS, "a spec", MODEL_KEYS, "into `model:`")
         self._version(root)
         file.about = self._text(root, "about")
         file.let = self._mapping(root, "let")
@@ -245,8 +251,9 @@ class Reader:
         file.model = self._mapping(root, "model")
         if file.model:
             file.model_span = root.entries["model"][0] if "model" in root.entries else None
-            known_keys(self.report, file.model, MODEL_KEYS, "model")
+            known_keys(self.report, file.model, MODEL_KEYS, "model", FILE_KEYS, TO_THE_TOP)
         self._use(file, folder)
+        self._misplaced(file)
         self._needs(file)
         blocks = self._mapping(root, "blocks")
         for name, span, node in blocks or ():
@@ -270,6 +277,14 @@ class Reader:
         elif not root.incomplete:
             return None
         return Mapping(root.span, 1, 1, {}, incomplete=True)
+
+    def _misplaced(self, file: SpecFile) -> None:
+        """Mark names and verbs as incomplete if the section that defines them is in the model."""
+        found = file.model.entries if file.model else {}
+        if "let" in found:
+            file.let = file.let or Mapping(file.root.span, 1, 1, {})
+            file.let.incomplete = True
+        file.incomplete |= "use" in found or "blocks" in found
 
     def _text(self, root: Mapping, key: str) -> str:
         node = root.get(key)
@@ -438,7 +453,8 @@ class Reader:
             self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
             file.blocks[name] = file.visible[name] = unknown
             return
-        known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
+        known_keys(self.report, node, BLOCK_KEYS, f"block {name}", FILE_KEYS, TO_THE_TOP)
+        file.incomplete |= "use" in node.entries or "blocks" in node.entries
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
         names_in_block = {*args, *(let.entries if let else ())}

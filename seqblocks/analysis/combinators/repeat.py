@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 from seqblocks import graph
@@ -22,6 +21,7 @@ from seqblocks.language.vocabulary import did_you_mean
 
 KEYS = ("times", "steps", "pattern", "index", "share", "name", "from", "as", "when")
 Layer = tuple[str, Node]
+Pattern = list[tuple[str, int]]  # words and their counts
 _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
 
 
@@ -29,12 +29,13 @@ _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a patt
 def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
     """Return the node. Raises Fault if the pattern is invalid (E601, E602, E604), or `steps` is missing (E202)."""
     words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
-    _check_words(ctx, step, arguments, words)
+    pattern = _read_pattern(arguments.pattern or "")
+    _check_words(ctx, step, arguments, words, {word for word, _ in pattern})
     if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
         return None
-    if step.incomplete and not _is_complete(arguments, words):
+    if step.incomplete and not _is_complete(arguments, words, pattern):
         return None
-    layers = _layers(arguments, words)
+    layers = _layers(arguments, words, pattern)
     if not layers:
         check_steps(ctx, step, Repeat)
     bodies: dict[str, graph.Graph] = {}
@@ -66,9 +67,8 @@ def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], shar
         ctx.report(fault, step)
 
 
-def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
+def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node], used: set[str]) -> None:
     """Report words that the pattern does not use, or unknown keys if there is no pattern."""
-    used = {word.partition("*")[0] for word in (arguments.pattern or "").split()}
     node = step.get("pattern")
     chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
     for word in words:
@@ -80,14 +80,14 @@ def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, N
             step.incomplete = True
 
 
-def _is_complete(arguments: Repeat, words: dict[str, Node]) -> bool:
+def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> bool:
     """Return whether the steps of all layers are known."""
     if arguments.pattern is None:
         return arguments.steps is not None
-    return all(text.partition("*")[0] in words for text in arguments.pattern.split())
+    return all(word in words for word, _ in pattern)
 
 
-def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
+def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list[Layer]:
     """Return the word and the steps of each layer."""
     message = "repeat takes either `steps` or `pattern`"
     if arguments.pattern is None:
@@ -98,7 +98,8 @@ def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
         hint = "use `times` and `steps`, or a pattern and the steps of each of its words: m: […]"
         raise Fault("E210", message, at="steps", hint=hint)
     layers: list[Layer] = []
-    for word, count in _counts(arguments.pattern, words):
+    for word, count in pattern:
+        _check_steps_of(word, words)
         layers += [(word, words[word])] * count
         if len(layers) * arguments.times > MAX_REPEATS:
             raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
@@ -107,18 +108,26 @@ def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
     return layers * arguments.times
 
 
-def _counts(pattern: str, words: dict[str, Node]) -> Iterator[tuple[str, int]]:
-    """Return the words of a pattern, each with its count."""
+def _read_pattern(pattern: str) -> Pattern:
+    """Return the words of a pattern, each with its count. Raises Fault E601."""
+    found = []
     for text in pattern.split():
         match = re.match(_WORD, text)
         if not match or match[2] == "0":
-            raise Fault("E601", f"{quote(text)} is not a word of a pattern", at="pattern", expected="m, or m*7")
-        if match[1] not in words:
-            raise Fault(
-                "E602",
-                f"the pattern's word {quote(match[1])} has no steps",
-                at="pattern",
-                expected=f"one of {listing(words)}" if words else "a key that holds its steps",
-                hint=did_you_mean(match[1], words) or f"add `{match[1]}: [steps]` next to the pattern",
-            )
-        yield match[1], int(match[2] or 1)
+            hint = "a pattern has no parentheses: use `times:` to repeat it" if "(" in text or ")" in text else None
+            message = f"{quote(text)} is not a word of a pattern"
+            raise Fault("E601", message, at="pattern", expected="m, or m*7", hint=hint)
+        found.append((match[1], int(match[2] or 1)))
+    return found
+
+
+def _check_steps_of(word: str, words: dict[str, Node]) -> None:
+    """Raise Fault E602 for a word of the pattern without steps."""
+    if word not in words:
+        raise Fault(
+            "E602",
+            f"the pattern's word {quote(word)} has no steps",
+            at="pattern",
+            expected=f"one of {listing(words)}" if words else "a key that holds its steps",
+            hint=did_you_mean(word, words) or f"add `{word}: [steps]` next to the pattern",
+        )
