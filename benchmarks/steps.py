@@ -1,15 +1,16 @@
 """Measure a streaming step of whole models, against the same arithmetic written by hand in torch.
 
     python benchmarks/steps.py [rounds]
-    python benchmarks/steps.py compile [rounds]
+    python benchmarks/steps.py compile [rounds] [models]
 
 Both sides have the same weights, one thread and no gradients; their outputs are compared first. For each model and
 batch size, this prints the median of the ratios of interleaved runs. The steps by hand are written for one model: they
 check nothing, carry their state in a list, and prepare weights once. Times are CPU times of the process, which do not
 include other programs.
 
-`compile` measures the first call of a step that `torch.compile` compiles, in separate processes, in turns and
-without any cache: CPU time of the compiler and of the programs that it starts.
+`compile` measures the first calls of a step that `torch.compile` compiles, in separate processes, in turns and
+without any cache: CPU time of the compiler and of the programs that it starts. The second call is measured too, because
+some steps by hand are compiled again for it: the states that they return have other strides than their first ones.
 """
 
 from __future__ import annotations
@@ -345,8 +346,11 @@ def compare(name: str, batch: int, rounds: int) -> tuple[float, float]:
     return 1e3 * statistics.median(times), statistics.median(ratios)
 
 
-def graphs_of(name: str, ours: bool, backend: Callable[[Any, Any], Any] | None = None, calls: int = 1) -> list[Any]:
-    """Compile a step at batch 1 and call it; return the graphs that were compiled."""
+def graphs_of(
+    name: str, ours: bool, backend: Callable[[Any, Any], Any] | None = None, calls: int = 1,
+    after: Callable[[], None] = lambda: None,
+) -> list[Any]:  # fmt: skip
+    """Compile a step at batch 1 and call it; return the graphs that were compiled. `after` runs after each call."""
     from torch._inductor.compile_fx import compile_fx
 
     found: list[Any] = []
@@ -363,44 +367,47 @@ def graphs_of(name: str, ours: bool, backend: Callable[[Any, Any], Any] | None =
         for _ in range(calls):
             out = run(token, state)
             state = out[1] if ours else state
+            after()
     return found
 
 
-def first_call(name: str, ours: bool) -> float:
-    """Return the seconds of processor time that the first call of a compiled step takes, imports left out."""
+def first_calls(name: str, ours: bool) -> list[float]:
+    """Return the seconds of CPU time until the first and second call of a compiled step end, without imports."""
     torch.compile(torch.sin)(torch.ones(3))
 
     def used() -> float:
         each = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return sum(x.ru_utime + x.ru_stime for x in each)
 
-    start = used()
-    graphs_of(name, ours)
-    return used() - start
+    start, seconds = used(), list[float]()
+    graphs_of(name, ours, calls=2, after=lambda: seconds.append(used() - start))
+    return seconds
 
 
-def compare_compilation(name: str, rounds: int) -> tuple[float, float]:
-    """Return the seconds of the first call of our step, and the ratio to that by hand; medians of processes."""
+def compare_compilation(name: str, rounds: int) -> list[tuple[float, float]]:
+    """Return the seconds until our first and second call end, and the ratios to those by hand; medians of processes."""
     settings = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    seconds: dict[str, list[float]] = {"ours": [], "hand": []}
+    seconds: dict[str, list[list[float]]] = {"ours": [], "hand": []}
     for _ in range(rounds):
         for side, found in seconds.items():
-            command = [sys.executable, __file__, "first_call", name, side]
+            command = [sys.executable, __file__, "first_calls", name, side]
             done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
-            found.append(float(done.stdout))
-    ours, hand = (statistics.median(each) for each in seconds.values())
-    return ours, ours / hand
+            found.append([float(number) for number in done.stdout.split()])
+    ours, hand = ([statistics.median(each) for each in zip(*found, strict=True)] for found in seconds.values())
+    return [(each, each / other) for each, other in zip(ours, hand, strict=True)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    if sys.argv[1:2] == ["first_call"]:
-        print(first_call(sys.argv[2], sys.argv[3] == "ours"))
+    if sys.argv[1:2] == ["first_calls"]:
+        print(*first_calls(sys.argv[2], sys.argv[3] == "ours"))
         return
     if sys.argv[1:2] == ["compile"]:
-        for name in MODELS:
-            seconds, ratio = compare_compilation(name, int(sys.argv[2]) if len(sys.argv) > 2 else 5)
-            print(f"{name}: compiled in {seconds:.1f} s, {ratio:.2f} of the step by hand", flush=True)
+        for name in sys.argv[3:] or MODELS:
+            found = compare_compilation(name, int(sys.argv[2]) if len(sys.argv) > 2 else 5)
+            (seconds, first), (_, both) = found
+            ratios = f"{first:.2f} of the step by hand; two calls {both:.2f}"
+            print(f"{name}: first call {seconds:.1f} s, {ratios}", flush=True)
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     for name in MODELS:

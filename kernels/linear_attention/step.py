@@ -21,6 +21,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
     and k to length 1. fixed: constant log decays [HV]; bonus [H, K]; with `normalize`, S has a last column for z.
     """
     fixed_factor = None if fixed is None else fixed.exp()
+    baddbmm = _baddbmm_to_compile if torch.compiler.is_compiling() else torch.baddbmm
 
     def step(
         S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe = None, beta: Maybe = None, a: Maybe = None,
@@ -36,17 +37,23 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
         if a is not None and b is not None:
             read = torch.bmm(a.reshape(B * HV, 1, K), before)
             S = _with(S, b.reshape(B * HV, 1, K), read, S is not before)
-        write = v if beta is None else torch.baddbmm(v, k, S, alpha=-1).mul_(beta.reshape(-1, 1, 1))
+        write = v if beta is None else baddbmm(v, k, S, alpha=-1).mul_(beta.reshape(-1, 1, 1))
         S = _with(S, k, write, S is not before)
         used = S if bonus is None else before
         times = K**-0.5 if scale is None else scale
-        o = torch.baddbmm(v, q, used, beta=0, alpha=times)
+        o = baddbmm(v, q, used, beta=0, alpha=times)
         if bonus is not None:
             o = _with_bonus(o, v, q * k, bonus.repeat_interleave(HV // heads, 0).view(HV, 1, K) * times)
         o = o[..., :-1] / (o[..., -1:] + 1e-10) if normalize else o
         return o.reshape(B, -1), S.view(B, HV, K, -1)
 
     return step
+
+
+def _baddbmm_to_compile(x: Tensor, a: Tensor, b: Tensor, *, beta: int = 1, alpha: float = 1) -> Tensor:
+    """Return x + alpha a b, without x if beta is 0. torch's compiler computes it in its own kernel if `a` has one row."""
+    product = torch.bmm(a, b) * alpha
+    return x + product if beta else product
 
 
 def _of_heads(q: Tensor, k: Tensor, heads: int, groups: int, unit: bool) -> tuple[Tensor, Tensor]:

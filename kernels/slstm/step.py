@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Gates = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
+
 
 def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(y, c, n, m [B, H, D], i, f, z, o [B, H * D]) -> (y [B, H * D], the next y, c, n, m).
@@ -18,15 +20,10 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
     recurrent [H, D, 4, D], biases [H, D] of i, f, z, o. f computes the same values as `slstm` for one token, without
     gradients.
     """
-    H, D = recurrent.shape[:2]
-    matrix, bias = recurrent.flatten(2), torch.stack([*biases], 1).view(H, 1, 4 * D)
+    gates = (_gates_to_compile if torch.compiler.is_compiling() else _gates)(recurrent.flatten(2), biases)
 
-    def step(
-        y: Tensor, c: Tensor, n: Tensor, m: Tensor, i: Tensor, f: Tensor, z: Tensor, o: Tensor
-    ) -> tuple[Tensor, ...]:
-        gates = torch.cat([i, f, z, o], 1).view(-1, 4, H, D)
-        recurrent = torch.baddbmm(bias, y.transpose(0, 1), matrix)  # [H, B, 4 D]
-        i, f, z, o = gates.add_(recurrent.view(H, -1, 4, D).permute(1, 2, 0, 3)).unbind(1)
+    def step(y: Tensor, c: Tensor, n: Tensor, m: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        i, f, z, o = gates(y, inputs)
         through = F.logsigmoid(f).add_(m)
         m = torch.where(n == 0, i, torch.maximum(i, through))  # Before the first token, m has no meaning.
         write, keep = (i - m).exp_(), through.sub_(m).clamp_(max=0.0).exp_()
@@ -36,3 +33,30 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
         return y.flatten(1), y, c, n, m
 
     return step
+
+
+def _gates(matrix: Tensor, biases: Sequence[Tensor]) -> Gates:
+    """Return f(y, the inputs of i, f, z, o) -> i, f, z, o [B, H, D] with recurrence and bias. matrix [H, D, 4 D]."""
+    H, D, _ = matrix.shape
+    bias = torch.stack([*biases], 1).view(H, 1, 4 * D)
+
+    def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        recurrent = torch.baddbmm(bias, y.transpose(0, 1), matrix)  # [H, B, 4 D]
+        return torch.cat([*inputs], 1).view(-1, 4, H, D).add_(recurrent.view(H, -1, 4, D).permute(1, 2, 0, 3)).unbind(1)
+
+    return gates
+
+
+def _gates_to_compile(matrix: Tensor, biases: Sequence[Tensor]) -> Gates:
+    """Return the function of `_gates` as operations that torch's compiler puts into one kernel for one sequence.
+
+    It would call a library for `baddbmm`, and its code for joined gates takes longer to compile.
+    """
+    H, D, _ = matrix.shape
+
+    def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        recurrent = torch.bmm(y.transpose(0, 1), matrix).transpose(0, 1).split(D, -1)  # [B, H, D] each
+        each = zip(inputs, recurrent, biases, strict=True)
+        return [x.view(-1, H, D) + part + bias for x, part, bias in each]
+
+    return gates

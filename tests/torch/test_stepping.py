@@ -549,3 +549,11 @@ def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
     nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]
     assert len(ours) == 1
     assert nodes[0] <= 1.35 * nodes[1]
+
+
+@pytest.mark.parametrize("name", ["slstm", "gla", "gated_deltanet"])
+def test_a_compiled_step_calls_no_library_for_one_row(name: str, by_hand: Any) -> None:
+    """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
+    (graph,) = by_hand.graphs_of(name, True, lambda graph, _: graph.forward)
+    assert torch.baddbmm not in {node.target for node in graph.graph.nodes}
+    assert torch.bmm in {node.target for node in graph.graph.nodes}
