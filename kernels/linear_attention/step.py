@@ -51,7 +51,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
 
 
 def _baddbmm_to_compile(x: Tensor, a: Tensor, b: Tensor, *, beta: int = 1, alpha: float = 1) -> Tensor:
-    """Return x + alpha a b, without x if beta is 0. torch's compiler computes it in its own kernel if `a` has one row."""
+    """Return beta x + alpha a b for a beta of 0 or 1; torch's compiler needs no library for it if `a` has one row."""
     product = torch.bmm(a, b) * alpha
     return x + product if beta else product
 
