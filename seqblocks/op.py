@@ -495,7 +495,7 @@ def must_match(name: str, found: Wire, width: int, because: str) -> None:
         note = found.origin_note(f"`{name}`")
         raise Fault(
             "E402",
-            f"{name} must have {width} features",
+            f"'{name}' must have {width} features",
             at=name,
             expected=f"{width} ({because})",
             found=f"{found.features}",

@@ -13,7 +13,7 @@ from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.language.vocabulary import key_hint, missing_colon
+from seqblocks.language.vocabulary import did_you_mean, key_hint, missing_colon
 
 
 def read_step(ctx: Context, item: Node) -> Step:
@@ -121,7 +121,10 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
 def _check_keys(ctx: Context, step: Step) -> None:
     """Report unknown arguments; they make the step incomplete."""
     found = step.found
-    if found is None or not found.is_known or _takes_words(found):
+    if found is None or not found.is_known:
+        return
+    if _takes_words(found):
+        _check_misspelt(ctx, step, found)
         return
     known = {*found.own, *found.wires}
     unknown: Entries = {key: entry for key, entry in step.fields.items() if key not in known}
@@ -131,6 +134,16 @@ def _check_keys(ctx: Context, step: Step) -> None:
         step.incomplete = True
     if "as" not in step.common:
         step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
+
+
+def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
+    """Report user-defined keys of an op that are close to a required argument, which is missing."""
+    missing = [] if step.incomplete else [key for key in found.required if key not in step.fields]
+    for key, (span, _) in [*step.fields.items()] if missing else ():
+        if key not in found.own and key not in found.wires and did_you_mean(key, missing):
+            ctx.report(_unknown_key(step, found, key, missing), span)
+            del step.fields[key]
+            step.incomplete = True
 
 
 def _takes_words(found: Verb) -> bool:

@@ -30,13 +30,13 @@ class _Heads(Op):
             note = k.origin_note("`k`")
             raise Fault(
                 "E402",
-                f"k must have {self.shared * width} features",
+                f"'k' must have {self.shared * width} features",
                 at="k",
                 expected=f"{self.shared * width} ({self.shared} heads as wide as q's, {width})",
                 found=str(k.features),
                 notes=[note] if note else [],
             )
-        must_divide(self.shared, v.features, "kv_heads", "the width of v", at="v")
+        must_divide(self.shared, v.features, "kv_heads" if self.kv_heads else "heads", "the width of v", at="v")
         return q.with_features(v.features // self.shared * self.heads)
 
     def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:

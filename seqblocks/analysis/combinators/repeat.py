@@ -71,6 +71,8 @@ def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, N
     """Report words that the pattern does not use, or unknown keys if there is no pattern."""
     node = step.get("pattern")
     chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
+    if not arguments.pattern:  # the other keys may be words of a misspelt pattern
+        words = {word: node for word, node in words.items() if did_you_mean(word, ("pattern",))} or words
     for word in words:
         if word not in used and not (chosen and arguments.pattern):
             message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
