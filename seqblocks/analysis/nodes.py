@@ -96,6 +96,8 @@ def _unique_name(ctx: Context, step: Step) -> str:
     clash = ctx.body.nodes.get(name)
     if clash is None or clash.kind == "unknown":
         return name
+    if not step.misspelt.isdisjoint(("name", "as")):
+        return f"{name}@{span.line}:{span.column}"
     hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
     notes = [Note("the other step is here", clash.span)]
     message = f"two steps here have the name {quote(name)}"

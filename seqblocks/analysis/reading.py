@@ -13,7 +13,8 @@ from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.language.vocabulary import did_you_mean, key_hint, missing_colon
+from seqblocks.language.vocabulary import key_hint, missing_colon, nearest
+from seqblocks.op import Op
 
 
 def read_step(ctx: Context, item: Node) -> Step:
@@ -132,18 +133,23 @@ def _check_keys(ctx: Context, step: Step) -> None:
     for key, (span, _) in unknown.items():
         ctx.report(_unknown_key(step, found, key, words), span)
         step.incomplete = True
+    step.misspelt = frozenset(word for key in unknown if (word := nearest(key, words)))
     if "as" not in step.common:
         step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
 
 
 def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
-    """Report user-defined keys of an op that are close to a required argument, which is missing."""
-    missing = [] if step.incomplete else [key for key in found.required if key not in step.fields]
-    for key, (span, _) in [*step.fields.items()] if missing else ():
-        if key not in found.own and key not in found.wires and did_you_mean(key, missing):
-            ctx.report(_unknown_key(step, found, key, missing), span)
+    """Report keys of an op with keys of the user's own that its text does not contain, and that are close to others."""
+    if not (isinstance(found.meaning, type) and issubclass(found.meaning, Op)):
+        return
+    words = list(dict.fromkeys((*found.own, *found.wires, *found.common)))
+    own = [node for key, (_, node) in step.fields.items() if key in found.own]
+    text = " ".join(node.text for node in own if isinstance(node, Scalar))
+    for key, (span, _) in [*step.fields.items()]:
+        if key not in words and key not in text and (word := nearest(key, words)):
+            ctx.report(_unknown_key(step, found, key, words), span)
             del step.fields[key]
-            step.incomplete = True
+            step.incomplete, step.misspelt = True, step.misspelt | {word}
 
 
 def _takes_words(found: Verb) -> bool:

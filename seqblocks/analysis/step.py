@@ -84,6 +84,7 @@ class Step:
     name_span: Span = field(init=False)
     found: Verb | None = None  # None if there is no such verb
     incomplete: bool = False
+    misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for, which are therefore unknown
     possible_wires: tuple[str, ...] = ()  # values of invalid keys, one of which may be a misspelt `as:`
     unreadable: bool = False  # whether it cannot be lowered, for a reason already reported
     alias: Span | None = None  # span of the alias `*anchor` that repeats it, if any

@@ -27,6 +27,8 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         return read_wires(ctx, entry[1], port.joins)
     if not port.main:
         return None
+    if "from" in step.misspelt:
+        return (ctx.run.unknown(),)
     last = ctx.body.last
     if last and len(last.outputs) > 1:
         labels = listing(ctx.run.labels[value] for value in last.outputs)
