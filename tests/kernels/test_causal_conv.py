@@ -74,7 +74,7 @@ def test_offsets_beyond_31_bits() -> None:
     try:
         memory = torch.empty(3 * 2**30 + 3, dtype=torch.float16)
     except RuntimeError:
-        pytest.skip("6 GB of address space are not to be had")
+        pytest.skip("the system does not provide 6 GB of address space")
     far = memory.as_strided((1, 4, 3), (0, 2**30, 1))
     x = {name: t.float() for name, t in TRITON.inputs(batch=1, S=4).items()}
     far.copy_(x["x"])

@@ -111,16 +111,3 @@ def test_tensors_without_numbers_have_shapes_and_gradients(make: Callable[[], An
     x = [each.detach().to("meta").requires_grad_() for each in tensors]
     y = run(*x, resets=torch.zeros(x[0].shape[:2], dtype=torch.bool, device="meta"))
     assert [g.shape for g in torch.autograd.grad(y.sum(), x)] == [each.shape for each in x]
-
-
-def test_chunks_do_not_show_in_long_sequences() -> None:
-    """The mLSTM's sums of gates span several chunks: with and without resets, in both directions."""
-    _, x = an_mlstm()
-    q, k, v, i, f = (t.repeat(1, 9, *[1] * (t.dim() - 2)).detach().double().requires_grad_() for t in x)
-    for reverse in (False, True):
-        for resets in (None, torch.arange(630).expand(2, -1) % 211 == 5):
-            options = {"reverse": reverse, "resets": resets}
-            y, whole = (mlstm(q, k, v, i, 3 + f, backend=name, **options) for name in ("torch", "reference"))
-            torch.testing.assert_close(y, whole, rtol=1e-9, atol=1e-9)
-            grads = [torch.autograd.grad(each.square().sum(), [q, k, v, i, f]) for each in (y, whole)]
-            torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)

@@ -496,3 +496,17 @@ def test_the_gradient_of_a_part_of_the_last_state_is_in_its_own_scale() -> None:
     of_C, of_n = last.C.sum(), last.n.sum()
     alone, both = (torch.autograd.grad(x, k, retain_graph=True)[0] for x in (of_C, of_C + 0 * of_n))
     torch.testing.assert_close(alone, both, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["no resets", "resets"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["no reverse", "reverse"])
+def test_chunks_do_not_show_in_long_sequences(reverse: bool, resets: bool) -> None:
+    """Sums of gates span several chunks."""
+    S = 630
+    q, k, v = (draw(2, S, 2, 8, seed=at).requires_grad_() for at in range(3))
+    i, f = (draw(2, S, 2, seed=at).requires_grad_() for at in range(2))
+    options = {"reverse": reverse, "resets": torch.arange(S).expand(2, -1) % 211 == 5 if resets else None}
+    y, whole = (mlstm(q, k, v, i, 3 + f, backend=name, **options) for name in ("torch", "reference"))
+    torch.testing.assert_close(y, whole, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(each.square().sum(), [q, k, v, i, f]) for each in (y, whole)]
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)

@@ -283,7 +283,7 @@ def promised() -> Tensor:
     try:
         return torch.empty(3 * 2**30 + 9, dtype=torch.float16)
     except RuntimeError:
-        pytest.skip("6 GB of address space are not to be had")
+        pytest.skip("the system does not provide 6 GB of address space")
 
 
 # ------------------------------------------------------------------------------------------------ what is kept

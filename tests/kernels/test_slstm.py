@@ -268,7 +268,7 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
 
 @pytest.mark.slow
 @INTERPRETED
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork with memory that processes share")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("by_team")
 @pytest.mark.parametrize(("heads", "width", "reverse"), [(1, 33, False), (2, 20, True)])

@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_reported_where_it_is_used(world: Path) -> None:
     assert found[3].hint == "did you mean 'mine.yml'?"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read files without the permission to")
 def test_a_file_without_permission_is_reported_where_it_is_used(world: Path) -> None:
     (world / "mine.yaml").write_text(BLOCKS)
     (world / "mine.yaml").chmod(0)

@@ -120,7 +120,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
 
 def peer(family: str, seed: int, dtype: torch.dtype) -> Any:
     """Return a transformers model, with noise on all weights and corrections."""
-    library = pytest.importorskip("transformers", reason="of the `hub` extra")
+    library = pytest.importorskip("transformers", reason="needs the extra `hub`")
     name, drawn, _ = DRAWN[family]
     torch.manual_seed(seed)
     config = getattr(library, f"{name}Config")(**drawn(random.Random(seed)))

@@ -48,7 +48,7 @@ def gpu(root: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def children(root: Path) -> ModuleType:
     if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("processes are forked")
+        pytest.skip("needs fork, which this system lacks")
     return imported(root, "children")
 
 
@@ -339,7 +339,7 @@ def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
 
 def test_a_missing_device_is_reported(root: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a device")
+        pytest.skip("tests the error without a CUDA device, and this machine has one")
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu.py"], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True, text=True, timeout=100, check=False,

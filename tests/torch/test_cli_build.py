@@ -148,7 +148,7 @@ def test_missing_packages_are_reported(run_cli: Run) -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("this machine has the device that is to be absent")
+        pytest.skip("tests the error without a CUDA device, and this machine has one")
     done = run_cli("build", "vil_digits", "--device", "cuda")
     assert done.returncode == 4
     assert "device 'cuda' cannot be used here" in done.stderr

@@ -67,7 +67,7 @@ def matrix(x: torch.Tensor, variable: bool, complex_: bool) -> torch.Tensor:
 def test_scan(case: str, form: str) -> None:
     data, cfg = golden.read(f"mamba/{case}", "cfg")
     if cfg["complex_A"] and form == "torch":
-        pytest.skip("complex A: only the reference form has it, and says so (tests/kernels/test_selective_scan.py)")
+        pytest.skip("only the reference supports a complex A; tests/kernels/test_selective_scan.py tests the error")
     for dtype in (torch.float64, torch.float32):
         x = scan_inputs(data, cfg, dtype)
         y, last = selective_scan(

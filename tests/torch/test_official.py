@@ -142,7 +142,7 @@ def test_the_bundled_mamba_gives_the_logits_of_transformers(variant: str, layout
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("biases", [True, False])
 def test_live_models_of_transformers_give_the_same_logits(tied: bool, biases: bool) -> None:
-    transformers = pytest.importorskip("transformers", reason="of the `peers` extra")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
     torch.manual_seed(3)
     options = {"use_bias": biases, "use_conv_bias": not biases, "tie_word_embeddings": tied}
     config = transformers.MambaConfig(vocab_size=40, hidden_size=20, num_hidden_layers=3, **options)

@@ -22,7 +22,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra
 
 
 def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="of the `hub` extra")
+    return pytest.importorskip("transformers", reason="needs the extra `hub`")
 
 
 FAMILIES = ["mamba", "mamba2", "falcon_mamba", "xlstm", "xlstm_fused"]

@@ -24,7 +24,7 @@ def test_without_torchtitan_the_error_names_the_extra(monkeypatch):
 
 
 def test_a_spec_follows_torchtitans_protocol():
-    pytest.importorskip("torchtitan")
+    pytest.importorskip("torchtitan", reason="needs the extra `torchtitan`")
     spec = titan.model_spec("hybrid_small", set=SMALL, seed=3)
     with torch.device("meta"):
         model = spec.model.build()
@@ -43,7 +43,7 @@ def test_a_spec_follows_torchtitans_protocol():
 
 
 def test_the_lightning_module_of_the_page_trains(tmp_path, monkeypatch):
-    lightning = pytest.importorskip("lightning")
+    lightning = pytest.importorskip("lightning", reason="needs lightning, which no extra installs")
     code = re.search(r"```text\n# lightning_module.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
     assert len(code.splitlines()) < 30
     space: dict[str, object] = {"__name__": "page"}

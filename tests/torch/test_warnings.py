@@ -150,5 +150,5 @@ def test_every_parameter_of_a_bundled_model_gets_a_gradient(name: str) -> None:
     model = seqblocks.load_model(name)
     assert not model.warnings
     if graph.count(model.graph) > SMALL or model.input.kind == "image":
-        pytest.skip("large, or of images: see the blocks that it is made of")
+        pytest.skip("a large model, or one of images: its blocks are tested instead")
     assert without_gradient(model) == set()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton here")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 GOLDEN = Path("tests", "golden", "triton")
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes available to a program
@@ -79,7 +79,7 @@ TYPICAL = {  # the cases of each op compiled in every run, which include all its
 @pytest.mark.parametrize("op", [op if op == "head_norm" else pytest.param(op, marks=pytest.mark.slow) for op in OPS])
 def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.markexpr == "":
-        pytest.skip("everything is run, and test_all compiles these among others")
+        pytest.skip("test_all, which `-m ''` runs too, compiles these kernels")
     lines = table(TYPICAL[op], root, tmp_path)
     hold(lines)
     first, *recorded = golden(root, op)

@@ -10,7 +10,7 @@ import torch
 
 from tests.triton import launch_counts
 
-pytestmark = pytest.mark.skipif(launch_counts.triton_common.MISSING != "", reason="there is no triton here")
+pytestmark = pytest.mark.skipif(launch_counts.triton_common.MISSING != "", reason="Triton is not installed")
 
 
 def lines(table: dict[str, dict[str, dict[str, list[int]]]]) -> list[str]:
