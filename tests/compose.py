@@ -68,27 +68,27 @@ class Composer(Mixers, Rates, Contexts):
         self.restore(made, replace(body.now, width=width or made.now.width))
         return made
 
-    def restore(self, body: Body, wanted: Kind) -> None:
+    def restore(self, body: Body, expected: Kind) -> None:
         """End with a wire of the given kind."""
         if body.now.name == "sequence":
-            if body.now.rate > wanted.rate:
-                factor = body.now.rate // wanted.rate
+            if body.now.rate > expected.rate:
+                factor = body.now.rate // expected.rate
                 length = body.now.length and body.now.length * factor
-                made = replace(body.now, length=length, rate=wanted.rate, grid=None)
+                made = replace(body.now, length=length, rate=expected.rate, grid=None)
                 self.add(body, "upsample", made, factor=factor)
-            if body.now.rate < wanted.rate:
-                factor = wanted.rate // body.now.rate
+            if body.now.rate < expected.rate:
+                factor = expected.rate // body.now.rate
                 length = body.now.length and body.now.length // factor
-                made = replace(body.now, length=length, rate=wanted.rate, grid=None)
+                made = replace(body.now, length=length, rate=expected.rate, grid=None)
                 self.add(body, "downsample", made, factor=factor)
-            if body.now.width != wanted.width:
-                self.linear(body, wanted.width)
-        elif body.now.name == "vector" and body.now.width != wanted.width:
-            self.linear(body, wanted.width)
-        elif body.now.name == "image" and body.now.width != wanted.width:
-            tokens = Kind("sequence", wanted.width, None, body.now.grid)
-            self.add(body, "patch_embed", tokens, patch=1, features=wanted.width)
-            self.add(body, "to_image", replace(body.now, width=wanted.width))
+            if body.now.width != expected.width:
+                self.linear(body, expected.width)
+        elif body.now.name == "vector" and body.now.width != expected.width:
+            self.linear(body, expected.width)
+        elif body.now.name == "image" and body.now.width != expected.width:
+            tokens = Kind("sequence", expected.width, None, body.now.grid)
+            self.add(body, "patch_embed", tokens, patch=1, features=expected.width)
+            self.add(body, "to_image", replace(body.now, width=expected.width))
 
     def residual(self, body: Body) -> None:
         now = body.now

@@ -159,7 +159,7 @@ def one_rounding(backend: str, dtype: torch.dtype, length: int) -> float:
     return 1.0
 
 
-def no_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
+def no_cancellation(x: Tensors, expected: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
     """Declare that no result is a difference of larger sums."""
     return {}
 
@@ -291,20 +291,20 @@ def with_gradients(out: Tensors, leaves: Tensors) -> Tensors:
     loss: Any = sum((x.double() * given[name].to(x.device)).sum() for name, x in parts.items())
     if not isinstance(loss, Tensor):  # no output depends on a leaf
         return out
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True, materialize_grads=True)
-    return {**out, **{f"gradient of {name}": g for name, g in zip(wanted, grads, strict=True)}}
+    expected = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads = torch.autograd.grad(loss, [*expected.values()], allow_unused=True, materialize_grads=True)
+    return {**out, **{f"gradient of {name}": g for name, g in zip(expected, grads, strict=True)}}
 
 
 def assert_close(
-    found: Tensors, wanted: Tensors, bar: float, smallest: float = 0.0, least: Mapping[str, float] | None = None
+    found: Tensors, references: Tensors, bar: float, smallest: float = 0.0, least: Mapping[str, float] | None = None
 ) -> None:
     """Compare each result to `bar` of its largest value, or of `smallest` if that is smaller: zeros may be rounded.
 
     `least`: errors that are always allowed, by the names of results.
     """
-    assert [*found] == [*wanted]
-    for name, expected in wanted.items():
+    assert [*found] == [*references]
+    for name, expected in references.items():
         actual = found[name]
         assert actual.shape == expected.shape, name
         if not expected.is_floating_point():
@@ -337,28 +337,28 @@ def check(
         out = subject._replace(on=replace(subject.on, backend=backend, device=device))(viewed, **options)
         return with_gradients(out, viewed), {"viewed": viewed, "given": cotangents(out)}
 
-    wanted, exact = results("reference", torch.float64, "cpu")
+    expected, exact = results("reference", torch.float64, "cpu")
     found, _ = results(subject.on.backend, None, subject.on.device)
     for name, t in found.items():
         if name.startswith("gradient"):
             assert t.dtype == x[name.removeprefix("gradient of ")].dtype, name
     if bar is None:
         bar = kernel.exactness(subject.on, precision.dtype, x[kernel.sequences[0]].shape[1])
-    largest = max((t.abs().max().item() for t in floating(wanted).values() if t.numel()), default=0.0)
+    largest = max((t.abs().max().item() for t in floating(expected).values() if t.numel()), default=0.0)
     least: Mapping[str, float] = {}
     unit = ROUNDING.get(precision.dtype, 2**-23 if kernel.exact_zeros else 0.0)
     if unit and subject.on.backend == "triton":
         call = {**kernel.variants[subject.variant].options, **options}
-        sizes = kernel.cancellation(exact["viewed"], wanted, exact["given"], **call)
+        sizes = kernel.cancellation(exact["viewed"], expected, exact["given"], **call)
         least = {name: unit * size for name, size in sizes.items()}
     smallest = largest / (500 if layout == "expanded" else 1000)  # the sums of equal rows are twice as large
-    assert_close(found, wanted, bar, smallest, least)
+    assert_close(found, expected, bar, smallest, least)
 
 
-def assert_equal(found: Tensors, wanted: Tensors) -> None:
+def assert_equal(found: Tensors, references: Tensors) -> None:
     """Assert that all bits are equal."""
-    assert [*found] == [*wanted]
-    for name, expected in wanted.items():
+    assert [*found] == [*references]
+    for name, expected in references.items():
         assert torch.equal(found[name], expected), name
 
 

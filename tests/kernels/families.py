@@ -173,14 +173,14 @@ def conv_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     return {"triton": 1.0, "reference": 3.0}.get(backend, 8.0)
 
 
-def conv_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
+def conv_cancellation(x: Tensors, expected: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
     """The last state is a copy of inputs, so their gradients are sums of two: the gradient through y, rounded when it
     leaves the kernel, and the state's. The sum is rounded again. The gradient through y is the sum minus the state's.
     """
     if "state" not in given:
         return {}
     copied = given["state"].abs().max().item() if given["state"].numel() else 0.0
-    sums = {name: wanted[name] for name in ("gradient of x", "gradient of state") if name in wanted}
+    sums = {name: expected[name] for name in ("gradient of x", "gradient of state") if name in expected}
     return {name: 2 * sum_.abs().max().item() + copied for name, sum_ in sums.items() if sum_.numel()}
 
 

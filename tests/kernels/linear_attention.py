@@ -65,7 +65,7 @@ def linear_attention_roundings(backend: str, dtype: torch.dtype, length: int) ->
 
 
 def linear_attention_cancellation(
-    x: Tensors, wanted: Tensors, given: Tensors, **options: Any
+    x: Tensors, expected: Tensors, given: Tensors, **options: Any
 ) -> dict[str, float]:
     """Return roundings times sizes for gradients that are differences of larger sums.
 
@@ -86,7 +86,7 @@ def linear_attention_cancellation(
     one through the divisor, 8 (its cotangent contains y, the quotient of two). The parts may cancel.
     """
     count = 12.0 if "beta" in x else 4.0
-    sizes = {name: count * t.abs().max().item() for name, t in wanted.items() if t.numel()}
+    sizes = {name: count * t.abs().max().item() for name, t in expected.items() if t.numel()}
     if options.get("normalize"):
         for name, through in parts_of_the_quotient(x, given, **options).items():
             sizes[name] = max(sizes.get(name, 0.0), 6 * through[0] + 8 * through[1])

@@ -47,7 +47,7 @@ def mlstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     return 3.0 if backend == "triton" else 1.0
 
 
-def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
+def mlstm_cancellation(x: Tensors, expected: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
     """Return roundings times sizes for gradients that are differences of larger sums.
 
     Counts in addition to those of `mlstm_roundings`:

@@ -77,10 +77,10 @@ def test_by_hand(
     x = inputs(seq)
     resets = marked(seq, marks) if marks else None
     found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend)
-    wanted = by_hand(*x, causal, window, base, resets)
-    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
-    near([found], [wanted])
-    near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, wanted)))
+    expected = by_hand(*x, causal, window, base, resets)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
+    near([found], [expected])
+    near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, expected)))
 
 
 def test_packed_sequences_in_blocks() -> None:
@@ -170,8 +170,8 @@ def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) 
     program = torch.export.export(module, call(20), dynamic_shapes=sizes, strict=strict).module()
     with use_backend("reference"):
         for S in (2, 5, 6, 40, 63):
-            found, wanted = program(*call(S)), module(*call(S))
-            near([found[0], *found[1]], [wanted[0], *wanted[1]]) if causal else near([found], [wanted])
+            found, expected = program(*call(S)), module(*call(S))
+            near([found[0], *found[1]], [expected[0], *expected[1]]) if causal else near([found], [expected])
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

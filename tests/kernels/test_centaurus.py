@@ -92,11 +92,11 @@ def test_the_plan_is_counted() -> None:
 # ------------------------------------------------------------------------------------------------ the definition
 
 
-def everything(out: Any, wanted: list[Tensor]) -> list[Tensor]:
+def everything(out: Any, expected: list[Tensor]) -> list[Tensor]:
     """Return outputs, and the gradients of a weighted sum of them."""
     parts = [*out] if isinstance(out, tuple) else [out]
     total = sum((p * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape)).sum() for p in parts)
-    return [*parts, *torch.autograd.grad(total, wanted)]
+    return [*parts, *torch.autograd.grad(total, expected)]
 
 
 def agree(a: list[Tensor], b: list[Tensor]) -> None:
@@ -194,10 +194,10 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     for row, at in marks:
         resets[row, at % seq] = True
     given = resets if marks else None
-    wanted = [u, state, *layer[:3], layer[5]]  # B and C come before and after
+    expected = [u, state, *layer[:3], layer[5]]  # B and C come before and after
     agree(
-        everything(_scan(u, state, *a_chunk(layer, reverse), given, reverse), wanted),
-        everything(_chunk_by_chunk(u, state, a_chunk(layer, reverse), given, reverse), wanted),
+        everything(_scan(u, state, *a_chunk(layer, reverse), given, reverse), expected),
+        everything(_chunk_by_chunk(u, state, a_chunk(layer, reverse), given, reverse), expected),
     )
 
 

@@ -113,11 +113,11 @@ def test_any_shape(kernel: Kernel, data: st.DataObject) -> None:
     if kernel.resets and data.draw(st.booleans(), "resets"):
         options["resets"] = reset_marks(sizes["batch"], sizes["S"])
     x = subject.leaves(subject.inputs(state=data.draw(st.booleans(), "state"), **sizes), DOUBLE)
-    found, wanted = (
+    found, expected = (
         with_gradients(subject(x, backend=backend, **options), x) for backend in ("torch", "reference")
     )
     # A draw may come close to |q.n| = exp(-m) + eps, where the condition number is up to 1e6.
-    assert_close(found, wanted, 1e-9, smallest=1.0)
+    assert_close(found, expected, 1e-9, smallest=1.0)
 
 
 @cases(KERNELS, CPU[:2], resets=yes_if("resets"))
@@ -253,9 +253,9 @@ def test_reverse_is_the_flipped_scan(subject: Subject, resets: bool) -> None:
     out = subject(x, resets=marks, reverse=True)
     flipped = {name: t.flip(1) if name in subject.tokens() else t for name, t in x.items()}
     forward = subject(flipped, resets=None if marks is None else marks.flip(1))
-    wanted = {**forward, "out": forward["out"].flip(1)}
+    expected = {**forward, "out": forward["out"].flip(1)}
     bar = subject.kernel.exactness(subject.on, subject.on.exact, 9)
-    assert_close(with_gradients(out, x), with_gradients(wanted, x), bar)
+    assert_close(with_gradients(out, x), with_gradients(expected, x), bar)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
@@ -507,8 +507,10 @@ def of_the_first_input(subject: Subject, backend: str) -> tuple[Callable[[Tensor
 def test_transforms(subject: Subject, transform: str) -> None:
     """In forward mode and torch.func, implementations with only reverse mode are skipped, and no derivative is silently
     zero."""
-    found, wanted = (TRANSFORMS[transform](*of_the_first_input(subject, backend)) for backend in ("auto", "reference"))
-    assert_close({"out": found}, {"out": wanted}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
+    found, expected = (
+        TRANSFORMS[transform](*of_the_first_input(subject, backend)) for backend in ("auto", "reference")
+    )  # fmt: skip
+    assert_close({"out": found}, {"out": expected}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
 
 
 @cases([k for k in KERNELS if "torch" in k.reverse_mode_only], ["torch"], variants=())

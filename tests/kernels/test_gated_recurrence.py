@@ -64,5 +64,5 @@ def test_blocks_of_every_remainder(numbers: int, wide: int, reverse: bool, monke
                 y, last = with_state(*inputs, resets=resets, reverse=reverse, backend=backend)
                 loss = (y * y.detach()).sum() + last.sum()
                 results.append([y, last, *torch.autograd.grad(loss, inputs)])
-            for wanted, found in zip(*results, strict=True):
-                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            for expected, found in zip(*results, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -89,8 +89,8 @@ def run(case: str, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor],
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_naive_functions(case: str, backend: str) -> None:
-    found, wanted = run(case, backend, torch.float64)
-    for name, expected in wanted.items():
+    found, references = run(case, backend, torch.float64)
+    for name, expected in references.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-10, msg=name)
 
 
@@ -112,8 +112,8 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str, backend: str) -> 
 
 
 def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tensor, Tensor]]:
-    found, wanted = run(case, backend, torch.float32)
-    return [(found[name], wanted[name]) for name in names]
+    found, expected = run(case, backend, torch.float32)
+    return [(found[name], expected[name]) for name in names]
 
 
 def test_a_decay_per_key_of_any_strength() -> None:
@@ -124,9 +124,9 @@ def test_a_decay_per_key_of_any_strength() -> None:
     for strength in (0.1, 1.0, 2.0, 20.0):
         g = -strength * decay.abs()
         lengths.append(chunkwise.Decays(g[:, :128].reshape(2, 1, 2, 1, 64, 4), 1, False).levels[0].size)
-        wanted = output(q, k, v, decay=g, backend="reference")
+        expected = output(q, k, v, decay=g, backend="reference")
         found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
-        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 64
     assert lengths[-1] == 1
@@ -136,8 +136,8 @@ def test_the_decays_of_retention_are_float32_in_a_model_of_16_bits() -> None:
     op = LinearAttention(heads=8, fixed_decay="retention")
     found = op.retention(torch.zeros(1, dtype=torch.bfloat16))
     assert found.dtype == torch.float32
-    wanted = torch.log1p(-(2.0 ** -torch.arange(5, 13, dtype=torch.float64)))
-    assert (found.double() / wanted - 1).abs().max() <= 2**-24
+    expected = torch.log1p(-(2.0 ** -torch.arange(5, 13, dtype=torch.float64)))
+    assert (found.double() / expected - 1).abs().max() <= 2**-24
 
 
 def test_tokens_after_a_strong_decay_keep_their_digits() -> None:
@@ -147,9 +147,9 @@ def test_tokens_after_a_strong_decay_keep_their_digits() -> None:
     for shape in ((1, 64, 1), (1, 64, 1, 4)):
         g = torch.full(shape, -0.001, dtype=torch.float64)
         g[:, :8] = -1000.0
-        wanted = output(q, k, v, decay=g, backend="reference")
+        expected = output(q, k, v, decay=g, backend="reference")
         found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
-        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("per_key", [False, True])
@@ -163,9 +163,9 @@ def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
     x = {"q": q, "k": k, "v": v, "decay": decay if per_key else decay[..., 0]}
     x |= {"add": {}, "delta": {"k": a, "beta": g[..., 1].sigmoid()}, "dplr": {"a": -a, "b": 0.5 * a}}[rule]
     leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
-    found, wanted = (output(**leaves, backend=backend) for backend in ("torch", "reference"))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
-    pairs = zip(*(torch.autograd.grad(y.square().sum(), [*leaves.values()]) for y in (found, wanted)), strict=True)
+    found, expected = (output(**leaves, backend=backend) for backend in ("torch", "reference"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    pairs = zip(*(torch.autograd.grad(y.square().sum(), [*leaves.values()]) for y in (found, expected)), strict=True)
     for name, (a, b) in zip(x, pairs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
 
@@ -227,8 +227,8 @@ def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
         return list(torch.autograd.grad(loss, [*leaves.values()]))
 
     exact = gradients(torch.float64, "reference")
-    for name, found, wanted in zip(x, gradients(torch.float32, "torch"), exact, strict=True):
-        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+    for name, found, expected in zip(x, gradients(torch.float32, "torch"), exact, strict=True):
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("decay", [None, "head", "key", "strong, of a key"])

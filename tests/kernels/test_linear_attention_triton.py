@@ -47,10 +47,10 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
     lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
     lost |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
     factor = 10 if cfg.get("beta") == "two" else 1
-    found, wanted = stored.run(case, "triton", torch.float32)
+    found, expected = stored.run(case, "triton", torch.float32)
     for name, bound in lost.items():
-        error = (found[name].double() - wanted[name]).abs().max().item()
-        assert error <= factor * (10 * bound + 1e-6 * max(1.0, wanted[name].abs().max().item())), name
+        error = (found[name].double() - expected[name]).abs().max().item()
+        assert error <= factor * (10 * bound + 1e-6 * max(1.0, expected[name].abs().max().item())), name
 
 
 @INTERPRETED
@@ -70,8 +70,8 @@ def test_tokens_after_a_strong_decay_keep_their_digits(per_key: bool, delta: boo
         assert isinstance(out, Tensor)
         return out, list(torch.autograd.grad(out.square().sum(), leaves))
 
-    (wanted, exact), (found, grads) = call(torch.float64, "reference"), call(torch.float32, "triton")
-    for x, y in zip((found, *grads), (wanted, *exact), strict=True):
+    (expected, exact), (found, grads) = call(torch.float64, "reference"), call(torch.float32, "triton")
+    for x, y in zip((found, *grads), (expected, *exact), strict=True):
         assert (x - y).abs().max() <= 2e-6 * y.abs().max()
 
 
@@ -123,14 +123,14 @@ def test_a_reset_stops_nan_without_a_check_of_results(rule: str, reverse: bool) 
     resets = torch.zeros(2, 40, dtype=torch.bool)
     resets[:, 17] = True
     before, after = (slice(18, 40), slice(0, 18)) if reverse else (slice(0, 17), slice(17, 40))
-    wanted = linear_attention(**x, resets=resets, reverse=reverse, backend="reference")  # type: ignore[arg-type]
+    expected = linear_attention(**x, resets=resets, reverse=reverse, backend="reference")  # type: ignore[arg-type]
     for name in x:
         bad = {**x, name: x[name].clone()}
         bad[name][0, before][1] = torch.nan
         with mock.patch.object(chunkwise, "_usable", return_value=True):
             found = linear_attention(**bad, resets=resets, reverse=reverse, backend="torch")  # type: ignore[arg-type]
         assert isinstance(found, Tensor)
-        assert isinstance(wanted, Tensor)
-        torch.testing.assert_close(found[:, after], wanted[:, after], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-9)
+        assert isinstance(expected, Tensor)
+        torch.testing.assert_close(found[:, after], expected[:, after], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-9)
         assert found[0, before].isnan().any()

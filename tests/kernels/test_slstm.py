@@ -86,9 +86,9 @@ def test_extreme_gates_in_triton(shift: dict[str, int]) -> None:
     inputs = TRITON.inputs(S=6, H=1, D=4, state=False)
     x = {name: (t + shift.get(name, 0)).float().requires_grad_() for name, t in inputs.items()}
     found = with_gradients(TRITON(x), x)
-    wanted = slstm(**{name: t.double() for name, t in x.items()}, backend="reference")
+    expected = slstm(**{name: t.double() for name, t in x.items()}, backend="reference")
     # Gates of 100 are rounded at 100 * 2^-24, and so are exponents of weights.
-    assert (found["out"] - wanted).abs().max() <= 100 * float32_bar(6)
+    assert (found["out"] - expected).abs().max() <= 100 * float32_bar(6)
     assert all(t.isfinite().all() for t in found.values())
 
 
@@ -232,9 +232,9 @@ def test_dots_through_tf32_are_not_biased(way: str, request: pytest.FixtureReque
     _, last = slstm(i, f, z, o, recurrent, bias, state=state, return_state=True, backend="triton")
     (grad,) = torch.autograd.grad(last.m, y, draw(batch, H, D, seed=2).abs().float())
     into = recurrent[:, :, 0].double()
-    wanted = torch.einsum("bhd,hde->bhe", y.detach().double(), into)
+    expected = torch.einsum("bhd,hde->bhe", y.detach().double(), into)
     wanted_grad = torch.einsum("bhe,hde->bhd", draw(batch, H, D, seed=2).abs(), into)
-    for found, exact in ((last.m.detach(), wanted), (grad, wanted_grad)):
+    for found, exact in ((last.m.detach(), expected), (grad, wanted_grad)):
         off = (found.double() / exact - 1).mean().item()
         assert abs(off) < 2**-14, off
 
@@ -277,9 +277,9 @@ def test_programs_wait_for_one_another(
 ) -> None:
     x = TRITON.exact(S=9, H=heads, D=width)
     options: Any = {"reverse": reverse, "resets": reset_marks(2, 9, 4)}
-    wanted = with_gradients(TRITON(x, **options), x)
+    expected = with_gradients(TRITON(x, **options), x)
     monkeypatch.setattr(slstm_triton._Plan, "launch_teams", launched_at_once)
-    assert_equal(with_gradients(TRITON(x, **options), x), wanted)
+    assert_equal(with_gradients(TRITON(x, **options), x), expected)
 
 
 @INTERPRETED
@@ -343,12 +343,12 @@ def test_a_refused_launch_falls_back_to_tiles(error: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     x = TRITON.exact(S=4, H=1, D=8, state=False)
     y = slstm(**x, backend="reference")
-    wanted = torch.autograd.grad(y.square().sum(), [*x.values()])
+    expected = torch.autograd.grad(y.square().sum(), [*x.values()])
     slstm_triton._no_teams.add(torch.device("cpu"))
     y = slstm(**x, backend="triton")
     slstm_triton._no_teams.clear()
     found = torch.autograd.grad(y.square().sum(), [*x.values()])
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=8 * float32_bar(4) * b.abs().max().item())
     assert Refused.calls == 2
     error = "an illegal memory access was encountered"
@@ -491,7 +491,7 @@ def test_forward_and_backward_in_a_graph(width: int) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        wanted = everything()
+        expected = everything()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -500,4 +500,4 @@ def test_forward_and_backward_in_a_graph(width: int) -> None:
         for y in captured.values():
             y.detach().zero_()
         graph.replay()
-        assert_equal(captured, wanted)
+        assert_equal(captured, expected)

@@ -37,8 +37,8 @@ def test_every_verb_and_key_is_written() -> None:
     for text in SPECS:
         visit(json.loads(text))
     keys = {"from", "as", "init", "tie", "share", "when", "own", "let", "args", "drop_path", "pattern"}
-    wanted = {*builtin_verbs(), *COMBINATORS, *keys}
-    assert {word for word in wanted if written[word] < 5} == set()
+    expected = {*builtin_verbs(), *COMBINATORS, *keys}
+    assert {word for word in expected if written[word] < 5} == set()
 
 
 def test_most_are_accepted() -> None:
@@ -79,7 +79,7 @@ def test_streaming_specs_cover_every_mixer_in_every_combinator() -> None:
 
     for seed in range(1000):
         visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
-    wanted = {(outer, inner) for outer in {*COMBINATORS, "blocks"} for inner in MIXERS | set(COMBINATORS)}
-    wanted |= {("when", verb) for verb in COMBINATORS}
-    wanted -= {("experts", mixer) for mixer in MIXERS}  # an expert processes single tokens (E417)
-    assert wanted - met == set()
+    expected = {(outer, inner) for outer in {*COMBINATORS, "blocks"} for inner in MIXERS | set(COMBINATORS)}
+    expected |= {("when", verb) for verb in COMBINATORS}
+    expected -= {("experts", mixer) for mixer in MIXERS}  # an expert processes single tokens (E417)
+    assert expected - met == set()

@@ -39,9 +39,9 @@ def shape(model: ModelSpec) -> list[tuple[str, str, object]]:
     ],
 )  # fmt: skip
 def test_a_step_is_written_or_left_out(conditional: str, written: str) -> None:
-    found, wanted = spec(conditional, "{n: 2}"), spec(written, "{n: 2}")
-    assert shape(found) == shape(wanted)
-    assert count(found.graph) == count(wanted.graph)
+    found, expected = spec(conditional, "{n: 2}"), spec(written, "{n: 2}")
+    assert shape(found) == shape(expected)
+    assert count(found.graph) == count(expected.graph)
 
 
 def test_conditions_differ_from_layer_to_layer() -> None:
@@ -72,7 +72,7 @@ def test_repeats_of_any_number(times: int) -> None:
 
 def test_a_pattern_by_name_has_several_words_and_need_not_use_all() -> None:
     words = "m: [silu], s: [{linear: 8}]"
-    for let, wanted in (("{p: m*2 s m s}", 144), ("{p: m m}", 0), ("{q: m s, p: q}", 72)):
-        assert count(spec(f"[{{repeat: {{pattern: p, {words}}}}}]", let).graph) == wanted
+    for let, expected in (("{p: m*2 s m s}", 144), ("{p: m m}", 0), ("{q: m s, p: q}", 72)):
+        assert count(spec(f"[{{repeat: {{pattern: p, {words}}}}}]", let).graph) == expected
     with pytest.raises(SpecError, match="E603"):
         spec("[{repeat: {pattern: m m, " + words + "}}]")

@@ -28,9 +28,9 @@ XLSTM = [  # spec, overrides, parameters
 ]
 
 
-@pytest.mark.parametrize(("name", "overrides", "wanted"), XLSTM)
-def test_xlstm(name: str, overrides: dict[str, object], wanted: int) -> None:
-    assert graph.count(check.load_model(name, overrides).graph) == wanted
+@pytest.mark.parametrize(("name", "overrides", "expected"), XLSTM)
+def test_xlstm(name: str, overrides: dict[str, object], expected: int) -> None:
+    assert graph.count(check.load_model(name, overrides).graph) == expected
 
 
 MAMBA = [
@@ -47,9 +47,9 @@ MAMBA = [
 ]
 
 
-@pytest.mark.parametrize(("name", "overrides", "wanted"), MAMBA)
-def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], wanted: int) -> None:
-    assert graph.count(check.load_model(name, overrides).graph) == wanted
+@pytest.mark.parametrize(("name", "overrides", "expected"), MAMBA)
+def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], expected: int) -> None:
+    assert graph.count(check.load_model(name, overrides).graph) == expected
 
 
 LAYERS = [  # of flash-linear-attention and mamba_ssm: file, step, width, parameters
@@ -62,10 +62,10 @@ LAYERS = [  # of flash-linear-attention and mamba_ssm: file, step, width, parame
 ]
 
 
-@pytest.mark.parametrize(("file", "step", "width", "wanted"), LAYERS)
-def test_layers(file: str, step: str, width: int, wanted: int) -> None:
+@pytest.mark.parametrize(("file", "step", "width", "expected"), LAYERS)
+def test_layers(file: str, step: str, width: int, expected: int) -> None:
     text = f"seqblocks: 1\nuse: [{file}]\nmodel: {{input: {{features: {width}}}, steps: [{{{step}}}]}}\n"
-    assert graph.count(check.require_model(*check.load_text(text)).graph) == wanted
+    assert graph.count(check.require_model(*check.load_text(text)).graph) == expected
 
 
 def test_centaurus() -> None:
@@ -95,7 +95,7 @@ def test_tying_the_head_saves_one_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "dim", "wanted"),
+    ("block", "dim", "expected"),
     [
         ("mlstm_block", 768, 3_605_768),
         ("mlstm_block", 2048, 25_344_008),
@@ -105,7 +105,7 @@ def test_tying_the_head_saves_one_embedding() -> None:
         ("xlstm_large_block", 4096, 201_666_576),
     ],
 )
-def test_blocks(block: str, dim: int, wanted: int) -> None:
+def test_blocks(block: str, dim: int, expected: int) -> None:
     text = f"seqblocks: 1\nuse: [xlstm]\nmodel: {{input: {{features: {dim}}}, steps: [{{{block}: {{dim: {dim}}}}}]}}"
     file, model = check.load_text(text)
-    assert graph.count(check.require_model(file, model).graph) == wanted
+    assert graph.count(check.require_model(file, model).graph) == expected

@@ -20,7 +20,7 @@ def value(text: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("2 * dim", 384),
         ("dim / 2", 96),
@@ -52,10 +52,10 @@ def value(text: str) -> Any:
         ("open + 1", UNKNOWN),
     ],
 )
-def test_values(text: str, wanted: Any) -> None:
+def test_values(text: str, expected: Any) -> None:
     found = value(text)
-    assert found == wanted
-    assert type(found) is type(wanted)
+    assert found == expected
+    assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ expression = st.recursive(
 @given(expression)
 def test_arithmetic_is_pythons(text: str) -> None:
     try:
-        wanted = eval(text)
+        expected = eval(text)
     except ZeroDivisionError:
         with pytest.raises(Fault, match="divides by zero"):
             value(text)
         return
-    assume(abs(wanted) <= MAX_MAGNITUDE)
-    assert value(text) == wanted
+    assume(abs(expected) <= MAX_MAGNITUDE)
+    assert value(text) == expected
 
 
 @given(st.text(max_size=60))

@@ -76,8 +76,8 @@ def test_other_counts_of_the_official_table() -> None:
         ("vil_tiny", 28): 6_088_360 + 4 * 237_896,  # depth must stay even; 29 layers are not a whole number of pairs
         ("vil_small", 26): 24_628_664,
     }
-    for (name, depth), wanted in counts.items():
-        assert graph.count(check.load_model(name, {"depth": depth}).graph) == wanted
+    for (name, depth), expected in counts.items():
+        assert graph.count(check.load_model(name, {"depth": depth}).graph) == expected
 
 
 def test_a_step_reads_the_one_before_unless_it_says_from() -> None:

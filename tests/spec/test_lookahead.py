@@ -28,7 +28,7 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted", "first"),
+    ("steps", "expected", "first"),
     [
         ("silu", 0, None),
         ("{causal_conv: {kernel: 9}}", 0, None),
@@ -75,14 +75,14 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         ("{causal_conv: {as: c}}, {scan: {order: reverse, steps: [{gate: {by: c}}]}}", 0, None),
     ],
 )
-def test_the_lookahead_and_the_step_that_causes_it(steps: str, wanted: int | str, first: str | None) -> None:
-    assert ahead(steps) == (wanted, first)
+def test_the_lookahead_and_the_step_that_causes_it(steps: str, expected: int | str, first: str | None) -> None:
+    assert ahead(steps) == (expected, first)
 
 
 def test_the_orders_of_a_grid() -> None:
     grid = "{features: 8, grid: [2, 3]}"
-    for order, wanted in (("rows", 0), ("columns", "all"), ("rows_reverse", "all"), ("[rows, columns]", "all")):
-        assert ahead(f"{{scan: {{order: {order}, steps: [causal_conv]}}}}", grid)[0] == wanted
+    for order, expected in (("rows", 0), ("columns", "all"), ("rows_reverse", "all"), ("[rows, columns]", "all")):
+        assert ahead(f"{{scan: {{order: {order}, steps: [causal_conv]}}}}", grid)[0] == expected
     assert ahead("conv2d", grid) == ("all", "conv2d")
 
 
@@ -107,8 +107,8 @@ def test_a_shared_body_is_counted_in_each_place() -> None:
 
 
 def test_bundled_models() -> None:
-    wanted = {"centaurus_denoiser": 15, "mlstm_small": 0, "hybrid_small": 0, "vil_small_block": 0, "vil_tiny": None}
-    for name, many in wanted.items():
+    expected = {"centaurus_denoiser": 15, "mlstm_small": 0, "hybrid_small": 0, "vil_small_block": 0, "vil_tiny": None}
+    for name, many in expected.items():
         assert summarise(check.load_model(name)).lookahead == many
 
 

@@ -46,7 +46,7 @@ LINEAR = 8 * 8 + 8
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted"),
+    ("steps", "expected"),
     [
         ("- lin(a)\n- lin(b of a)", {"b": "a"}),
         (
@@ -113,14 +113,14 @@ LINEAR = 8 * 8 + 8
         ("- repeat: {times: 1, share: all, steps: [lin(x)]}", {}),
     ],
 )
-def test_owners(steps: str, wanted: dict[str, str]) -> None:
+def test_owners(steps: str, expected: dict[str, str]) -> None:
     made = model(steps, PAIR)
-    assert owners(made) == wanted
+    assert owners(made) == expected
     found = summarise(made)
     assert found.params == LINEAR * len([item for item in graph.parameters(made.graph) if item.name.endswith("weight")])
     assert found.params * 4 == params_bytes(made.graph, "float32") == found.params_bytes
     assert sum(held_parameters(row) for row in found.rows) == found.params
-    for owner in wanted.values():
+    for owner in expected.values():
         assert f" = {owner}.weight" in listing.text(made)
 
 
@@ -132,7 +132,7 @@ def held_parameters(row: Row) -> int:
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted"),
+    ("own", "expected"),
     [
         ("none", {"s.b": "s.a", "s.o": "out"}),
         ("all", {f"s.{d}.{x}": y.format(d) for d in ("fwd", "rev") for x, y in (("b", "s.{}.a"), ("o", "out"))}),
@@ -140,14 +140,14 @@ def held_parameters(row: Row) -> int:
         ("[c]", {"s.b": "s.a", "s.o": "out"}),
     ],
 )
-def test_directions(own: str, wanted: dict[str, str]) -> None:
+def test_directions(own: str, expected: dict[str, str]) -> None:
     inside = ["a}", "b, share: a}", "c}", "o, share: out}"]
     steps = ", ".join(f"{{linear: {{features: 8, name: {each}}}" for each in inside)
     scan = f"- scan: {{order: [forward, reverse], own: {own}, name: s, steps: [{steps}]}}"
     made = model(f"- linear: {{features: 8, name: out}}\n{scan}\n{scan.replace('name: s', 'name: t, share: s')}")
     found = owners(made)
-    assert {name: owner for name, owner in found.items() if name[0] == "s"} == wanted
-    assert {owner for name, owner in found.items() if name[0] == "t"} == {*wanted.values(), *stored(made)} - {""}
+    assert {name: owner for name, owner in found.items() if name[0] == "s"} == expected
+    assert {owner for name, owner in found.items() if name[0] == "t"} == {*expected.values(), *stored(made)} - {""}
     assert not [item for item in graph.parameters(made.graph) if item.name[0] == "t"]
     assert summarise(made).params == graph.count(made.graph) == LINEAR * (3 + {"none": 0, "all": 2}.get(own, 1))
 

@@ -153,8 +153,8 @@ def test_an_axis_may_have_any_name(name: str) -> None:
     for verb in ("rearrange", "reduce"):
         kept = f"seq ({name} f)" if verb == "rearrange" else "seq f"
         model = built("features: 6, length: 8", f'{verb}: {{pattern: "(seq {name}) f -> {kept}", {name}: 4}}')
-        wanted = rearrange(x, "b (s n) f -> b s (n f)", n=4) if verb == "rearrange" else x.reshape(2, 2, 4, 6).mean(2)
-        agrees(model, x, wanted)
+        expected = rearrange(x, "b (s n) f -> b s (n f)", n=4) if verb == "rearrange" else x.reshape(2, 2, 4, 6).mean(2)
+        agrees(model, x, expected)
 
 
 def test_a_mixer_of_tokens_by_transposition() -> None:

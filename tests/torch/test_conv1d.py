@@ -53,8 +53,8 @@ def agree(model: SequenceModel, x: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     weights = draw(*y.shape, seed=2)
     found = torch.autograd.grad((y * weights).sum(), leaves)
-    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), leaves)
+    torch.testing.assert_close(found, expected_gradients, rtol=1e-12, atol=1e-12)
 
 
 CONVOLUTIONS = [

@@ -205,8 +205,8 @@ def joined(parts: list[tuple[Any, Tensor]], like: Any) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_the_official_layers(name: str) -> None:
     found, results = run(name, torch.float64)
-    wanted = {key for key in found.data if key.startswith("grad/")}
-    assert {key for key in results if key.startswith("grad/")} == wanted
+    expected = {key for key in found.data if key.startswith("grad/")}
+    assert {key for key in results if key.startswith("grad/")} == expected
     for key, result in results.items():
         torch.testing.assert_close(result, torch.from_numpy(found.data[key]), rtol=1e-9, atol=1e-10, msg=key)
 

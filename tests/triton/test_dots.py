@@ -24,12 +24,12 @@ def test_tf32_is_rounded_to_nearest_and_odd_values_stay():
     x = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 2**-11, 2 - 2**-23, largest, 1 + 2**-10, 0.0, 2**-149])
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
     x = torch.cat([x, odd, torch.zeros(3)])
-    wanted = torch.tensor([1 + 2**-10, 1.0, -1 - 2**-10, 2.0, torch.inf, 1 + 2**-10, 0.0, 0.0])
+    expected = torch.tensor([1 + 2**-10, 1.0, -1 - 2**-10, 2.0, torch.inf, 1 + 2**-10, 0.0, 0.0])
     for precision in ("tf32", "ieee"):
         y = torch.empty_like(x)
         copied[(1,)](x, y, precision, 16)
         if precision == "tf32":
-            assert torch.equal(y[:8], wanted)
+            assert torch.equal(y[:8], expected)
             assert y[8:11].isnan().all()
             assert torch.equal(y[11:], x[11:])
         else:
@@ -44,6 +44,6 @@ def test_dots_through_tf32_are_not_biased(dtypes):
     i, f = torch.zeros(1, S, 1), torch.full((1, S, 1), 3.0)
     options = {"input_gate": "sigmoid", "normalize": False, "return_state": True}
     _, found = mlstm(q, k, v, i, f, backend="triton", **options)
-    _, wanted = mlstm(q.double(), k.double(), v.double(), i.double(), f.double(), backend="reference", **options)
-    off = (found.C.double() / wanted.C - 1).mean().item()  # of one product each, with one or two rounded operands
+    _, expected = mlstm(q.double(), k.double(), v.double(), i.double(), f.double(), backend="reference", **options)
+    off = (found.C.double() / expected.C - 1).mean().item()  # of one product each, with one or two rounded operands
     assert abs(off) < 2**-14, off

@@ -201,9 +201,9 @@ def test_the_check_launches_what_the_call_launches(op: str, device: None, monkey
         if name != op:
             continue
         checked.clear()
-        with recorded(monkeypatch) as wanted:
+        with recorded(monkeypatch) as expected:
             run(call)
-        assert wanted, call
+        assert expected, call
         about = checked[0]
         key = self_check.key_of(about, "a device", triton_common.arch(torch.empty(0)), "", "")
         if key not in keys:
@@ -211,5 +211,5 @@ def test_the_check_launches_what_the_call_launches(op: str, device: None, monkey
                 for _ in self_check.results(about, *self_check.example_for(about)):
                     pass
             keys[key] = found
-        assert wanted <= keys[key], (call, wanted - keys[key], keys[key])
+        assert expected <= keys[key], (call, expected - keys[key], keys[key])
     assert len(keys) > 4

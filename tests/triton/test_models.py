@@ -44,8 +44,8 @@ def results(made: seqblocks.SequenceModel, call: Any, x: Tensor) -> list[Tensor]
     return [y, *torch.autograd.grad(loss, [x, *made.parameters()], allow_unused=True, materialize_grads=True)]
 
 
-def close(found: list[Tensor], wanted: list[Tensor], bar: float) -> None:
-    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
+def close(found: list[Tensor], expected: list[Tensor], bar: float) -> None:
+    for at, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.shape == b.shape
         assert (a.double() - b.double()).abs().max() <= bar * b.double().abs().max() + 1e-30, at
 
@@ -94,11 +94,11 @@ def test_compiled_without_a_break_and_exported(name: str) -> None:
     x = draw(2, 6, DIM).float()
     torch._dynamo.reset()
     with use_backend("triton"):
-        wanted = results(made, made, x)
-        close(results(made, torch.compile(made, fullgraph=True, backend="aot_eager"), x), wanted, 1e-5)
+        expected = results(made, made, x)
+        close(results(made, torch.compile(made, fullgraph=True, backend="aot_eager"), x), expected, 1e-5)
         program = torch.export.export(made, (x,))
     assert "_triton" in str(program.graph)
-    close([program.module()(x)], wanted[:1], 1e-6)
+    close([program.module()(x)], expected[:1], 1e-6)
 
 
 @pytest.mark.parametrize("name", ["mlstm", "mamba", "vil"])
