@@ -197,6 +197,14 @@ class Op(BaseModel):
         """
         return None
 
+    def joins_features(self) -> bool:
+        """Return whether `prepare_step` also computes several steps of this op at once, with their features joined.
+
+        Each feature of the output then depends on the same feature of the inputs and the state only, features are the
+        first axis of each parameter, and the state is as wide as the output.
+        """
+        return False
+
     def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
         """Return the ways to split the op over this many ranks, by default according to `independent`.
 

@@ -57,6 +57,9 @@ class CausalConv(Op):
 
         return prepare(p["weight"], p.get("bias"), None if self.activation == "none" else self.activation)
 
+    def joins_features(self) -> bool:
+        return not self.mixing
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import causal_conv
 

@@ -25,6 +25,7 @@ from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.guard import Guard
+from seqblocks.runtime.joined import prepare_joined_steps
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
@@ -107,6 +108,9 @@ class Stepper:
             if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read)):
                 values |= made
                 continue
+            if made := self._joined_steps(module, nodes[at:], values, path):
+                values |= made
+                continue
             y = self._node(self._child(module, node.name), node, read, (*path, node.name))
             if node.split:
                 values |= zip(node.outputs, self._source.split(y, node.split), strict=True)
@@ -143,9 +147,47 @@ class Stepper:
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
 
-    def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
-        if type(module) is not Primitive or is_hooked(module) or not _as_declared(module, node):
+    def _joined_steps(
+        self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path
+    ) -> dict[int, str] | None:
+        """Compute the first node and later ones of the same op, whose inputs are known, as one step if possible.
+
+        Return the variables of their outputs by value.
+        """
+        op = nodes[0].op
+        if op is None or not op.joins_features():
             return None
+        found = [node for node in nodes if node.op == op and self._can_join(module._modules[node.name], node, values)]
+        if len(found) < 2 or found[0] is not nodes[0]:
+            return None
+        steps: list[Any] = [module._modules[node.name] for node in found]
+        widths = [node.type.features for node in found if node.type]
+        run = prepare_joined_steps(op, [step.parameters_by_name(self._call) for step in steps], widths)
+        if run is None:
+            return None
+        for node, step in zip(found, steps, strict=True):
+            self._child(module, node.name)
+            self._guard.note_bypassed(step)
+            self._note_parameters(step, derived=True)
+        inputs = [self._source.at_ports(node, [values[value] for value in node.reads]) for node in found]
+        paths = [(*path, node.name) for node in found]
+        made = self._source.call_joined(self._source.constant(run), inputs, paths, [*found[0].state])
+        return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
+
+    def _can_join(self, module: nn.Module | None, node: Node, values: dict[int, str]) -> bool:
+        assert node.op is not None
+        ready = all(value in values for value in node.reads) and node.outputs[0] not in values and not node.split
+        complete = len(node.inputs) == len(node.op.ports)
+        return ready and complete and self._is_plain(module, node)
+
+    def _is_plain(self, module: nn.Module | None, node: Node) -> bool:
+        """Return whether a module is the declared primitive without hooks, whose parameters can be prepared."""
+        return type(module) is Primitive and not is_hooked(module) and _as_declared(module, node)
+
+    def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
+        if not self._is_plain(module, node):
+            return None
+        assert isinstance(module, Primitive)
         found = module.op.matrix(module.parameters_by_name(self._call))
         return Matrix(*found) if found and found[0].numel() <= MOST_COPIED else None
 
@@ -401,6 +443,20 @@ class _Source:
         self._made |= zip(paths, made, strict=True)
         self.add(f"{', '.join([y, *made])} = {run}({', '.join([*given, *inputs])})")
         return y
+
+    def call_joined(
+        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
+    ) -> list[str]:
+        """Call a function of `prepare_joined_steps` for the steps at some paths; return the variables of the outputs.
+
+        inputs: those of each step.
+        """
+        parts = [(*path, part) for part in state for path in paths]
+        outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
+        given = [self._given[part] for part in parts] + [each for port in zip(*inputs, strict=True) for each in port]
+        self._made |= zip(parts, made, strict=True)
+        self.add(f"{', '.join([*outputs, *made])} = {run}({', '.join(given)})")
+        return outputs
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the parts of a state that a step has returned."""

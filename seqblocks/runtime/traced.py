@@ -8,7 +8,7 @@ computed in the graph, since compiled code continues to run after the parameters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ class TracedStepper(Stepper):
 
     def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
         return None  # concatenating the matrices would copy them for each token
+
+    def _joined_steps(self, *_: Any) -> dict[int, str] | None:
+        return None  # so would concatenating other parameters
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source
