@@ -168,8 +168,8 @@ def test_every_file_has_a_place():
     rooms = {room(module_name(path)): path for path in CORE}
     homeless = sorted(relative(path) for name, path in rooms.items() if name not in PLACE)
     assert not homeless, f"add {homeless} to ROOMS, at the top of tests/test_layout.py"
-    gone = sorted(set(PLACE) - set(rooms))
-    assert not gone, f"ROOMS names {gone}, missing from seqblocks/: remove these rows"
+    missing = sorted(set(PLACE) - set(rooms))
+    assert not missing, f"ROOMS names {missing}, missing from seqblocks/: remove these rows"
 
 
 @pytest.mark.parametrize("path", CORE, ids=relative)

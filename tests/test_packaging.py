@@ -36,8 +36,8 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def built(checkout) -> tuple[Path, Path, str]:
     """Return the source archive, the wheel built from it after unpacking, and the output of the build."""
-    said = run(sys.executable, "-m", "build", "--no-isolation", cwd=checkout)
-    return *(checkout / "dist").glob("*.tar.gz"), *(checkout / "dist").glob("*.whl"), said
+    output = run(sys.executable, "-m", "build", "--no-isolation", cwd=checkout)
+    return *(checkout / "dist").glob("*.tar.gz"), *(checkout / "dist").glob("*.whl"), output
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def site_packages(request, built, tmp_path_factory) -> Path:
 
 
 def test_the_build_has_nothing_to_warn_of(built):
-    said = built[2].lower()
-    assert "would be ignored" not in said
-    assert "deprecat" not in said
+    output = built[2].lower()
+    assert "would be ignored" not in output
+    assert "deprecat" not in output
 
 
 def test_only_seqblocks_is_installed(site_packages):

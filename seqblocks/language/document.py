@@ -534,7 +534,7 @@ def _comma(inside: str, rest: str) -> str | None:
     match = re.search(r"[:,][^:,;]*[^\s:,;](;?) *(?<=[\s;])(\w+)$", inside)
     if not match or not rest.startswith(":"):
         return None
-    return f"a ',' {'is wanted in place of the ' + repr(';') if match[1] else 'is missing'} before `{match[2]}`"
+    return f"use ',' instead of ';' before `{match[2]}`" if match[1] else f"a ',' is missing before `{match[2]}`"
 
 
 _NEAR = 200  # number of characters before an error that hints examine

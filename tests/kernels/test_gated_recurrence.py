@@ -39,11 +39,11 @@ def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None
     found = {"out/o": o, "out/final_state": last}
     loss = torch.stack([(y.double() * stored[n.replace("out", "cot")].double()).sum() for n, y in found.items()]).sum()
     found |= {f"grad/{n}": g for n, g in zip(x, torch.autograd.grad(loss, [*x.values()]), strict=True)}
-    lost = {f"out/{n}": each for n, each in measured["maxdiff_f32_vs_f64"].items()}
-    lost |= {f"grad/{n}": each for n, each in measured["maxdiff_grad_f32"].items()}
+    differences = {f"out/{n}": each for n, each in measured["maxdiff_f32_vs_f64"].items()}
+    differences |= {f"grad/{n}": each for n, each in measured["maxdiff_grad_f32"].items()}
     for name, result in found.items():
         largest = max(1.0, stored[name].abs().max().item())
-        bar = 1e-12 * largest if dtype == torch.float64 else 10 * lost[name] + 1e-6 * largest
+        bar = 1e-12 * largest if dtype == torch.float64 else 10 * differences[name] + 1e-6 * largest
         assert (result.double() - stored[name]).abs().max() <= bar, name
 
 

@@ -103,12 +103,12 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str, backend: str) -> 
     """
     cfg, _ = load(case)
     measured = cfg["measured"]
-    lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
-    lost |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
+    differences = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
+    differences |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
     factor = 10 if cfg.get("beta") == "two" and backend == "torch" else 1
-    for name, (found, expected) in zip(lost, _pairs(case, backend, lost), strict=True):
+    for name, (found, expected) in zip(differences, _pairs(case, backend, differences), strict=True):
         error = (found.double() - expected).abs().max().item()
-        assert error <= factor * (10 * lost[name] + 1e-6 * max(1.0, expected.abs().max().item())), name
+        assert error <= factor * (10 * differences[name] + 1e-6 * max(1.0, expected.abs().max().item())), name
 
 
 def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tensor, Tensor]]:

@@ -44,11 +44,11 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
     is close to 2."""
     cfg, _ = stored.load(case)
     measured = cfg["measured"]
-    lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
-    lost |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
+    differences = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
+    differences |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
     factor = 10 if cfg.get("beta") == "two" else 1
     found, expected = stored.run(case, "triton", torch.float32)
-    for name, bound in lost.items():
+    for name, bound in differences.items():
         error = (found[name].double() - expected[name]).abs().max().item()
         assert error <= factor * (10 * bound + 1e-6 * max(1.0, expected[name].abs().max().item())), name
 

@@ -201,30 +201,30 @@ def test_a_team_of_one_walks_several_tokens_in_a_launch(
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
-@crossed(("way", ["by_tiles", "by_team"]), ("reverse", [False, True]))
-def test_a_reset_stops_nan(way: str, reverse: bool, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(way)
+@crossed(("launch", ["by_tiles", "by_team"]), ("reverse", [False, True]))
+def test_a_reset_stops_nan(launch: str, reverse: bool, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(launch)
     check_poison(TRITON, float("nan"), reverse=reverse)
 
 
 @INTERPRETED
-@crossed(("precision", SIXTEEN[:2]), ("way", ["by_tiles", "by_team"]))
-def test_narrow(precision: Precision, way: str, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(way)
+@crossed(("precision", SIXTEEN[:2]), ("launch", ["by_tiles", "by_team"]))
+def test_narrow(precision: Precision, launch: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(launch)
     check(TRITON, TRITON.inputs(S=12, H=1, D=20), precision=precision)
 
 
 @INTERPRETED
-@pytest.mark.parametrize("way", ["whole", "by_tiles", "by_team"])
-def test_dots_through_tf32_are_not_biased(way: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("launch", ["whole", "by_tiles", "by_team"])
+def test_dots_through_tf32_are_not_biased(launch: str, request: pytest.FixtureRequest) -> None:
     """Truncated operands make every product smaller, by 2^-11 for each on average; rounded operands do not.
 
     With the forget gate shut, m after a token is the product of y and the input gate's matrix; its gradient with
     respect to y is a product with that matrix too.
     """
-    if way != "whole":
-        request.getfixturevalue(way)
-    batch, H, D = 16, 2, 16 if way == "whole" else 24
+    if launch != "whole":
+        request.getfixturevalue(launch)
+    batch, H, D = 16, 2, 16 if launch == "whole" else 24
     i, f, z, o = (torch.full((batch, 1, H * D), x, dtype=torch.float16) for x in (0.0, -1000.0, 0.0, 0.0))
     recurrent, bias = draw(H, D, 4, D).abs().float(), torch.zeros(4, H, D)
     y = draw(batch, H, D, seed=1).abs().float().requires_grad_()

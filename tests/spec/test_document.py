@@ -88,10 +88,10 @@ def test_block_scalars_are_words() -> None:
 
 def test_a_large_text_without_aliases_does_not_mention_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "MAX_NODES", 10)
-    for text, told in (("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", False), ("[&a [1, 1, 1, 1], *a, *a]", True)):
+    for text, mentions_alias in (("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", False), ("[&a [1, 1, 1, 1], *a, *a]", True)):
         with pytest.raises(SpecError, match=r"E104.* too large") as caught:
             read(text)
-        assert ("alias" in str(caught.value)) == told
+        assert ("alias" in str(caught.value)) == mentions_alias
 
 
 def test_aliases_share_and_are_followed() -> None:
@@ -119,7 +119,7 @@ def test_the_tree_as_text() -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("- a: {x: 8; y: false}", "a ',' is wanted in place of the ';' before `y`"),
+        ("- a: {x: 8; y: false}", "use ',' instead of ';' before `y`"),
         ("- a: {x: 2 * dim y: false}", "a ',' is missing before `y`"),
         ("- a: {x: %dim}", "a value cannot begin with '%': remove it, or quote the value"),
         ("- a: {x: ${dim}}", "write the name without braces: `dim`"),

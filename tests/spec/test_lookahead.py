@@ -108,8 +108,8 @@ def test_a_shared_body_is_counted_in_each_place() -> None:
 
 def test_bundled_models() -> None:
     expected = {"centaurus_denoiser": 15, "mlstm_small": 0, "hybrid_small": 0, "vil_small_block": 0, "vil_tiny": None}
-    for name, many in expected.items():
-        assert summarise(check.load_model(name)).lookahead == many
+    for name, expected_tokens in expected.items():
+        assert summarise(check.load_model(name)).lookahead == expected_tokens
 
 
 def test_the_listing_shows_the_lookahead_of_each_wire() -> None:

@@ -79,7 +79,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("raise SystemExit(0)", "the module exits the program; it should only define primitives"),
         ("raise SystemExit", "the module exits the program; it should only define primitives"),
@@ -89,7 +89,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ("raise Odd", "NameError: name 'Odd' is not defined"),
     ],
 )
-def test_an_installed_plugin_that_ends_the_program(code: str, told: str, run_cli: Run, tmp_path: Path) -> None:
+def test_an_installed_plugin_that_ends_the_program(code: str, message: str, run_cli: Run, tmp_path: Path) -> None:
     """It is named in a note, the exit status is that of the spec, and its output stays out of the results."""
     noise = "import os\nprint('printed')\nos.write(1, b'written\\n')\nos.system('echo called')\n"
     (tmp_path / "ending.py").write_text(noise + code + "\n")
@@ -102,14 +102,14 @@ def test_an_installed_plugin_that_ends_the_program(code: str, told: str, run_cli
     done = run_cli("check", "bad.yaml", "--format", "json", cwd=tmp_path, env=env)
     assert done.returncode == 1
     (fault,) = json.loads(done.stdout)["specs"][0]["diagnostics"]
-    assert [note["text"] for note in fault["notes"]] == [f"plug-in 'ending' (ending) did not load: {told}"]
+    assert [note["text"] for note in fault["notes"]] == [f"plug-in 'ending' (ending) did not load: {message}"]
     assert sorted(done.stderr.split()) == ["called", "printed", "written"]
     done = run_cli("check", "bad.yaml", cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"= note: plug-in 'ending' (ending) did not load: {told}\n" in done.stderr
+    assert f"= note: plug-in 'ending' (ending) did not load: {message}\n" in done.stderr
     done = run_cli("ops", "silu", cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "silu (primitive)")
-    assert f"note: plug-in 'ending' (ending) did not load: {told}\n" in done.stderr
+    assert f"note: plug-in 'ending' (ending) did not load: {message}\n" in done.stderr
 
 
 def test_an_interrupt_by_the_user_is_not_a_failed_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_an_unused_built_in_verb_is_taken_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ({"ports": ("x", "other")}, r"Mine.ports must be a tuple of Port\(name, about, …\)"),
         ({"reads": "future"}, "Mine.reads must be one of token, past, all, not 'future'"),
@@ -156,11 +156,11 @@ def test_an_unused_built_in_verb_is_taken_too(monkeypatch: pytest.MonkeyPatch) -
         ({"start": (int, 0)}, "Mine.start has an invalid default: .* greater than or equal to 1"),
     ],
 )
-def test_declarations_of_a_class_are_checked(body: dict[str, Any], told: str) -> None:
+def test_declarations_of_a_class_are_checked(body: dict[str, Any], message: str) -> None:
     if "start" in body:
         kind, default = body["start"]
         body = {"__annotations__": {"start": kind}, "start": op.argument(default, "a number", ge=1)}
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=message):
         op.primitive("mine")(type("Mine", (op.Op,), {"__module__": __name__, "__doc__": "One's own.", **body}))
     assert "mine" not in op.PRIMITIVES
 
@@ -219,7 +219,7 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "told"),
+    ("module", "line", "message"),
     [
         ("mine.py", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
         ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
@@ -240,12 +240,12 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
         (".mine", "", "there is no such module"),
     ],
 )
-def test_a_module_that_fails(module: str, line: str, told: str, run_cli: Run, folder: Path) -> None:
+def test_a_module_that_fails(module: str, line: str, message: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace(DECORATOR, "\n" + line + DECORATOR))
     done = run_cli("check", "spec.yaml", "--import", module, cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --import {module}")
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -258,7 +258,7 @@ def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "told"),
+    ("method", "message"),
     [
         ("def shape(self, x): return x.width", "error: a primitive failed at mine.py:11: AttributeError: 'Wire'"),
         ("def shape(self, x): pass", "mine.Scale.shape must return a Wire, for instance x or x.with_features(8)"),
@@ -268,11 +268,11 @@ def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> Non
         ("def macs(self, x): exit(0)", "error: a primitive failed at mine.py:11: the module exits the program"),
     ],
 )
-def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Path) -> None:
+def test_a_primitive_that_fails(method: str, message: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace("    start: float", f"    {method}\n    start: float"))
     done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -284,7 +284,7 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("(x.features,)", "parameters must return a dict of name: Parameter(sizes, Init(…))"),
         ("Parameter((x.features / 2,), Init('ones'))", "parameters must return a dict of name: Parameter(sizes"),
@@ -293,11 +293,11 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
         ("Parameter((x.features,), Init('onse'))", "parameters must return Init with one of zeros, ones,"),
     ],
 )
-def test_invalid_parameters(given: str, told: str, run_cli: Run, folder: Path) -> None:
+def test_invalid_parameters(given: str, message: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace('Parameter((x.features,), Init("constant", (self.start,)))', given))
     done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 # --- needs: and the two other ways to import
@@ -338,8 +338,8 @@ def test_the_user_imports(words: list[str], env: dict[str, str], project: str, r
     done = run_cli("check", "spec.yaml", *words, cwd=folder, env=env)
     assert (done.returncode, done.stderr) == (0, "hello\n")
     (folder / "sub" / "spec.yaml").write_text(NEEDY)
-    beside = run_cli("check", "sub/spec.yaml", *words, cwd=folder, env=env)
-    assert beside.returncode == 0, "the working directory should count, not the folder of the spec"
+    from_parent = run_cli("check", "sub/spec.yaml", *words, cwd=folder, env=env)
+    assert from_parent.returncode == 0, "the working directory should count, not the folder of the spec"
 
 
 @pytest.mark.parametrize(

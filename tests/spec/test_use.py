@@ -79,14 +79,14 @@ def test_no_line_of_a_refused_file_is_shown(world: Path, run_cli: Run, form: str
     assert "may not read" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("name", "told"), [("folder.yaml", "directory"), ("pipe.yaml", "not a regular file")])
-def test_a_folder_or_a_pipe_is_refused(world: Path, name: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("folder.yaml", "directory"), ("pipe.yaml", "not a regular file")])
+def test_a_folder_or_a_pipe_is_refused(world: Path, name: str, message: str) -> None:
     os.mkfifo(world / "pipe.yaml")
     before = time.monotonic()
     (fault,) = faults(top(world, name))
     assert time.monotonic() - before < 30, "opening a pipe would wait for a writer"
     assert fault.code == "E803"
-    assert told in fault.message.lower()
+    assert message in fault.message.lower()
     assert fault.span is not None
     assert fault.span.line == 3
 

@@ -57,8 +57,8 @@ def test_a_step_reaches_its_node_in_few_calls() -> None:
     check.load_text(TEXT)  # imports and cached results do not count
     with recorded_calls("mlstm") as calls:
         check.load_text(TEXT)
-    way = "\n".join(f"{file}  {name}" for file, name in calls)
+    path = "\n".join(f"{file}  {name}" for file, name in calls)
     assert calls[0] == ("analysis/steps.py", "lower_step")
     assert ("ops/mlstm.py", "shape") in calls
-    assert len(calls) <= MAX_CALLS, way
-    assert sum(one[0] != other[0] for one, other in pairwise(calls)) <= MAX_CHANGES, way
+    assert len(calls) <= MAX_CALLS, path
+    assert sum(one[0] != other[0] for one, other in pairwise(calls)) <= MAX_CHANGES, path

@@ -27,11 +27,11 @@ def run_ranks(script: Path, names: list[str], folder: Path, ranks: int = 2) -> d
         for rank in range(ranks)
     ]
     try:
-        said = [child.communicate(timeout=TIMEOUT)[0] for child in children]
+        outputs = [child.communicate(timeout=TIMEOUT)[0] for child in children]
     finally:
         for child in children:
             child.kill()
-    assert not any(child.returncode for child in children), "\n".join(said)
+    assert not any(child.returncode for child in children), "\n".join(outputs)
     found = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(ranks)]
     return {name: [results[name] for results in found] for name in found[0]}
 

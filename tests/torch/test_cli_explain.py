@@ -136,20 +136,20 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_ops_call_the_kernels_that_they_declare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels a step declares are those that its call requests from the dispatcher, and no others."""
-    called: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     choose = dispatch.choose
 
     def record(op: str, backend: str | None = None, inputs: Any = None, sizes: Any = None, **facts: Any) -> Any:
-        called.append((op, facts))
+        calls.append((op, facts))
         return choose(op, backend, inputs, sizes, **facts)
 
     monkeypatch.setattr(dispatch, "choose", record)
     model = seqblocks.build(name, set=SMALL[name])
     model(random_input(model, 2, 5))
     declared = [node.calls for node in graph.walk(model.graph) if node.calls]
-    assert [op for op, _ in called] == [op for op, _ in declared]
-    for (_, facts), (_, said) in zip(called, declared, strict=True):
-        assert {key: facts[key] for key in said} == said
+    assert [op for op, _ in calls] == [op for op, _ in declared]
+    for (_, facts), (_, facts_declared) in zip(calls, declared, strict=True):
+        assert {key: facts[key] for key in facts_declared} == facts_declared
 
 
 def test_the_plan_of_a_cpu_matches_what_runs() -> None:

@@ -39,8 +39,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 def _result(results: dict[str, list[Any]], name: str) -> Any:
     """Return the first rank's result, or fail with the output of the ranks."""
-    said = [text for found in results.values() for text in found if isinstance(text, str)]
-    assert not said, "\n".join(said)
+    errors = [text for found in results.values() for text in found if isinstance(text, str)]
+    assert not errors, "\n".join(errors)
     return results[name][0]
 
 

@@ -83,10 +83,10 @@ def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple
 @pytest.mark.slow
 def test_digits_says_what_is_missing_before_it_trains(root: Path, tmp_path: Path) -> None:
     for name in ("sklearn", "matplotlib"):
-        status, said = refusal(root, tmp_path / "out", before=f"sys.modules['{name}'] = None")
+        status, message = refusal(root, tmp_path / "out", before=f"sys.modules['{name}'] = None")
         assert status == 4
-        assert f"no {name}" in said
-        assert "pip install 'seqblocks[examples]'" in said
+        assert f"no {name}" in message
+        assert "pip install 'seqblocks[examples]'" in message
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     assert refusal(root, tmp_path / "out", "--epochs", "0")[0] == 2
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    status, said = refusal(root, tmp_path / "out", "--spec", "vil_digit")
+    status, message = refusal(root, tmp_path / "out", "--spec", "vil_digit")
     assert status == 1
-    assert "vil_digit" in said
+    assert "vil_digit" in message
 
 
 @pytest.mark.long
@@ -149,8 +149,8 @@ def test_language_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
     assert refused("--steps", "0")[0] == 2
     assert refused("--text", str(tmp_path / "none.txt"))[0] == 2
-    status, said = refused("--spec", "mamba_smal")
-    assert (status, "mamba_small" in said) == (1, True)
+    status, message = refused("--spec", "mamba_smal")
+    assert (status, "mamba_small" in message) == (1, True)
     (tmp_path / "short.txt").write_text("short", encoding="utf-8")
-    status, said = refused("--text", str(tmp_path / "short.txt"))
-    assert (status, "too short" in said) == (2, True)
+    status, message = refused("--text", str(tmp_path / "short.txt"))
+    assert (status, "too short" in message) == (2, True)

@@ -217,10 +217,11 @@ def test_float32_is_as_exact_as_the_official_layers(name: str) -> None:
     """At most ten times the official float32 error of outputs and gradients, plus 1e-6 of the largest number."""
     found, results = run(name, torch.float32)
     measured = found.cfg.get("measured", found.cfg)
-    lost = measured["maxdiff_f32_vs_f64"]
-    lost = {f"out/{n}": x for n, x in lost.items()} if isinstance(lost, dict) else {"out/y": lost}
-    lost |= {f"grad/{n}": x for n, x in measured.get("maxdiff_grad_f32", {}).items()}
-    for key, loss in lost.items():
+    outputs = measured["maxdiff_f32_vs_f64"]
+    outputs = outputs if isinstance(outputs, dict) else {"y": outputs}
+    differences = {f"out/{n}": x for n, x in outputs.items()}
+    differences |= {f"grad/{n}": x for n, x in measured.get("maxdiff_grad_f32", {}).items()}
+    for key, loss in differences.items():
         if key in results:
             expected = torch.from_numpy(found.data[key])
             error = (results[key].double() - expected).abs().max().item()

@@ -95,10 +95,10 @@ def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_recomputation_in_a_checkpoint_uses_the_same_backend(toy, elsewhere):
     """The backward pass of a GPU runs in a thread of its own, outside the context."""
-    asked = []
+    requested = []
 
     def f(x):
-        asked.append(ran())
+        requested.append(ran())
         return x.sin()
 
     x = torch.ones(3, requires_grad=True)
@@ -109,7 +109,7 @@ def test_recomputation_in_a_checkpoint_uses_the_same_backend(toy, elsewhere):
             pool.submit(y.sum().backward).result()
     else:
         y.sum().backward()
-    assert asked == ["reference"] * 2
+    assert requested == ["reference"] * 2
 
 
 CALLS = {
@@ -229,6 +229,6 @@ def test_building_does_not_wait_for_the_compiler(root) -> None:
     """The compiler takes longer to import than torch itself."""
     code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import seqblocks; seqblocks.build('vil_digits')"
     code += "; print(before, 'torch._dynamo' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout
-    before, after = told.split()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout
+    before, after = output.split()
     assert after == before

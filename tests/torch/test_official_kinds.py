@@ -38,11 +38,11 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize("name", ["up.weight", "down.weight"])
 def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -> None:
     made, others = model(), dict(model(1).state_dict())
-    odd = ODD[kind]
-    if name == "down.weight" and isinstance(odd, Tensor) and not odd.is_nested and odd.layout != torch.sparse_csr:
-        odd = odd.t()  # this one fits
+    given = ODD[kind]
+    if name == "down.weight" and isinstance(given, Tensor) and not given.is_nested and given.layout != torch.sparse_csr:
+        given = given.t()  # this one fits
     with pytest.raises(seqblocks.RunError):
-        load_official(made, {**others, name: odd})
+        load_official(made, {**others, name: given})
     assert same(made, model())
     load_official(made, others)
     assert same(made, model(1))
@@ -66,10 +66,10 @@ def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> 
 
 
 def test_weights_without_storage_are_an_error() -> None:
-    gone = torch.ones(6, 4)
-    gone.untyped_storage().resize_(0)  # sharding leaves remote weights like this
+    unallocated = torch.ones(6, 4)
+    unallocated.untyped_storage().resize_(0)  # sharding leaves remote weights like this
     with pytest.raises(seqblocks.RunError, match=r"up\.weight of the official weights has no storage"):
-        load_official(model(), {**model().state_dict(), "up.weight": gone})
+        load_official(model(), {**model().state_dict(), "up.weight": unallocated})
     made = model()
     made.up.weight.untyped_storage().resize_(0)
     with pytest.raises(seqblocks.RunError, match=r"up\.weight has no storage"):

@@ -45,5 +45,5 @@ def test_dots_through_tf32_are_not_biased(dtypes):
     options = {"input_gate": "sigmoid", "normalize": False, "return_state": True}
     _, found = mlstm(q, k, v, i, f, backend="triton", **options)
     _, expected = mlstm(q.double(), k.double(), v.double(), i.double(), f.double(), backend="reference", **options)
-    off = (found.C.double() / expected.C - 1).mean().item()  # of one product each, with one or two rounded operands
-    assert abs(off) < 2**-14, off
+    bias = (found.C.double() / expected.C - 1).mean().item()  # of one product each, with one or two rounded operands
+    assert abs(bias) < 2**-14, bias
