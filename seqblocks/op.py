@@ -99,6 +99,8 @@ class Op(BaseModel):
     reads: ClassVar[Reads] = "token"
     """What an output position depends on: its own token, the tokens before it too (then `state` says what is carried),
     or the whole sequence (such an op cannot stream)."""
+    random: ClassVar[bool] = False
+    """Whether it draws random numbers in training mode."""
     reversible: ClassVar[bool] = False
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
     independent: ClassVar[str] = ""

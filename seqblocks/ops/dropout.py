@@ -26,6 +26,7 @@ class Dropout(Op):
     """Zero features at random in training, and rescale the others by 1 / (1 - p)."""
 
     ports = (ANY,)
+    random = True
     p: float = argument(0.1, "probability of zeroing a feature", ge=0, lt=1)
 
     def facts(self, x: Wire) -> Facts:
@@ -48,6 +49,7 @@ class DropPath(Op):
     """
 
     ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)
+    random = True
     p: float = argument(..., "probability of zeroing a sample", ge=0, lt=1)
     source = "stochastic depth (arXiv:1603.09382)"
 

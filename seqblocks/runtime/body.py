@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context
-from seqblocks.runtime import fusion, sums
+from seqblocks.runtime import fusion, parts, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
 from seqblocks.runtime.primitive import Primitive
@@ -132,6 +132,7 @@ class Body(StepModule):
         fused = [group for group in self._plan if group.fused]
         self._ends = Ends(body, {step.name for group in fused for step in group.steps})
         self._phases = _phases(body, self._plan) if place.streams else None
+        self._in_parts = parts.find(body, place)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
@@ -155,6 +156,8 @@ class Body(StepModule):
         values: the values that the body reads, by number; the dict is modified. ends: the steps that accept or return a
         `Sum`; leaves: whether the result may be one.
         """
+        if self._in_parts and not following and len(values) == 1 and (done := self._run_in_parts(values, call)):
+            return done
         states: States = {}
         if ends is None and self._ends.leaves and sums.has_fused_norm(values, call):
             ends = self._ends
@@ -186,6 +189,16 @@ class Body(StepModule):
             return {name: values[value] for name, value in self._outputs.items()}, states
         return values[self._result], states
 
+    def _run_in_parts(self, values: dict[int, Any], call: Call) -> tuple[Any, States] | None:
+        """Return the result of `_run` for a long sequence, or None if it is to run at once."""
+        assert self._in_parts
+        (value, x), = values.items()
+        if not isinstance(x, Tensor) or not (size := self._in_parts.size(x, call)):
+            return None
+        if not self._is_all_unobserved():
+            return None
+        return parts.run(x, size, call, lambda part, inner: self._run({value: part}, inner))
+
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
         """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""
         assert self._phases
@@ -213,6 +226,11 @@ class Body(StepModule):
         if nn.modules.module._has_any_global_hook():
             return False
         return all(_is_as_built(self._modules[step.name], step.node) for step in group.steps)
+
+    def _is_all_unobserved(self) -> bool:
+        """Return whether all steps, also those in blocks, are unmodified and have no hooks."""
+        blocks = (child for child in self._modules.values() if isinstance(child, Body))
+        return all(map(self._is_unobserved, self._plan)) and all(block._is_all_unobserved() for block in blocks)
 
     def _run_fused(
         self, group: Group, fused: Fused, values: dict[int, Tensor], states: States, call: Call

@@ -1,0 +1,109 @@
+"""Long sequences in parts: all steps of a body run on some tokens, then on the next, and states carry over.
+
+On a CPU without gradients. The operating system provides memory for each tensor above 32 MB afresh and clears it, which
+takes as long as most elementwise operations. Tensors of a part are smaller, so that their memory is reused, and a body
+needs the memory of one part besides its input and output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.graph import Graph, Node, walk
+from seqblocks.kernels.dispatch.custom_op import is_seen
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.step import Place
+from seqblocks.state import States
+from seqblocks.types import Wire
+
+LARGEST = 1 << 25  # bytes of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
+ROWS = 64  # a part has a multiple of this many tokens, as kernels process so many at a time
+LEAST = 4  # Up to this many times ROWS, operations take longer in parts than memory for all tokens.
+STATES = 8  # a part has at least this many times the numbers of the states, which each part reads and writes
+
+
+class Parts:
+    """How a body runs in parts.
+
+    widest: features of the widest value. states: numbers in all states of a sequence. trains: whether the body computes
+    something else in training mode.
+    """
+
+    def __init__(self, widest: int, states: int, trains: bool) -> None:
+        self._widest, self._states, self._trains = widest, states, trains
+
+    def size(self, x: Tensor, call: Call) -> int:
+        """Return the number of tokens of a part of x [batch, seq, ...], or 0 to run all tokens at once."""
+        if call.compiling or torch.is_grad_enabled() or x.dim() < 2 or not x.is_cpu:
+            return 0
+        itemsize = x.element_size() if x.is_floating_point() else torch.get_default_dtype().itemsize
+        per_token, tokens = x.shape[0] * self._widest * itemsize, x.shape[1]
+        if per_token * tokens <= LARGEST or not self._is_plain(call) or is_seen((x,)):
+            return 0
+        count = math.ceil(per_token * tokens / (LARGEST * 3 // 4))
+        size = math.ceil(tokens / count / ROWS) * ROWS
+        return 0 if size < LEAST * ROWS or size * self._widest < STATES * self._states else size
+
+    def _is_plain(self, call: Call) -> bool:
+        """Return whether a call runs all steps of the body from left to right, on this process only."""
+        special = call.reverse or call.phase or call.relay or call.last_only or call.routed is not None
+        return not special and not (call.training and self._trains) and (call.grid is None or call.grid.size is None)
+
+
+def find(body: Graph, place: Place) -> Parts | None:
+    """Return how a body runs in parts, or None if it cannot: if its steps do more than compute tokens and carry states.
+
+    All steps must be primitives, or blocks of primitives, that can stream, with states of a fixed size, for sequences
+    of one rate.
+    """
+    if place.streams or body.outputs or len(body.reads) != 1 or not body.nodes:
+        return None
+    nodes = [node for node in walk(body) if node.kind != "block"]
+    wires = [place.types[body.input], *(node.type for node in nodes)]
+    known = [wire for wire in wires if wire]
+    if len(known) < len(wires) or not all(_is_sequence(wire, known[0]) for wire in known):
+        return None
+    if not all(_carries(node) for node in nodes):
+        return None
+    states = sum(state.numel for node in nodes for state in node.state.values())
+    return Parts(max(wire.features for wire in known), states, any(_trains(node) for node in nodes))
+
+
+def run(
+    x: Tensor, size: int, call: Call, function: Callable[[Tensor, Call], tuple[Tensor, States]]
+) -> tuple[Any, States]:
+    """Return the output and the states of function(x, call), called for `size` tokens at a time."""
+    out, states = None, call.state
+    for a in range(0, x.shape[1], size):
+        b = min(a + size, x.shape[1])
+        resets = None if call.resets is None else call.resets[:, a:b]
+        inner = Call(call.training, states, True, resets, streaming=True, directed=call.directed)
+        y, states = function(x[:, a:b], inner)
+        if out is None:
+            out = y.new_empty(y.shape[0], x.shape[1], *y.shape[2:])
+        out[:, a:b] = y
+    return out, states if call.return_state and states else {}
+
+
+def _is_sequence(wire: Wire, first: Wire) -> bool:
+    return wire.kind in ("sequence", "tokens") and wire.grid is None and not wire.context and wire.rate == first.rate
+
+
+def _carries(node: Node) -> bool:
+    """Return whether a node is a primitive that streams with a state of a fixed size."""
+    if node.op is None or node.op.cannot_stream(*node.wires) or node.vectors or node.kept:
+        return False
+    if node.op.reads == "token" or not node.state:
+        return node.op.reads == "token" and not node.state
+    return not any(state.per_token or state.context or state.length for state in node.state.values())
+
+
+def _trains(node: Node) -> bool:
+    """Return whether a primitive may compute something else in training mode; for a user's primitive it is unknown."""
+    assert node.op
+    return node.op.random or not node.op.builtin
