@@ -156,8 +156,10 @@ class Body(StepModule):
         values: the values that the body reads, by number; the dict is modified. ends: the steps that accept or return a
         `Sum`; leaves: whether the result may be one.
         """
-        if self._in_parts and not following and len(values) == 1 and (done := self._run_in_parts(values, call)):
-            return done
+        if not call.compiling and self._in_parts and not following and len(values) == 1:
+            done = self._run_in_parts(values, call)
+            if done is not None:
+                return done
         states: States = {}
         if ends is None and self._ends.leaves and sums.has_fused_norm(values, call):
             ends = self._ends

@@ -39,7 +39,7 @@ class Parts:
 
     def size(self, x: Tensor, call: Call) -> int:
         """Return the number of tokens of a part of x [batch, seq, ...], or 0 to run all tokens at once."""
-        if call.compiling or torch.is_grad_enabled() or x.dim() < 2 or not x.is_cpu:
+        if torch.is_grad_enabled() or x.dim() < 2 or not x.is_cpu:
             return 0
         itemsize = x.element_size() if x.is_floating_point() else torch.get_default_dtype().itemsize
         per_token, tokens = x.shape[0] * self._widest * itemsize, x.shape[1]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import causal_conv, use_backend
+from seqblocks.kernels.causal_conv import interface
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -96,3 +97,34 @@ def test_the_reference_is_compiled_and_exported_for_any_length() -> None:
         program = torch.export.export(Caller(), (*x.values(),), dynamic_shapes=(length, None, None))
         longer = (F.pad(x["x"], (0, 0, 0, 9)), x["weight"], x["state"])
         assert_close({"out": program.module()(*longer)}, {"out": Caller()(*longer)}, CAUSAL_CONV.bar(20))
+
+
+def test_nothing_of_full_length_is_saved_but_the_input() -> None:
+    """The window and the values before the SiLU are computed again."""
+    x, weight, bias = torch.randn(1, 300, 64, requires_grad=True), torch.randn(64, 1, 4), torch.randn(64)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        y = causal_conv(x, weight.requires_grad_(), bias, activation="silu", backend="torch")
+    assert [t.data_ptr() for t in saved if t.numel() >= y.numel()] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_of_a_sequence_equal_the_whole(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 tokens are convolved in 5 parts. Values are the same bits; sums over tokens differ by rounding."""
+    inputs = [torch.randn(*shape) for shape in ((2, 150, 16), (16, 1, 4), (16,), (2, 3, 16))]
+
+    def run() -> list[Tensor]:
+        x, weight, bias, state = (t.clone().requires_grad_() for t in inputs)
+        y = causal_conv(x, weight, bias, activation="silu", state=state, reverse=reverse, backend="torch")
+        assert isinstance(y, Tensor)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, state, weight, bias))]
+
+    whole = run()
+    monkeypatch.setattr(interface, "PART", 1)
+    assert len(interface._parts(inputs[0])) == 5
+    y, dx, dstate, *sums = run()
+    assert torch.equal(y, whole[0])
+    assert torch.equal(dx, whole[1])
+    assert torch.equal(dstate, whole[2])
+    for found, expected in zip(sums, whole[3:], strict=True):  # sums of 300 products, each rounded by up to 2^-24
+        torch.testing.assert_close(found, expected, rtol=0, atol=300 * 2**-24 * expected.abs().max().item())

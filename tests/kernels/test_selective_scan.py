@@ -354,3 +354,16 @@ def test_vmap_over_what_follows_the_scan(name: str) -> None:
         found = torch.vmap(lambda each: selective_scan(**(x | {name: each})))(several)
         expected = [selective_scan(**(x | {name: each})) for each in several]
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_nothing_of_full_length_is_saved_but_the_inputs() -> None:
+    """The softplus of the step, the outputs before the gate and the gate itself are computed again."""
+    shape = (1, 300, 64)
+    u, dt, z = (draw(*shape).float().requires_grad_() for _ in range(3))
+    A, D, dt_bias = (x.requires_grad_() for x in (-torch.rand(64, 4), torch.rand(64), torch.rand(64)))
+    B, C = (torch.rand(1, 300, 4, requires_grad=True) for _ in range(2))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        y = selective_scan(u, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, backend="torch")
+    inputs = {x.untyped_storage().data_ptr() for x in (u, dt, z)}
+    assert {x.untyped_storage().data_ptr() for x in saved if x.numel() >= y.numel()} == inputs

@@ -17,6 +17,7 @@ MAMBA = "use: [mamba]\nmodel: {input: {features: 16}, steps: [{mamba_mixer: {dim
 MLSTM = "use: [xlstm]\nmodel: {input: {features: 16}, steps: [{mlstm_layer: {dim: 16, heads: 2}}]}"
 NETWORK = "model: {input: {features: 16}, steps: [{linear: {features: 64}}, gelu]}"
 TOKENS = 3000
+TOLERANCE = 1e-12  # Chunks of a kernel may begin at other tokens, so that sums are rounded differently.
 
 
 @pytest.fixture
@@ -29,17 +30,17 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(size)
         return run(x, size, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(parts, "LARGEST", 1 << 18)
+    monkeypatch.setattr(parts, "LARGEST", 1 << 20)
     monkeypatch.setattr(parts, "run", counted)
     return found
 
 
 def built(text: str) -> seqblocks.SequenceModel:
-    return seqblocks.build_text(f"seqblocks: 1\n{text}", seed=0)
+    return seqblocks.build_text(f"seqblocks: 1\n{text}", seed=0).double()
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def at_once(model: seqblocks.SequenceModel, x: Tensor, **options: object) -> object:
@@ -57,12 +58,12 @@ def test_parts_equal_the_whole(text: str, batch: int, sizes: list[int]) -> None:
         later, _ = model(x, state=state, return_state=True)
     assert len(sizes) == 2
     assert sizes[0] % parts.ROWS == 0
-    assert 2 * sizes[0] < TOKENS
+    assert sizes[0] < TOKENS
     expected, expected_state = at_once(model, x, return_state=True)  # type: ignore[misc]
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)  # products of fewer rows may round differently
-    torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-6)
+    torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=TOLERANCE)
     again, _ = at_once(model, x, state=expected_state, return_state=True)  # type: ignore[misc]
-    torch.testing.assert_close(later, again, rtol=0, atol=1e-6)
+    torch.testing.assert_close(later, again, rtol=0, atol=TOLERANCE)
 
 
 def test_resets_are_cut_like_the_tokens(sizes: list[int]) -> None:
@@ -71,7 +72,7 @@ def test_resets_are_cut_like_the_tokens(sizes: list[int]) -> None:
     with torch.no_grad():
         y = model(x, resets=resets)
     assert sizes
-    torch.testing.assert_close(y, at_once(model, x, resets=resets), rtol=0, atol=1e-6)
+    torch.testing.assert_close(y, at_once(model, x, resets=resets), rtol=0, atol=TOLERANCE)
 
 
 def hooked(model: seqblocks.SequenceModel) -> None:
@@ -80,7 +81,7 @@ def hooked(model: seqblocks.SequenceModel) -> None:
 
 def replaced(model: seqblocks.SequenceModel) -> None:
     block = model.mamba_mixer
-    block.out_proj = torch.nn.Linear(32, 16)
+    block.out_proj = torch.nn.Linear(32, 16).double()
 
 
 @pytest.mark.parametrize("change", [hooked, replaced])
