@@ -160,6 +160,13 @@ class Body(StepModule):
             done = self._run_in_parts(values, call)
             if done is not None:
                 return done
+        return self._run_at_once(values, call, following, ends, leaves)
+
+    def _run_at_once(
+        self, values: dict[int, Any], call: Call, following: Following | None = None, ends: Ends | None = None,
+        leaves: bool = False,
+    ) -> tuple[Any, States]:
+        """Run all steps once, with the arguments and results of `_run`."""
         states: States = {}
         if ends is None and self._ends.leaves and sums.has_fused_norm(values, call):
             ends = self._ends
@@ -199,7 +206,7 @@ class Body(StepModule):
             return None
         if not self._is_all_unobserved():
             return None
-        return parts.run(x, size, call, lambda part, inner: self._run({value: part}, inner))
+        return parts.run(x, size, call, lambda part, inner: self._run_at_once({value: part}, inner))
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
         """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""
