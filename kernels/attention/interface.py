@@ -57,9 +57,10 @@ def attention(
     """Attend over a sequence.
 
     q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: number of visible tokens, the current
-    one included (not causal: that many to either side). rotary: base of the rotary positions, which count from the last
-    reset. scale: 1/sqrt(D) if not given. state: the state that the previous call returned. keep: number of tokens in
-    the returned state (default: window - 1 with a window, else as many as in the given state, else all tokens).
+    one included (not causal: that many to either side, the current one included in each). rotary: base of the rotary
+    positions, which count from the last reset. scale: 1/sqrt(D) if not given. state: the state that the previous call
+    returned. keep: number of tokens in the returned state (default: window - 1 with a window, else as many as in the
+    given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 

@@ -6,15 +6,19 @@ packed sequences without a window, queries run in blocks whose masks are recompu
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.reference import sees
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.dispatch.compiled import unknown
-from seqblocks.kernels.numerics import empty_with_gradients
+from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
+from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative
 
 BLOCK = 512
 
@@ -52,11 +56,37 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     D, DV = q.shape[-1], v.shape[-1]
     if D != DV:  # torch would compute all pairs explicitly; padding with zeros changes neither scores nor values
         q, k, v = (pad(x, [0, max(D, DV) - x.shape[-1]]) for x in (q, k, v))
-    y = scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
-        attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
-    )
+    with sdpa_kernel(SDPBackend.MATH) if forward_mode() else nullcontext():  # fused kernels have reverse mode only
+        y = scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
+            attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
+        )
+    if y.requires_grad and not watched():
+        _refuse_second_derivative(y)
     return y[..., :DV].transpose(1, 2).to(v.dtype)
+
+
+def _refuse_second_derivative(y: Tensor) -> None:
+    """Let the second derivative of a fused attention raise our error instead of torch's, which names an internal op."""
+    node = y.grad_fn
+    if node is not None and node.name().startswith("ScaledDotProduct"):
+        node.register_hook(_marked)
+
+
+def _marked(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+    if not torch.is_grad_enabled():  # no graph of the backward pass is created
+        return None
+    return tuple(None if g is None else _FirstDerivative.apply(g) for g in grads)
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Return a gradient unchanged. It cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    backward = staticmethod(no_second_derivative("attention", "torch"))
 
 
 def _windowed(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,9 +35,26 @@ def unknown(size: int | torch.SymInt) -> bool:
 
 
 @constant
+def forward_mode() -> bool:
+    """Return whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+@constant
 def transformed() -> bool:
     """Return whether forward-mode differentiation or a torch.func transform is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def batched(x: Tensor) -> bool:
+    """Return whether torch.func.vmap is active for x, whose values cannot be read then."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 def watched() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.primitive import Primitive
@@ -51,7 +52,8 @@ class Experts(StepModule):
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
         # These cases do not support sizes that depend on values.
-        whole = x.is_meta or (torch.compiler.is_exporting() and dispatch.requested() == "reference")
+        exported = torch.compiler.is_exporting() and dispatch.requested() == "reference"
+        whole = x.is_meta or exported or batched(chosen)
         if whole:
             y = self._on_all(flat, weights, chosen, inner, x.ndim)
         else:  # in training, each expert gets a gradient, which may be 0

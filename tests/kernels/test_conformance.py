@@ -140,7 +140,7 @@ def test_derivatives(subject: Subject, resets: bool) -> None:
 @cases(KERNELS, CPU, variants=())
 def test_a_second_derivative_is_refused_with_a_hint(subject: Subject) -> None:
     """Applies to implementations without second derivatives."""
-    if subject.on.name in subject.kernel.double_backward or subject.kernel.name in ("causal_conv", "attention"):
+    if subject.on.name in subject.kernel.double_backward or subject.kernel.name == "causal_conv":
         return
     x = subject.exact(**subject.kernel.small)
     first = x[subject.kernel.sequences[0]]
@@ -502,8 +502,9 @@ def of_the_first_input(subject: Subject, backend: str) -> tuple[Callable[[Tensor
     return lambda t: subject({**x, name: t}, backend=backend)["out"], x[name]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls torch's fused attention sample by sample
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@cases([k for k in KERNELS if k.name != "attention"], ["torch"], variants=())  # torch's own op has no forward mode
+@cases(KERNELS, ["torch"], variants=())
 def test_transforms(subject: Subject, transform: str) -> None:
     """In forward mode and torch.func, implementations with only reverse mode are skipped, and no derivative is silently
     zero."""

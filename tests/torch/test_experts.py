@@ -249,6 +249,25 @@ def test_export_and_the_meta_device() -> None:
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)  # reverts the change of configuration
+def test_transforms_of_torch_func() -> None:
+    """vmap cannot read how many tokens an expert has, so each expert computes all of them."""
+    model = build("count: 5, top: 2").eval()
+    x = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], one: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, weights, (one.unsqueeze(0),))
+        return found.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for at, one in enumerate(x):
+        (model(one.unsqueeze(0)).square().sum()).backward()
+        for name, parameter in model.named_parameters():
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(each[name][at], found, rtol=1e-9, atol=1e-12)
+            parameter.grad = None
+
+
 def test_it_compiles_to_one_graph_where_sizes_may_depend_on_values() -> None:
     model = build("count: 4")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
