@@ -56,14 +56,18 @@ ON_ONEDNN = _prefers_onednn()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b [..., O] for x [..., I], weight [O, I], bias [O], like `torch.nn.functional.linear`.
 
-    Large float32 products use oneDNN where it is faster than MKL: 2.1 times on an AMD EPYC with AVX-512.
+    Large float32 products use oneDNN where it is faster than MKL: 2.1 times on an AMD EPYC with AVX-512. Without
+    gradients, few tokens read a matrix that no cache holds in blocks, as in a step (`prepare_linear`).
     """
-    if not ON_ONEDNN or torch.compiler.is_compiling() or is_seen((x, weight, bias)) or not _is_large(x, weight, bias):
+    if not (ON_ONEDNN or ON_MKL) or torch.compiler.is_compiling() or is_seen((x, weight, bias)):
         return F.linear(x, weight, bias)
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-        return _Linear.apply(x, weight, bias)
-    return _by_onednn(x, weight, bias)
+    graded = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if not graded and _reads_blocks(x, weight, bias):
+        return _Blocks(weight)(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], weight.shape[0])
+    if not ON_ONEDNN or not _is_large(x, weight, bias):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if graded else _by_onednn(x, weight, bias)
 
 
 def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -79,6 +83,17 @@ def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
     return _is_known((x.numel() // width, rows, width))
+
+
+def _reads_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the product takes the time of reading the matrix from memory, and fits what `_Blocks` takes."""
+    if weight.numel() * weight.itemsize <= CACHE or weight.dim() != 2 or not x.dim():
+        return False
+    rows, width = weight.shape
+    if x.shape[-1] != width or not 0 < x.numel() <= FEW * width or torch.is_autocast_enabled("cpu"):
+        return False
+    alike = x.is_cpu and x.dtype == weight.dtype and ON_MKL and _is_read_by_mkl(weight)
+    return alike and (bias is None or (bias.shape == (rows,) and bias.dtype == x.dtype and bias.is_cpu))
 
 
 def _is_known(shape: tuple[int, int, int]) -> bool:
@@ -157,22 +172,29 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     if not _comes_from_memory(weight):
         size = weight.numel()
         return lambda x: (linear if x.shape[0] * size >= MANY else F.linear)(x, weight, bias)
-    rows, width = weight.shape
-    blocks = math.gcd(rows, BLOCKS)
-    rest = rows % BLOCKS if blocks == 1 else 0  # rows outside all blocks
-    blocks, whole = BLOCKS if rest else blocks, rows - rest
+    by_blocks = _Blocks(weight)
+    return lambda x: by_blocks(x, bias) if 0 < x.shape[0] <= FEW else linear(x, weight, bias)
 
-    def product(x: Tensor) -> Tensor:
-        tokens = x.shape[0]
-        if not 0 < tokens <= FEW:
-            return linear(x, weight, bias)
-        stacked = (weight[:whole] if rest else weight).view(blocks, whole // blocks, width)
-        y = torch.bmm(stacked, x.t().expand(blocks, width, tokens))
-        y = y.view(1, whole) if tokens == 1 else y.view(whole, tokens).t().contiguous()
-        y = torch.cat([y, F.linear(x, weight[whole:])], 1) if rest else y
+
+class _Blocks:
+    """A matrix [O, I] as a stack of equal blocks of rows, and the rows that remain."""
+
+    def __init__(self, weight: Tensor) -> None:
+        rows, self.width = weight.shape
+        count = math.gcd(rows, BLOCKS)
+        rest = rows % BLOCKS if count == 1 else 0
+        self.blocks, self.rows = BLOCKS if rest else count, rows - rest
+        self.rest = weight.narrow(0, self.rows, rest) if rest else None
+        self._weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W' + b [N, O] for x [N, I], with N at most FEW."""
+        tokens, blocks = x.shape[0], self.blocks
+        weight = self._weight if self.rest is None else self._weight.narrow(0, 0, self.rows)
+        y = torch.bmm(weight.view(blocks, -1, self.width), x.t().expand(blocks, self.width, tokens))
+        y = y.view(1, -1) if tokens == 1 else y.view(-1, tokens).t().contiguous()
+        y = y if self.rest is None else torch.cat([y, F.linear(x, self.rest)], 1)
         return y if bias is None else y.add_(bias)
-
-    return product
 
 
 class Matrix(NamedTuple):
@@ -225,4 +247,8 @@ def _comes_from_memory(weight: Tensor) -> bool:
     """Return whether each token has to read this matrix from memory, and the product would be computed by MKL."""
     if torch.compiler.is_compiling() or not ON_MKL or _weights.get() <= CACHE or weight.numel() < LARGE:
         return False
+    return _is_read_by_mkl(weight)
+
+
+def _is_read_by_mkl(weight: Tensor) -> bool:
     return weight.is_cpu and weight.dtype in (torch.float32, torch.float64) and weight.is_contiguous()

@@ -5,11 +5,14 @@ B batch, D channels, K taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+FEW = 8  # Fewer taps are added one by one; for more, one product of the whole window takes fewer operations.
 
 
 def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -21,6 +24,8 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
     if not torch.compiler.is_compiling():  # Compiled code would copy the taps for each token.
         taps = taps.contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
+    if len(before) < FEW:
+        return _prepare_few(before.unbind(0), now, bias, activation)
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y = (window * before).sum(1).addcmul_(x, now)
@@ -29,5 +34,21 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
         if activation == "silu":
             y = F.silu(y, inplace=True)
         return y, torch.cat([window.narrow(1, 1, latest), x.unsqueeze(1)], 1)
+
+    return step
+
+
+def _prepare_few(
+    before: Sequence[Tensor], now: Tensor, bias: Tensor | None, activation: str | None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Do the same for few taps, each [D]: products are added without a tensor of all of them."""
+
+    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, inputs = x * now if bias is None else torch.addcmul(bias, x, now), window.unbind(1)
+        for each, tap in zip(inputs, before, strict=True):
+            y.addcmul_(each, tap)
+        if activation == "silu":
+            y = F.silu(y, inplace=True)
+        return y, torch.stack([*inputs[1:], x], 1)
 
     return step

@@ -48,22 +48,16 @@ class RMSNorm(Norm):
         return super().macs(x) + (x.features if z else 0)
 
     def prepare_step(self, p: Any) -> Any:
-        from torch import rms_norm
+        from seqblocks.kernels.residual_norm.step import prepare
 
-        gain, bias, eps, groups, shared = self.effective_gain(p), p.get("bias"), self.eps, self.groups, self.shared
-        opening_of, gated_before = activation(self.activation), self.gate == "before"
+        groups, opening_of, gated_before = self.groups, activation(self.activation), self.gate == "before"
+        gain, bias = (self._by_group(each) for each in (self.effective_gain(p), p.get("bias")))
+        normalise = prepare(gain, self.eps)
 
         def normed(x: Any) -> Any:
-            if groups == 1:
-                y = rms_norm(x, x.shape[1:], gain, eps)
-                return y if bias is None else y.add_(bias)
-            grouped = x.view(x.shape[0], groups, -1)
-            y = rms_norm(grouped, grouped.shape[2:], gain if shared else None, eps)
-            if shared:
-                return (y if bias is None else y.add_(bias)).flatten(1)
-            y = y.flatten(1)
-            y = y if gain is None else y.mul_(gain)
-            return y if bias is None else y.add_(bias)
+            y = normalise(x if groups == 1 else x.view(x.shape[0], groups, -1))
+            y = y if bias is None else y.add_(bias)
+            return y if groups == 1 else y.flatten(1)
 
         def step(x: Any, z: Any) -> Any:
             if z is None:
@@ -71,6 +65,9 @@ class RMSNorm(Norm):
             return normed(x * opening_of(z)) if gated_before else normed(x).mul_(opening_of(z))
 
         return step
+
+    def _by_group(self, x: Any) -> Any:
+        return x if x is None or self.shared or self.groups == 1 else x.view(self.groups, -1)
 
     @property
     def adds_before(self) -> bool:

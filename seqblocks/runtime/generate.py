@@ -60,6 +60,8 @@ def generate(
     if max_new_tokens and made:
         if state is None:
             state = model.init_state(x.shape[0], None, None, **inputs)
+        else:
+            model._start_stream()
         logits, state = _read(model, x, resets, state, output)
         _continue(model, logits, state, made, max_new_tokens, sampler, stops, on_token, output)
     return [torch.tensor(tokens, dtype=torch.long, device=x.device) for tokens in made]
@@ -93,6 +95,9 @@ def _read(
 ) -> tuple[Tensor, States]:
     """Return the logits after a prompt, and the state."""
     y: Any = None
+    if x.shape[1] == 1:  # for instance after a cached prefix
+        y, state = model.step(x[:, 0], state)
+        return _logits(y, output), state
     for start in range(0, x.shape[1], CHUNK):
         span = slice(start, start + CHUNK)
         part = None if resets is None else resets[:, span]

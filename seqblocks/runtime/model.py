@@ -268,10 +268,16 @@ class SequenceModel(Body):
     def _stepper_of_now(self) -> Stepper | None:
         if dispatch.transformed():
             return None
-        if self._stepper is None or not self._stepper.holds():
+        found = self._stepper
+        if found is None or not found.holds() or not (found.is_current or found.renew()):
             is_hooked = nn.modules.module._has_any_global_hook()
-            self._stepper = None if is_hooked else stepper(self, self.spec, self._declared_state)
-        return self._stepper
+            self._stepper = found = None if is_hooked else stepper(self, self.spec, self._declared_state)
+        return found
+
+    def _start_stream(self) -> None:
+        """Make the next step compute values derived from parameters again."""
+        if self._stepper is not None:
+            self._stepper.is_current = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without steppers and results of the latest call, which cannot be copied."""
@@ -291,7 +297,7 @@ class SequenceModel(Body):
         count = _count(batch_size)
         device = self._some_tensor().device if device is None else arguments.checked_device(device)
         kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
-        self._stepper = None
+        self._start_stream()
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)

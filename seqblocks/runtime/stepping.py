@@ -4,8 +4,8 @@ In a small model, the computation of one token takes less time than the Python c
 without gradients therefore builds a `Stepper`: one function that runs all steps of the model in order, with parameters
 already in the layout that one token needs, and checks the state. Its source is generated from the graph; the only user
 input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
-runs. A stepper is valid while modules, hooks and parameters are unchanged. It is rebuilt for each stream
-(`init_state`), since changes through `parameter.data` cannot be detected.
+runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
+detected, so values derived from parameters are computed again for each stream (`renew`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,16 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
 class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x) returns (y, state), or None if the state does not match its declaration.
+    run(state, x) returns (y, state), or None if the state does not match its declaration. is_current: whether values
+    derived from parameters were computed in this stream.
     """
 
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
-        self.dtype = next(model.parameters()).dtype
+        self.is_current = True
+        self._parameters = list(model.parameters())
+        self._memory = [_memory(x) for x in self._parameters]
+        self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
+        self.dtype = self._parameters[0].dtype
         self._types = spec.types
         of_tokens = spec.input.kind == "tokens"
         self._dtypes = (torch.int64, torch.int32) if of_tokens else (self.dtype,)
@@ -73,10 +78,18 @@ class Stepper:
         self._guard.note_bypassed(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
-        with of_model(sum(x.numel() * x.element_size() for x in model.parameters())):
+        with of_model(self._bytes):
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
+
+    def renew(self) -> bool:
+        """Compute all values derived from parameters again. Return False if the stepper has to be rebuilt instead."""
+        if [_memory(x) for x in self._parameters] != self._memory:
+            return False
+        with of_model(self._bytes):
+            self.is_current = self._source.prepare_again()
+        return self.is_current
 
     def takes(self, x: Tensor) -> bool:
         """Return whether x is a valid token for each sequence, so that no other check is needed."""
@@ -141,8 +154,14 @@ class Stepper:
             assert isinstance(child, Primitive)
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
-        run = prepare_joined([matrix for _, matrix in found])
-        y = self._source.call(self._source.constant(run), self._source.at_ports(nodes[0], inputs), (), [])
+
+        def prepare() -> Callable[[Tensor], Tensor] | None:
+            again = [self._matrix(module._modules[node.name], node) for node, _ in found]
+            return None if None in again else prepare_joined([matrix for matrix in again if matrix])
+
+        run = self._source.prepared(prepare)
+        assert run is not None
+        y = self._source.call(run, self._source.at_ports(nodes[0], inputs), (), [])
         widths = tuple(matrix.weight.shape[0] for _, matrix in found)
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
@@ -225,13 +244,16 @@ class Stepper:
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
-        run, derived = op.prepare_step(parameters), True
+        run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
+        derived = run is not None and not _is_own_matrix(op, parameters)
         if run is None:
-            run, derived = _undivided(op, parameters, self._call) or self._of_sequences(module, node, parameters), False
-        if run is None:
-            return None
+            whole = partial(op.forward, parameters, self._call) if is_pointwise(op) else None
+            whole = whole or self._of_sequences(module, node, parameters)
+            if whole is None:
+                return None
+            run = self._source.constant(whole)
         self._note_parameters(module, derived)
-        return self._source.call(self._source.constant(run), self._source.at_ports(node, inputs), path, [*node.state])
+        return self._source.call(run, self._source.at_ports(node, inputs), path, [*node.state])
 
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
         """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""
@@ -320,12 +342,24 @@ PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path
 }  # fmt: skip
 
 
-def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., Any] | None:
-    """Return a function for one token of an op without `prepare_step`, or None if it needs a time axis."""
-    matrix = op.matrix(parameters)
-    if matrix is not None:
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is in memory, and how it is read."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _prepared(op: Op, parameters: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return a function for one token of an op that prepares one or is a matrix, otherwise None."""
+    run: Callable[..., Any] | None = op.prepare_step(parameters)
+    if run is None and (matrix := op.matrix(parameters)) is not None:
         return prepare_joined([Matrix(*matrix)])
-    return partial(op.forward, parameters, call) if is_pointwise(op) else None
+    return run
+
+
+def _is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
+    """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
+    matrix = op.matrix(parameters) if type(op).prepare_step is Op.prepare_step else None
+    own = {id(x) for x in (None, *parameters.values())}
+    return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 
 def _as_declared(module: Primitive, node: Node) -> bool:
@@ -359,6 +393,7 @@ class _Source:
         self._lines: list[str] = []
         self._names: dict[str, Any] = {"cat": torch.cat}
         self._constants: dict[int, str] = {}  # names of constants by the id of the value
+        self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
         self._joined: dict[str, str] = {}  # variables of concatenated inputs
         self._functions: list[str] = []
         self._count = 0
@@ -396,6 +431,21 @@ class _Source:
             self._constants[id(value)] = f"c{len(self._names)}"
             self._names[self._constants[id(value)]] = value
         return self._constants[id(value)]
+
+    def prepared(self, prepare: Callable[[], Any]) -> str | None:
+        """Return the name of a constant that `prepare` computes from parameters, or None if it returns None."""
+        value = prepare()
+        if value is None:
+            return None
+        name = self.constant(value)
+        self._prepared[name] = prepare
+        return name
+
+    def prepare_again(self) -> bool:
+        """Compute all prepared constants again. Return False if one is None now."""
+        for name, prepare in self._prepared.items():
+            self._names[name] = prepare()
+        return all(self._names[name] is not None for name in self._prepared)
 
     def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
         """Assign each part of the state to a variable and check it against its declaration."""

@@ -71,6 +71,24 @@ def test_other_layouts_and_dtypes_are_left_to_torch() -> None:
     assert products.prepare_linear(weight.bfloat16())(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(12,), (1, 12), (2, 2, 12), (5, 12), (0, 12)])
+@pytest.mark.parametrize("graded", [False, True])
+def test_few_tokens_without_gradients_read_a_large_matrix_in_blocks(
+    shape: tuple[int, ...], graded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias, x = drawn((35, 12), (35,), shape)
+    expected = linear(x, weight, bias)
+    monkeypatch.setattr(products, "CACHE", 0)
+    monkeypatch.setattr(products, "ON_MKL", True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        found = products.linear(x, weight.requires_grad_(graded), bias)
+    torch.testing.assert_close(found, expected)
+    in_blocks = any(event.key == "aten::bmm" for event in recorded.key_averages())
+    assert in_blocks == (not graded and 0 < x.numel() <= products.FEW * 12)
+    with pytest.raises(RuntimeError):
+        products.linear(x[..., :3], weight, bias)
+
+
 @pytest.mark.skipif(not products.ON_MKL, reason="MKL is for x86-64")
 def test_a_matrix_is_read_in_blocks_where_a_cache_does_not_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

@@ -324,6 +324,48 @@ def test_an_undetectable_change_applies_from_the_next_stream_on() -> None:
     assert_follows(model)
 
 
+def test_a_new_stream_computes_derived_values_again_without_a_new_plan() -> None:
+    model = build()
+    steps(model)
+    plan = model._stepper
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)
+    model.init_state(2)
+    assert_follows(model)
+    assert model._stepper is plan is not None
+
+
+def _to_float64(model: SequenceModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+
+
+def _transpose(model: SequenceModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.t().contiguous().t() if parameter.dim() == 2 else parameter.data
+
+
+@pytest.mark.parametrize("change", [_to_float64, _transpose])
+def test_a_new_stream_follows_parameters_that_were_moved(change: Any) -> None:
+    model = build(dtype=torch.float32 if change is _to_float64 else torch.float64)
+    steps(model)
+    change(model)
+    model.init_state(2)
+    assert_follows(model)
+
+
+def test_generating_from_a_state_is_a_new_stream() -> None:
+    model, prompt = seqblocks.build("mamba_small", set={"depth": 1}).eval(), torch.arange(8)[None]
+    with torch.inference_mode():
+        _, state = model(prompt, return_state=True)
+    seqblocks.generate(model, [9], 4, state=state)
+    for name, parameter in model.named_parameters():
+        if "conv1d" in name:
+            parameter.data.mul_(-8)
+    found = seqblocks.generate(model, [9], 12, state=state)
+    assert torch.equal(found[0], seqblocks.generate(copy.deepcopy(model), [9], 12, state=state)[0])
+
+
 def test_copies_and_pickles() -> None:
     model = build()
     steps(model)
