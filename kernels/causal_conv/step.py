@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 FEW = 8  # Fewer taps are added one by one; for more, one product of the whole window takes fewer operations.
 
 

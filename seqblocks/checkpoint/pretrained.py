@@ -25,6 +25,7 @@ from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.pages import request_huge_pages
 
 HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
 
@@ -127,6 +128,7 @@ def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype
             full = declared[name].full_precision and kind.itemsize < 4
             parameter.data = parameter.data.to(torch.float32 if full else kind)
     model = model.to_empty(device=device)
+    request_huge_pages(model)
     with torch.no_grad():
         for name in left_out.missing:
             draw(model.get_parameter(name), name, declared[name], seed)

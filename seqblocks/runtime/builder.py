@@ -15,6 +15,7 @@ from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.pages import request_huge_pages
 
 
 def build(
@@ -70,6 +71,7 @@ def build_model(
     with torch.device("meta"):
         module = SequenceModel(model)
     _allocate(module, kind, device)
+    request_huge_pages(module)
     module.reset_parameters(seed)
     return module
 
