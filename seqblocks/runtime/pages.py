@@ -30,7 +30,9 @@ def request_huge_pages(module: nn.Module) -> None:
     )
     if sum(end - start for start, end in spans) > LARGE_MODEL:
         for start, end in _joined(spans):
-            _advise(-(-start // HUGE) * HUGE, end // HUGE * HUGE)
+            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            if start < end:
+                _advise(start, end)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -46,5 +48,5 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 def _advise(start: int, end: int) -> None:
     """Advise Linux on the pages from `start` to `end`, without effect if the C library cannot."""
-    if start < end and (madvise := getattr(ctypes.CDLL(None), "madvise", None)):
+    if madvise := getattr(ctypes.CDLL(None), "madvise", None):
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(MADV_HUGEPAGE))

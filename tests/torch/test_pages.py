@@ -1,0 +1,59 @@
+"""Huge pages for the parameters of large models (seqblocks/runtime/pages.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import seqblocks
+from seqblocks.runtime import pages
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record the spans of memory for which huge pages are requested."""
+    spans: list[tuple[int, int]] = []
+    monkeypatch.setattr(pages.sys, "platform", "linux")
+    monkeypatch.setattr(pages, "_advise", lambda start, end: spans.append((start, end)))
+    return spans
+
+
+def test_only_memory_of_the_parameters_of_a_large_model_is_advised(advised: list[tuple[int, int]]) -> None:
+    small, large = nn.Linear(64, 64), nn.Linear(4096, 2048)
+    pages.request_huge_pages(small)
+    assert not advised
+    pages.request_huge_pages(large)
+    ((start, end),) = advised
+    first = large.weight.data_ptr()
+    assert start % pages.HUGE == end % pages.HUGE == 0
+    assert first <= start < first + pages.HUGE
+    assert first + 30 * MB <= end <= first + 32 * MB + pages.GAP
+
+
+def test_neighbouring_parameters_share_huge_pages() -> None:
+    assert pages._joined([(0, 3 * MB), (3 * MB + 64, 5 * MB), (9 * MB, 10 * MB)]) == [[0, 5 * MB], [9 * MB, 10 * MB]]
+
+
+def test_without_the_system_call_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(pages, "LARGE_MODEL", 0)
+    model = seqblocks.build("mamba_small", set={"depth": 1})
+    assert torch.isfinite(model(torch.zeros(1, 3, dtype=torch.long))).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is of Linux")
+def test_linux_accepts_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(8 * MB)
+    found = []
+    real = ctypes.CDLL(None).madvise
+    library = type("Library", (), {"madvise": staticmethod(lambda *given: found.append(real(*given)))})
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    pages.request_huge_pages(nn.ParameterList([nn.Parameter(x)]))
+    assert found in ([0], [-1])  # -1: a kernel without huge pages
+    assert x.fill_(2.0).sum() == 2 * x.numel()
