@@ -248,7 +248,8 @@ def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path!r} cannot be written: {error}") from None
     if not os.fspath(path).endswith(ending):
-        raise UsageError(f"the file's name must end in {ending}, as torch requires: {os.fspath(path)}{ending}")
+        name = f"{os.fspath(path)}{ending}"
+        raise UsageError(f"the file's name must end in {ending}, as torch requires: write {name}")
     if is_folder:
         raise UsageError(f"{path} is a folder, not a file")
     if not has_parent:

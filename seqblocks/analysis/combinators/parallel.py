@@ -9,7 +9,7 @@ from seqblocks.analysis.nodes import make_node, may_be_name
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.parallel import Parallel
-from seqblocks.errors import Fault, quote
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import UNBOUNDED, Wire
@@ -29,7 +29,10 @@ def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> gra
 def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
     if not isinstance(branches, Sequence) or not branches.items:
         found = "an empty list" if isinstance(branches, Sequence) else kind_of(branches)
-        raise Fault("E203", "branches must be a list of at least one", at="branches", found=found)
+        hint = "[{left: [silu]}, {right: [gelu]}]"
+        if isinstance(branches, Mapping) and branches.entries:
+            hint = f"each branch is an item of a list: put '- ' before {listing(branches.entries)}"
+        raise Fault("E203", "branches must be a list of at least one", at="branches", found=found, hint=hint)
     bodies: dict[str, graph.Graph] = {}
     for item in branches.items:
         name, steps = _branch(ctx, item)
