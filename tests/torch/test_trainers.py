@@ -42,6 +42,29 @@ def test_a_spec_follows_torchtitans_protocol():
     torch.testing.assert_close(model(x, positions=positions), one(x, resets=positions == 0))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_of_torchtitan_is_read_and_written_by_one_process(tmp_path):
+    pytest.importorskip("torchtitan")
+    from torch.distributed import checkpoint as dcp
+    from torchtitan.components.checkpointer.base import ModelWrapper
+
+    with torch.device("meta"):
+        trained = titan.model_spec("hybrid_small", set=SMALL).model.build()
+    trained.to_empty(device="cpu")
+    trained.init_weights(buffer_device=None)
+    model = seqblocks.build("hybrid_small", set=SMALL, seed=9)
+    begun = {name: p.clone() for name, p in model.state_dict().items()}
+    dcp.save(ModelWrapper(trained).state_dict(), checkpoint_id=tmp_path / "step-4")
+    dcp.save(begun, checkpoint_id=tmp_path / "start")
+    weights = model.state_dict()
+    dcp.load(weights, checkpoint_id=tmp_path / "step-4")
+    model.load_state_dict(weights)
+    assert all(torch.equal(p, trained.state_dict()[name]) for name, p in model.state_dict().items())
+    initial = ModelWrapper(trained).state_dict()
+    dcp.load(initial, checkpoint_id=tmp_path / "start")
+    assert all(torch.equal(p, begun[name]) for name, p in trained.state_dict().items())
+
+
 def test_the_lightning_module_of_the_page_trains(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning", reason="needs lightning, which no extra installs")
     code = re.search(r"```text\n# lightning_module.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
