@@ -55,7 +55,7 @@ def algebras(S: int) -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
-def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
+def assert_close(a: Any, b: Any, bar: float = ROUNDING) -> None:
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=bar, atol=bar * max(1.0, y.abs().max().item()))
 
@@ -64,7 +64,7 @@ def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
 def test_combine_is_associative(name: str) -> None:
     combine, tree, _ = algebras(3)[name]
     a, b, c = (pytree.tree_map(lambda x, t=t: x[:, t : t + 1], tree) for t in range(3))
-    near(combine(combine(a, b), c), combine(a, combine(b, c)))
+    assert_close(combine(combine(a, b), c), combine(a, combine(b, c)))
 
 
 @pytest.mark.parametrize("name", algebras(1))
@@ -81,7 +81,7 @@ def test_the_tree_equals_the_chain(
     combine, tree, initial = algebras(seq)[name]
     options: dict[str, Any] = {"initial": initial if carried else None, "reverse": reverse}
     options["resets"] = marked(seq, marks) if marks else None
-    near(*(associative_scan(combine, tree, backend=backend, **options) for backend in ("torch", "reference")))
+    assert_close(*(associative_scan(combine, tree, backend=backend, **options) for backend in ("torch", "reference")))
 
 
 def test_a_reset_starts_afresh_without_nan() -> None:
@@ -91,7 +91,7 @@ def test_a_reset_starts_afresh_without_nan() -> None:
     resets = torch.tensor([[False, False, False, True, False, False]])
     states, _ = associative_scan(logarithmic, tree, initial=carry, resets=resets)
     fresh, _ = associative_scan(logarithmic, Pair(tree.decay[:, 3:], tree.value[:, 3:]))
-    near(states.value[:, 3:], fresh.value)
+    assert_close(states.value[:, 3:], fresh.value)
     states.value.sum().backward()
     assert torch.isfinite(tree.value.grad).all()
     assert (states.value[:, 0] == tree.value[:, 0]).all()
@@ -115,7 +115,7 @@ def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool,
     for h, last in (mlstm_memoroid(*x, **options), mlstm(*x, **options, backend="reference")):
         scaled = [last.C * last.m.exp()[..., None, None], last.n * last.m.exp()[..., None]]
         pairs.append([h, *scaled, *torch.autograd.grad(h.square().sum(), x)])
-    near(pairs[0], pairs[1], 3e-6)
+    assert_close(pairs[0], pairs[1], 3e-6)
 
 
 def test_extreme_gates_and_low_precision() -> None:
@@ -146,10 +146,10 @@ def test_a_user_defined_memoroid() -> None:
     whole, last = attention(x, return_state=True)
     first, state = attention([t[:, :5] for t in x], return_state=True)
     second, end = attention([t[:, 5:] for t in x], state=state, return_state=True)
-    near((torch.cat([first, second], 1), end), (whole, last))
+    assert_close((torch.cat([first, second], 1), end), (whole, last))
     resets = torch.zeros(2, 12, dtype=torch.bool)
     resets[:, 5] = True
-    near(attention(x, resets=resets)[:, 5:], attention([t[:, 5:] for t in x]))
+    assert_close(attention(x, resets=resets)[:, 5:], attention([t[:, 5:] for t in x]))
 
 
 @settings(max_examples=30)
@@ -168,7 +168,7 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     for states in (_scan(*cell, resets), associative_scan(mlstm_combine, cell, resets=resets)[0]):
         weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in states)
         pairs.append([*states, *torch.autograd.grad(sum(x.sum() for x in weighted), cell)])
-    near(*pairs)
+    assert_close(*pairs)
 
 
 def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
@@ -176,7 +176,8 @@ def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
     cell = MLSTMElement(draw(1, 5, 2) * 0, draw(1, 5, 2, 4, 3), draw(1, 5, 2, 4), draw(1, 5, 2) * 0)
     cell = MLSTMElement(*(t.requires_grad_() for t in cell))
     chain, _ = associative_scan(mlstm_combine, cell, backend="reference")
-    near(*(torch.autograd.grad(sum((x * x + x).sum() for x in states), cell) for states in (_scan(*cell, None), chain)))
+    both = (_scan(*cell, None), chain)
+    assert_close(*(torch.autograd.grad(sum((x * x + x).sum() for x in states), cell) for states in both))
 
 
 def test_the_op_of_compiled_code_satisfies_opcheck() -> None:
@@ -199,7 +200,7 @@ def test_one_export_serves_every_length() -> None:
     sizes = (length, [None] * 3, (length,) * 5)
     program = torch.export.export(Caller(), call(9), dynamic_shapes=sizes, strict=False).module()
     for S in (2, 16, 100):
-        near(program(*call(S)), Caller()(*call(S)))
+        assert_close(program(*call(S)), Caller()(*call(S)))
 
 
 @pytest.mark.parametrize("combine", [torch.maximum, lambda a, b: a + b])
@@ -207,7 +208,7 @@ def test_a_user_defined_operator_compiles(combine: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: associative_scan(combine, x)[0], fullgraph=True, backend="aot_eager")
     x = draw(2, 5)
-    near(compiled(x), associative_scan(combine, x)[0])
+    assert_close(compiled(x), associative_scan(combine, x)[0])
 
 
 def test_errors_show_trees() -> None:

@@ -39,14 +39,14 @@ def judge(text: str, seed: int, length: int | None = None) -> bool:
     run, by the length of its positions or a cache: longer input is then refused.
     """
     try:
-        return held(text, seed, length)
+        return obeys_law(text, seed, length)
     except seqblocks.RunError as error:
         if re.search(r"is past the \d+ of position_embed|its cache has room for", str(error)):
             return True
         raise
 
 
-def held(text: str, seed: int, length: int | None = None) -> bool:
+def obeys_law(text: str, seed: int, length: int | None = None) -> bool:
     try:
         _, checked = check.load_text(text)
     except SpecError as error:

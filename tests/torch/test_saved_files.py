@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["exchanged", "renamed twice"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def replacement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select how a folder replaces another."""
     if request.param != "exchanged":
         monkeypatch.setattr(writing, "_exchange", lambda a, b: False)
@@ -277,7 +277,7 @@ def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
 
 
 @needs_fork
-def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, way: str) -> None:
+def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, replacement: str) -> None:
     models = [model(seed) for seed in range(2)]
     chance = random.Random(5)
     save(models[0], path)
@@ -333,7 +333,7 @@ def fail(*_: Any) -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_any_operation_that_fails_loses_nothing(path: Path, way: str) -> None:
+def test_any_operation_that_fails_loses_nothing(path: Path, replacement: str) -> None:
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
         done = count_operations(patch, lambda at: None)
@@ -356,7 +356,7 @@ def test_any_operation_that_fails_loses_nothing(path: Path, way: str) -> None:
 
 
 @needs_fork
-def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, way: str) -> None:
+def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, replacement: str) -> None:
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
         done = count_operations(patch, lambda at: None)

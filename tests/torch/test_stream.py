@@ -39,7 +39,7 @@ def by_hand(model: SequenceModel, tokens: Tensor, resets: Tensor | None = None) 
         return model(tokens, resets=resets)
 
 
-def near(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
     """Compare steps with the whole: they differ by rounding in float32, because chunks add in another order."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -49,7 +49,7 @@ def test_a_captured_stream_is_the_whole(model: SequenceModel, recorded: None) ->
     stream.read(TOKENS[:, :4])
     stream.capture()
     ys = [stream.step(TOKENS[:, t]) for t in range(4, 12)]
-    near(torch.stack(ys, 1), by_hand(model, TOKENS)[:, 4:])
+    assert_close(torch.stack(ys, 1), by_hand(model, TOKENS)[:, 4:])
 
 
 def test_it_equals_an_ordinary_stream_bit_for_bit(model: SequenceModel, recorded: None) -> None:
@@ -111,7 +111,7 @@ def test_a_foreign_state_is_refused(recorded: None) -> None:
         stream.state = model.init_state(2)
     with pytest.raises(seqblocks.RunError, match="holds 3 sequences"):
         stream.step(TOKENS[:2, 1])
-    near(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither call changed the state
+    assert_close(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither call changed the state
 
 
 def test_marks_of_other_shapes_are_refused(recorded: None) -> None:
@@ -134,4 +134,4 @@ def test_a_cuda_graph_gives_what_the_step_gives(model: SequenceModel) -> None:
     plain, stream = model.stream(3), model.stream(3)
     stream.capture()
     for t in range(8):
-        near(stream.step(tokens[:, t]), plain.step(tokens[:, t]))
+        assert_close(stream.step(tokens[:, t]), plain.step(tokens[:, t]))
