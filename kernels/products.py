@@ -1,16 +1,17 @@
 """Products of tokens with a weight matrix on a CPU, by the library call that is fastest on that CPU.
 
-`linear` is for sequences, with gradients. `prepare_linear` is for the tokens of a step, where reading the matrix takes
-most of the time. Where neither has a faster call, both fall back to `torch.nn.functional.linear`; elsewhere they round
-differently.
+`linear` is for sequences, with gradients. `multiply` is for products within kernels, without gradients.
+`prepare_linear` is for the tokens of a step, where reading the matrix takes most of the time. Where there is no faster
+call, they fall back to those of torch; elsewhere they round differently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +29,13 @@ FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no lon
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 BLOCKS = 16  # blocks of rows, which several threads can share
 MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
+MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
+MOST_SHAPES_IN_KERNELS = 64
 ON_MKL = torch.backends.mkl.is_available()
 
 _shapes: set[tuple[int, int, int]] = set()  # [N, O, I]
+_shapes_in_kernels: set[tuple[int, int, int, bool]] = set()  # R, I, C, and whether the left matrix is transposed
 _weights: ContextVar[int] = ContextVar("weights", default=0)
 
 
@@ -147,6 +151,57 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     if x.shape[1] * 8 <= grad.shape[1]:
         return linear(x.t(), grad.t()).t().contiguous()
     return linear(grad.t(), x.t())
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+def multiply(
+    a: Iterable[Tensor], b: Iterable[Tensor], out: Iterable[Tensor] | None = None, *, add: bool = False,
+    alpha: float = 1.0,
+) -> list[Tensor]:
+    """Return alpha a b for each pair of matrices [R, I], [I, C] or of batches [N, R, I], [N, I, C].
+
+    They are written to `out` if given, or added to it with `add`. Without gradients.
+    """
+    targets = repeat(None) if out is None else out
+    return [_product(left, right, target, add, alpha) for left, right, target in zip(a, b, targets, strict=False)]
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:
+    if a.dim() == 2 and _is_dense(a) and _is_dense(b) and prefers_onednn(a, b.shape[1]):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+        if out is None:
+            return y if alpha == 1.0 else y.mul_(alpha)
+        if add:
+            return out.add_(y, alpha=alpha)
+        return out.copy_(y) if alpha == 1.0 else torch.mul(y, alpha, out=out)
+    if out is None and alpha == 1.0:
+        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+    out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
+    return (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b, beta=int(add), alpha=alpha)
+
+
+def prefers_onednn(a: Tensor, columns: int) -> bool:
+    """Return whether `multiply` passes a product of a [R, I] with a dense matrix [I, columns] to oneDNN.
+
+    oneDNN multiplies one matrix at a time, since torch has no batched product of oneDNN in float32.
+    """
+    if not ON_ONEDNN or not a.is_cpu or a.dtype is not torch.float32:
+        return False
+    R, I = a.shape
+    if R * I * columns < MANY_FOR_THREAD * torch.get_num_threads() or not torch._C._get_mkldnn_enabled():
+        return False
+    shape = R, I, columns, a.stride(1) != 1
+    if len(_shapes_in_kernels) < MOST_SHAPES_IN_KERNELS:
+        _shapes_in_kernels.add(shape)
+    return shape in _shapes_in_kernels
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether a matrix is contiguous or transposed. For other layouts, oneDNN falls back to slow loops."""
+    P, Q = x.shape
+    return x.stride() in ((Q, 1), (1, P))
 
 
 # --- the tokens of a step -------------------------------------------------------------------------------------------

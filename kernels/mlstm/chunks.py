@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.mlstm.gates import BLOCK, Chunk, Gates, Plan, blocks_of, exp2_
+from seqblocks.kernels.mlstm.gates import BLOCK, Chunk, Gates, Plan, exp2_
 
 PAIRS = 1 << 17  # weights of pairs of tokens that are computed in the same operations
 
@@ -24,29 +24,33 @@ def cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
     return plan.cut(x[group[0] : group[1]].flatten(0, 1).unsqueeze(2), 1)
 
 
-def rows_of(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [G, H, L, D] as [N, L, D] in this dtype, without a copy if G is 1 and the dtype matches."""
-    return part.flatten(0, 1).to(dtype)
+def rows_of(part: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
+    """Return [G, H, L, D] as [N, L, D] in this dtype.
+
+    Without a copy if G is 1 and the dtype matches, unless heads are multiplied one by one.
+    """
+    rows = part.flatten(0, 1).to(dtype)
+    return rows.contiguous() if plan.singly else rows
 
 
-def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
+def _fills_in_place(part: Tensor, dtype: torch.dtype, plan: Plan) -> bool:
     """Return whether products are written directly into `part`.
 
     Not with one block of queries, because torch multiplies one head at a time if the result is not contiguous.
     """
-    return part.shape[0] == 1 and part.shape[2] > BLOCK and part.dtype == dtype
+    return part.shape[0] == 1 and part.dtype == dtype and (plan.singly or part.shape[2] > BLOCK)
 
 
-def rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_to_fill(part: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
     """Return a tensor [N, L, D] to fill: a view of `part` [G, H, L, D], or new memory."""
-    if _fills_in_place(part, dtype):
+    if _fills_in_place(part, dtype, plan):
         return part[0]
     return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
 
 
-def put(part: Tensor, rows: Tensor) -> None:
+def put(part: Tensor, rows: Tensor, plan: Plan) -> None:
     """Copy `rows`, which `rows_to_fill` returned for `part`, into it unless they share its memory."""
-    if not _fills_in_place(part, rows.dtype):
+    if not _fills_in_place(part, rows.dtype, plan):
         part.copy_(rows.view(part.shape))
 
 
@@ -87,8 +91,7 @@ def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Te
         e, x, segment = (None if g is None else _of_chunks(g, group, few) for g in (gates.e, gates.x, gates.segment))
         assert e is not None
         assert x is not None
-        spans = blocks_of(e.shape[3], reverse)
-        blocks = [_decay(e, x, segment, rows, keys, reverse, gates.floor.dtype) for rows, keys in spans]
+        blocks = [_decay(e, x, segment, rows, keys, reverse, gates.floor.dtype) for rows, keys in few[0].blocks]
         for at in range(len(few))[:: -1 if reverse else 1]:
             yield [D[:, at] for D in blocks]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
+from seqblocks.kernels.products import prefers_onednn
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; larger batches are processed in groups of sequences
 BLOCK = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
+LARGE_BLOCK = 128  # the same where heads are multiplied one by one: each product costs a call
 SUMMED = 512  # the most tokens over which log f is summed: addends lose precision in a large sum
 LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
 # Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
@@ -24,6 +27,7 @@ class Chunk(NamedTuple):
     """Tokens first:end. last: index within the chunk of the token that is last in the scan.
 
     opens, closes: whether the chunk is the first, or the last, of those over which log f is summed.
+    blocks: blocks of its queries, each with the keys that these may read.
     """
 
     first: int
@@ -31,12 +35,14 @@ class Chunk(NamedTuple):
     last: int
     opens: bool
     closes: bool
+    blocks: Sequence[tuple[slice, slice]]
 
 
 class Plan(NamedTuple):
     """How a pass is divided: chunks of L tokens in the order of the scan, and groups of sequences.
 
     summed: the number of tokens over which log f is summed.
+    singly: whether heads are multiplied one by one, for which their operands are copied (see products.py).
     """
 
     L: int
@@ -44,6 +50,7 @@ class Plan(NamedTuple):
     chunks: list[Chunk]
     groups: list[tuple[int, int]]
     reverse: bool
+    singly: bool
 
     def cut(self, x: Tensor, axis: int) -> list[Tensor]:
         """Return views of x for each chunk, in the order of the scan. axis: that of the tokens."""
@@ -53,28 +60,39 @@ class Plan(NamedTuple):
 
 def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
     B, S, H, DK = q.shape
+    width = max(DK, v.shape[-1])
+    singly, block = _block_size(q, v)
     # By default, chunks have equal lengths: 197 tokens are 66 + 66 + 65, not 128 + 69.
-    L = min(chunk_size, S) if chunk_size else -(-S // -(-S // _chunk_size(S, max(DK, v.shape[-1]))))
-    spans = [(t, min(t + L, S)) for t in range(0, S, L)]
+    L = min(chunk_size, S) if chunk_size else _equal(S, S if 2 * width >= S else block)
     together = max(1, SUMMED // L)  # chunks
-    chunks = [
-        Chunk(a, b, b - a - 1, at % together == 0, at % together == together - 1 or b == S)
-        for at, (a, b) in enumerate(spans)
-    ]
-    if reverse:
-        chunks = [Chunk(S - b, S - a, 0, opens, closes) for a, b, _, opens, closes in chunks]
-    size = max(1, WORKING_SET // (H * L * max(L, DK, v.shape[-1])))
-    return Plan(L, min(together * L, S), chunks, [(b, min(b + size, B)) for b in range(0, B, size)], reverse)
+    chunks = []
+    for at, a in enumerate(range(0, S, L)):
+        b = min(a + L, S)
+        first, end, last = (S - b, S - a, 0) if reverse else (a, b, b - a - 1)
+        closes = at % together == together - 1 or b == S
+        chunks.append(Chunk(first, end, last, at % together == 0, closes, _blocks(b - a, block, reverse)))
+    size = 1 if singly else max(1, WORKING_SET // (H * L * max(L, width)))
+    return Plan(L, min(together * L, S), chunks, [(b, min(b + size, B)) for b in range(0, B, size)], reverse, singly)
 
 
-def _chunk_size(S: int, width: int) -> int:
-    """Return the length of chunks: S up to twice the width, where a pair of tokens costs less than a state, else 64."""
-    return S if 2 * width >= S else 64
+def _block_size(q: Tensor, v: Tensor) -> tuple[bool, int]:
+    """Return whether heads are multiplied one by one, and the number of queries that are multiplied at a time.
+
+    It is also the length of chunks of a sequence longer than twice the width. In a shorter one, all tokens form one
+    chunk, because a pair of tokens costs less than a state.
+    """
+    few = q[0, :LARGE_BLOCK, 0]
+    return (True, LARGE_BLOCK) if prefers_onednn(few, min(few.shape[0], v.shape[-1])) else (False, BLOCK)
 
 
-def blocks_of(n: int, reverse: bool) -> list[tuple[slice, slice]]:
+def _equal(n: int, most: int) -> int:
+    """Return the length of the fewest equal parts of n, which are at most this long."""
+    return -(-n // -(-n // most))
+
+
+def _blocks(n: int, most: int, reverse: bool) -> list[tuple[slice, slice]]:
     """Return blocks of the queries of a chunk of n tokens, each with the keys that these may read."""
-    spans = [(a, min(a + BLOCK, n)) for a in range(0, n, BLOCK)]
+    spans = [(a, min(a + most, n)) for a in range(0, n, most)]
     return [(slice(a, b), slice(a, n) if reverse else slice(0, b)) for a, b in spans]
 
 

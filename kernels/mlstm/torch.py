@@ -33,8 +33,8 @@ flipped, and D is upper triangular.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -54,59 +54,96 @@ from seqblocks.kernels.mlstm.chunks import (
     rows_of,
     rows_to_fill,
 )  # fmt: skip
-from seqblocks.kernels.mlstm.gates import Chunk, Gates, Plan, Scan, blocks_of, make_plan, prepare, prepare_backward
+from seqblocks.kernels.mlstm.gates import Chunk, Gates, Plan, Scan, make_plan, prepare, prepare_backward
 from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.products import multiply
 from seqblocks.kernels.resets import along, nonfinite
 
 
 class Options(NamedTuple):
-    """Options of a pass, as for `mlstm`."""
+    """Options of a pass, as for `mlstm`. singly: see `Plan`."""
 
     reverse: bool
     eps: float
     exponential: bool
     normalize: bool
+    singly: bool
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """Return what is multiplied at a time of x [N, P, Q]: each matrix [P, Q], or all."""
+        return x.unbind() if self.singly else (x,)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor [N, P, Q] of all parts of a batch."""
+    return parts[0] if parts[0].dim() == 3 else torch.stack(list(parts))
+
+
+def _row_sums(parts: Iterable[Tensor]) -> Tensor:
+    return _whole([x.sum(-1, keepdim=True) for x in parts])
+
+
+def _row_dots(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
+    """Return the sums over each row of a * b: [N, P, 1]."""
+    return _row_sums(x * y for x, y in zip(a, b, strict=True))
 
 
 def _advance(
-    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, in_place: bool = False
+    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, options: Options, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the state after a chunk from that before it (None: zeros). in_place: overwrite C and n."""
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
-        return torch.bmm(written, v), written.sum(2, keepdim=True)
+        return _outer(written, v, None, options), written.sum(2, keepdim=True)
     assert g.keep is not None
     C, n = (C.mul_(g.keep), n.mul_(g.keep)) if in_place else (C * g.keep, n * g.keep)
-    return C.baddbmm_(written, v), n.add_(written.sum(2, keepdim=True))
+    return _outer(written, v, C, options), n.add_(written.sum(2, keepdim=True))
+
+
+def _outer(k: Tensor, v: Tensor, C: Tensor | None, options: Options) -> Tensor:
+    """Return k v [N, DK, DV] for k [N, DK, L], v [N, L, DV], added to C in place if given."""
+    total = v.new_empty(*k.shape[:2], v.shape[2]) if C is None else C
+    multiply(options.parts(k), options.parts(v), options.parts(total), add=C is not None)
+    return total
+
+
+class Operands(NamedTuple):
+    """q, k [N, L, DK] and v [N, L, DV] of a chunk, or their gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class Kept(NamedTuple):
-    """Tensors that the forward pass saves for the backward pass in addition to its inputs, if memory allows."""
+    """What the forward pass saves for the backward pass in addition to its inputs, if memory allows."""
 
+    plan: Plan
     gates: Gates
     scan: Scan
     m: Tensor
-    W: list[Tensor]  # of each block, in the order of the forward pass; empty if too large
-    D: list[Tensor]  # the same for D
+    D: list[Tensor]  # of each block, in the order of the forward pass; empty if too large
+    W: list[Tensor]  # of each block, and within it of each part
 
     def tensors(self) -> list[Tensor | None]:
-        return [*self.gates, *self.scan, self.m, *self.W, *self.D]
+        return [*self.gates, *self.scan, self.m, *self.D, *self.W]
 
     @classmethod
-    def of(cls, tensors: Sequence[Any]) -> Kept:
+    def of(cls, plan: Plan, tensors: Sequence[Any]) -> Kept:
         gates, scan = len(Gates._fields), len(Gates._fields) + len(Scan._fields)
-        half = (len(tensors) + scan + 1) // 2  # as many W as D
-        weights = [*tensors[scan + 1 : half]], [*tensors[half:]]
-        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], *weights)
+        blocks = len(plan.groups) * sum(len(chunk.blocks) for chunk in plan.chunks)
+        weights = tensors[scan + 1 :]
+        return cls(
+            plan, Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], [*weights[:blocks]],
+            [*weights[blocks:]],
+        )  # fmt: skip
 
 
 def _may_keep_weights(v: Tensor, plan: Plan) -> bool:
     """Return whether W of all blocks is at most as large as an input."""
     pairs = sum(
-        (rows.stop - rows.start) * (keys.stop - keys.start)
-        for chunk in plan.chunks
-        for rows, keys in blocks_of(chunk.end - chunk.first, plan.reverse)
+        (rows.stop - rows.start) * (keys.stop - keys.start) for chunk in plan.chunks for rows, keys in chunk.blocks
     )
     return pairs <= v.shape[1] * v.shape[3]
 
@@ -127,8 +164,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, return_state: bool, save: bool = True,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
-    """Return the outputs of `_mlstm`, and with `save` the tensors of `Kept` for the backward pass."""
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept | None]:
+    """Return the outputs of `_mlstm`, and with `save` what the backward pass needs."""
     B, S, H, DK = q.shape
     DV = v.shape[-1]
     h = v.new_empty(B, S, H, DV)
@@ -136,7 +173,7 @@ def _forward(
     if h.numel() == 0 or S == 0:
         for out, given in ((C_out, C0), (n_out, n0), (m_out, m0)):
             out.zero_() if given is None or not return_state else out.copy_(given)
-        return (h, C_out, n_out, m_out), ()
+        return (h, C_out, n_out, m_out), None
     found = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
@@ -144,8 +181,8 @@ def _forward(
     with without_autocast(q.device.type):
         plan = make_plan(q, v, chunk_size, reverse)
         enters = C0 is not None or len(plan.chunks) > 1
-        kept = Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
-        options = Options(reverse, eps, input_gate == "exp", normalize)
+        kept = Kept(plan, *prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
+        options = Options(reverse, eps, input_gate == "exp", normalize, plan.singly)
         weights = kept if save and _may_keep_weights(v, plan) else None
         for group in plan.groups:
             rows = slice(*group)
@@ -160,7 +197,7 @@ def _forward(
             _rescale(kept.m, C_out, n_out)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
-    return (h, C_out, n_out, m_out), kept.tensors() if save else ()
+    return (h, C_out, n_out, m_out), kept if save else None
 
 
 def _group_forward(
@@ -174,48 +211,65 @@ def _group_forward(
     dtype = gates.floor.dtype
     parts = (cut(x, group, plan) for x in (q, k, v, h))
     all_gates = chunk_gates(gates, group, plan, decays(gates, group, plan), q.shape[3])
-    for *given, out, g, chunk in zip(*parts, all_gates, plan.chunks, strict=True):
-        qc, kc, vc = (rows_of(part, dtype) for part in given)
-        W = _chunk_forward(out, qc, kc, vc, C, n, g, options)
+    for *each, out, g, chunk in zip(*parts, all_gates, plan.chunks, strict=True):
+        given = Operands(*(rows_of(part, dtype, plan) for part in each))
+        W = _chunk_forward(out, given, C, n, g, chunk, options)
         if weights is not None:
-            weights.W.extend(W)
             weights.D.extend(g.D)
+            weights.W.extend(chain.from_iterable(W))
         if return_state or chunk is not plan.chunks[-1]:
-            C, n = _advance(C, n, kc, vc, g, in_place=chunk is not plan.chunks[0])
+            C, n = _advance(C, n, given.k, given.v, g, options, in_place=chunk is not plan.chunks[0])
     return C, n
 
 
-def _weights(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
-    """Return W [N, queries, keys] = (q k^T / sqrt(DK)) * D."""
-    return torch.baddbmm(D, q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5).mul_(D)
+def _weights(q: Tensor, k: Tensor, D: Tensor, options: Options) -> list[Tensor]:
+    """Return the parts of W [N, queries, keys] = (q k^T / sqrt(DK)) * D."""
+    scores = multiply(options.parts(q), options.parts(k.transpose(1, 2)), alpha=q.shape[2] ** -0.5)
+    return _each(Tensor.mul_, scores, options.parts(D))
+
+
+def _each(operation: Callable[[Tensor, Tensor], Tensor], parts: list[Tensor], by: Iterable[Tensor]) -> list[Tensor]:
+    """Apply an in-place operation to the parts of a batch and those of another, and return the first."""
+    for part, operand in zip(parts, by, strict=True):
+        operation(part, operand)
+    return parts
 
 
 def _chunk_forward(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates, options: Options
-) -> list[Tensor]:
-    """Write h of a chunk to `out` [G, H, L, DV]; C, n: the state before it (None: zero). Return W of its blocks."""
-    weights = []
-    us = g.us
-    for (rows, keys), D in zip(blocks_of(q.shape[1], options.reverse), g.D, strict=True):
-        queries, values = part_of(q, rows), part_of(v, keys)
-        W = _weights(queries, part_of(k, keys), D)
+    out: Tensor, given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, chunk: Chunk, options: Options
+) -> list[list[Tensor]]:
+    """Write h of a chunk to `out` [G, H, L, DV]; C, n: the state before it (None: zero).
+
+    Returns W of its blocks, each as a list of parts.
+    """
+    parts, weights = options.parts, []
+    for (rows, keys), D in zip(chunk.blocks, g.D, strict=True):
+        queries, values = part_of(given.q, rows), parts(part_of(given.v, keys))
+        W = _weights(queries, part_of(given.k, keys), D, options)
         weights.append(W)
-        den = W.sum(2, keepdim=True) if options.normalize else None
-        if C is None or n is None or us is None:
-            num = torch.bmm(W, values)
+        size = _row_sums(W) if options.normalize else None
+        if C is None or n is None or g.us is None:
+            num = multiply(W, values)
         else:
-            u = part_of(us, rows)
-            num = torch.bmm(queries, C).mul_(u).baddbmm_(W, values)
-            if den is not None:
-                den.addcmul_(torch.bmm(queries, n), u)
-        target = out if rows.stop - rows.start == out.shape[2] else out[:, :, rows]
-        num = num.view(target.shape)
-        if den is None:
-            target.copy_(num)
-        else:
-            size = torch.maximum(den.abs_(), part_of(g.floor, rows)).add_(options.eps)
-            torch.div(num, size.view(*target.shape[:3], 1), out=target)
+            u = part_of(g.us, rows)
+            num = multiply(W, values, _each(Tensor.mul_, multiply(parts(queries), parts(C)), parts(u)), add=True)
+            if size is not None:
+                size.addcmul_(torch.bmm(queries, n), u)
+        if size is not None:
+            size = torch.maximum(size.abs_(), part_of(g.floor, rows)).add_(options.eps)
+        _put_quotient(out if rows.stop - rows.start == out.shape[2] else out[:, :, rows], num, size, options)
     return weights
+
+
+def _put_quotient(out: Tensor, num: Sequence[Tensor], size: Tensor | None, options: Options) -> None:
+    """Write num / size (None: num), for num in parts of [N, R, DV], size [N, R, 1], out [G, H, R, DV]."""
+    targets = out[0].unbind() if options.singly else (out,)
+    sizes = repeat(None) if size is None else options.parts(size)
+    for target, x, divisor in zip(targets, num, sizes, strict=False):
+        if divisor is None:
+            target.copy_(x.view(target.shape))
+        else:
+            torch.div(x.view(target.shape), divisor.view(*target.shape[:-1], 1), out=target)
 
 
 def _rescale(m: Tensor, *parts: Tensor | None) -> None:
@@ -258,8 +312,8 @@ class Normaliser(NamedTuple):
     inverse: Tensor
 
     @classmethod
-    def of(cls, W: Sequence[Tensor], qn: Tensor | None, floor: Tensor, eps: float) -> Normaliser:
-        den = _side_by_side([w.sum(2, keepdim=True) for w in W])
+    def of(cls, W: Sequence[Sequence[Tensor]], qn: Tensor | None, floor: Tensor, eps: float) -> Normaliser:
+        den = _side_by_side([_row_sums(block) for block in W])
         den = den if qn is None else den.add_(qn)
         size = den.abs()
         return cls(den, size >= floor, torch.maximum(size, floor).add_(eps).reciprocal_())
@@ -277,17 +331,9 @@ class Normaliser(NamedTuple):
         return torch.addcmul(-r, dden, self.den, value=-1), None, dden
 
 
-class Operands(NamedTuple):
-    """q, k [N, L, DK] and v [N, L, DV] of a chunk, or their gradients."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 def _chunk_backward(
     grads: Operands, dh: Tensor, dC: Tensor | None, dn: Tensor | None,
-    given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Tensor], chunk: Chunk,
+    given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Sequence[Tensor]], chunk: Chunk,
     options: Options,
 ) -> ChunkGrads:
     """Write the gradients of q, k and v of a chunk, and return the others.
@@ -296,18 +342,20 @@ def _chunk_backward(
     C, n: the state before the chunk (None: zeros).
     """
     q, k, v = given
-    us, spans = g.us, blocks_of(q.shape[1], options.reverse)
+    us, parts = g.us, options.parts
     qn = None if n is None or us is None else torch.bmm(q, n).mul_(us)
     norm = Normaliser.of(W, qn, g.floor, options.eps) if options.normalize else None
     dnum = dh if norm is None else dh * norm.inverse
 
     # Gradients through num
-    dW = [torch.bmm(part_of(dnum, rows), part_of(v, keys).transpose(1, 2)) for rows, keys in spans]
-    r = _side_by_side([(w * d).sum(2, keepdim=True) for w, d in zip(W, dW, strict=True)])
+    dW = [
+        multiply(parts(part_of(dnum, rows)), parts(part_of(v, keys).transpose(1, 2))) for rows, keys in chunk.blocks
+    ]
+    r = _side_by_side([_row_dots(w, d) for w, d in zip(W, dW, strict=True)])
     dread = dp = None
     if C is not None and us is not None:
-        dread = torch.bmm(dnum, C.transpose(1, 2))
-        dp = (q * dread).sum(2, keepdim=True).mul_(us)
+        dread = multiply(parts(dnum), parts(C.transpose(1, 2)))
+        dp = _row_dots(parts(q), dread).mul_(us)
         r += dp
 
     # Gradients through den and the stabiliser
@@ -315,41 +363,52 @@ def _chunk_backward(
         dx, db, dden = -r, None, None
     else:
         dx, db, dden = norm.backward(r, g.floor, options)
-        dW = [d.add_(part_of(dden, rows)) for (rows, _), d in zip(spans, dW, strict=True)]
+        for (rows, _), d in zip(chunk.blocks, dW, strict=True):
+            _each(Tensor.add_, d, parts(part_of(dden, rows)))
         if dread is not None and dp is not None and n is not None and qn is not None:
             dp.addcmul_(dden, qn)
-            dread.addcmul_(dden, n.transpose(1, 2))
-    dS = [d.mul_(D) for d, D in zip(dW, g.D, strict=True)]
+            for part, d, x in zip(dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
+                part.addcmul_(d, x)
+    dS = [_each(Tensor.mul_, d, parts(D)) for d, D in zip(dW, g.D, strict=True)]
 
     # Gradients of the operands. Those of the last token's gates are computed before dk is complete.
-    _fill_q(grads.q, dread, us, k, zip(spans, dS, strict=True))
+    _fill_q(grads.q, dread, us, k, zip(chunk.blocks, dS, strict=True), options)
     if dC is not None and dn is not None:
-        _write_backward(grads, given, dC, dn, g.write)
+        _write_backward(grads, given, dC, dn, g.write, options)
         _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
-    _fill_k_and_v(grads, q, dnum, zip(spans, W, dS, strict=True), dC is not None, options.reverse)
-    de = (k * grads.k).sum(2, keepdim=True)  # the sums over queries of weights times their gradients
+    _fill_k_and_v(grads, q, dnum, zip(chunk.blocks, W, dS, strict=True), dC is not None, options)
+    de = _row_dots(parts(k), parts(grads.k))  # the sums over queries of weights times their gradients
     if C is not None and n is not None and us is not None and g.keep is not None:
         read = (q * us).transpose(1, 2)
-        dC = torch.bmm(read, dnum) if dC is None else dC.mul_(g.keep).baddbmm_(read, dnum)
+        dC = _outer(read, dnum, None if dC is None else dC.mul_(g.keep), options)
         dn = torch.zeros_like(n) if dn is None else dn.mul_(g.keep)
         dn = dn if dden is None else dn.baddbmm_(read, dden)
     return ChunkGrads(de, dx, db, dp if chunk.opens else None, dC, dn)
 
 
 def _fill_q(
-    dq: Tensor, dread: Tensor | None, us: Tensor | None, k: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor]]
+    dq: Tensor, dread: Sequence[Tensor] | None, us: Tensor | None, k: Tensor,
+    blocks: Iterable[tuple[tuple[slice, slice], Sequence[Tensor]]], options: Options,
 ) -> None:
     """Write dq from the gradients dS of the scores and dread of u q / sqrt(DK), by which the state is read."""
+    parts = options.parts
     if dread is not None and us is not None:
-        torch.mul(dread, us, out=dq)
+        for out, d, u in zip(parts(dq), dread, parts(us), strict=True):
+            torch.mul(d, u, out=out)
     for (rows, keys), dS in blocks:
-        part_of(dq, rows).baddbmm_(dS, part_of(k, keys), beta=int(dread is not None), alpha=k.shape[2] ** -0.5)
+        target = parts(part_of(dq, rows))
+        multiply(dS, parts(part_of(k, keys)), target, add=dread is not None, alpha=k.shape[2] ** -0.5)
 
 
-def _write_backward(grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor) -> None:
+def _write_backward(
+    grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor, options: Options
+) -> None:
     """Write the gradients of k and v through the state after the chunk."""
-    grads.k.baddbmm_(given.v, dC.transpose(1, 2), beta=0).add_(dn.transpose(1, 2)).mul_(write)
-    grads.v.baddbmm_(given.k, dC, beta=0).mul_(write)
+    parts = options.parts
+    multiply(parts(given.v), parts(dC.transpose(1, 2)), parts(grads.k))
+    grads.k.add_(dn.transpose(1, 2)).mul_(write)
+    multiply(parts(given.k), parts(dC), parts(grads.v))
+    grads.v.mul_(write)
 
 
 def _last_backward(
@@ -371,15 +430,15 @@ def _last_backward(
 
 
 def _fill_k_and_v(
-    grads: Operands, q: Tensor, dnum: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor, Tensor]],
-    filled: bool, reverse: bool,
+    grads: Operands, q: Tensor, dnum: Tensor,
+    blocks: Iterable[tuple[tuple[slice, slice], Sequence[Tensor], Sequence[Tensor]]], filled: bool, options: Options,
 ) -> None:
     """Write dk and dv, or add to them if filled, from W and the gradients of the scores."""
-    blocks = list(blocks)
-    for (rows, keys), W, dS in blocks if reverse else reversed(blocks):  # The first block contains all keys.
-        beta = int(filled)
-        part_of(grads.k, keys).baddbmm_(dS.transpose(1, 2), part_of(q, rows), beta=beta, alpha=q.shape[2] ** -0.5)
-        part_of(grads.v, keys).baddbmm_(W.transpose(1, 2), part_of(dnum, rows), beta=beta)
+    blocks, parts = list(blocks), options.parts
+    for (rows, keys), W, dS in blocks if options.reverse else reversed(blocks):  # The first block contains all keys.
+        into = Operands(*(part_of(x, keys) for x in grads))
+        multiply([x.mT for x in dS], parts(part_of(q, rows)), parts(into.k), add=filled, alpha=q.shape[2] ** -0.5)
+        multiply([x.mT for x in W], parts(part_of(dnum, rows)), parts(into.v), add=filled)
         filled = True
 
 
@@ -425,7 +484,7 @@ def _backward(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `_mlstm_backward` with the tensors saved by the forward pass, if given."""
+    """Run `_mlstm_backward` with what the forward pass saved, if given."""
     B, S, H, DK = q.shape
     DV = v.shape[-1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, like the results of the fake op
@@ -441,12 +500,12 @@ def _backward(
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
-        plan = make_plan(q, v, chunk_size, reverse)
+        plan = make_plan(q, v, chunk_size, reverse) if kept is None else kept.plan
         enters = C0 is not None or len(plan.chunks) > 1
-        kept = kept or Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
+        kept = kept or Kept(plan, *prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
         dC_out, dn_out = (None if x is None else x.clone() for x in (dC_out, dn_out))
         _rescale(kept.m, dC_out, dn_out)
-        options = Options(reverse, eps, input_gate == "exp", normalize)
+        options = Options(reverse, eps, input_gate == "exp", normalize, plan.singly)
         de, dx = f.new_empty(B, H, S), f.new_empty(B, H, S)
         vectors = GateGrads(
             de, dx, torch.empty_like(dx) if options.exponential else None, torch.zeros_like(dx) if enters else None
@@ -457,7 +516,7 @@ def _backward(
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
             dC, dn = _given_or_zeros(dC_out, dn_out, rows, ((group[1] - group[0]) * H, DK, DV))
             dC, dn = _group_backward(
-                vectors, Operands(dq, dk, dv), dh, dC, dn, Operands(q, k, v), C, n, kept, plan, group, options
+                vectors, Operands(dq, dk, dv), dh, dC, dn, Operands(q, k, v), C, n, kept, group, options
             )
             if C0 is not None and dC is not None and dn is not None:
                 dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
@@ -484,44 +543,44 @@ class GateGrads(NamedTuple):
 
 def _group_backward(
     vectors: GateGrads, grads: Operands, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None,
-    given: Operands, C: Tensor | None, n: Tensor | None, kept: Kept, plan: Plan, group: tuple[int, int],
+    given: Operands, C: Tensor | None, n: Tensor | None, kept: Kept, group: tuple[int, int],
     options: Options,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradients of a group of sequences, from the last chunk to the first.
 
     Returns those of the initial state. Saved W and D are freed chunk by chunk.
     """
-    dtype = kept.gates.floor.dtype
+    plan, dtype = kept.plan, kept.gates.floor.dtype
     parts = [cut(x, group, plan) for x in given]
-    gates = [*chunk_gates(kept.gates, group, plan, _kept_decays(kept, group, plan), given.q.shape[3])]
+    gates = [*chunk_gates(kept.gates, group, plan, _kept_decays(kept, group), given.q.shape[3])]
     states = [(C, n)]
     for g, k, v in zip(gates[:-1], *parts[1:], strict=False):
-        states.append(_advance(*states[-1], rows_of(k, dtype), rows_of(v, dtype), g))
+        states.append(_advance(*states[-1], rows_of(k, dtype, plan), rows_of(v, dtype, plan), g, options))
     dhs = repeat(None, len(gates)) if dh is None else reversed(cut(dh, group, plan))
     outs = [reversed(cut(x, group, plan)) for x in grads]
     columns = [repeat(None, len(gates)) if x is None else reversed(cut_gate(x, group, plan)) for x in vectors]
     for chunk, dhc, *each in zip(reversed(plan.chunks), dhs, *outs, *columns, strict=True):
         g, (C, n) = gates.pop(), states.pop()
-        operands = Operands(*(rows_of(part.pop(), dtype) for part in parts))
-        dh_rows = torch.zeros_like(operands.v) if dhc is None else rows_of(dhc, dtype)
-        W = _kept_or_new_weights(kept, operands, g.D, options.reverse)
-        filled = Operands(*(rows_to_fill(y, dtype) for y in each[:3]))
+        operands = Operands(*(rows_of(part.pop(), dtype, plan) for part in parts))
+        dh_rows = torch.zeros_like(operands.v) if dhc is None else rows_of(dhc, dtype, plan)
+        W = _kept_or_new_weights(kept, operands, g.D, chunk, options)
+        filled = Operands(*(rows_to_fill(y, dtype, plan) for y in each[:3]))
         of_gates = _chunk_backward(filled, dh_rows, dC, dn, operands, C, n, g, W, chunk, options)
         dC, dn = of_gates.C, of_gates.n
         for out, rows in zip(each[:3], filled, strict=True):
-            put(out, rows)
+            put(out, rows, plan)
         for column, gradient in zip(each[3:], of_gates[:4], strict=True):
             if column is not None and gradient is not None:
                 column.copy_(gradient)
     return dC, dn
 
 
-def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
+def _kept_decays(kept: Kept, group: tuple[int, int]) -> Iterator[list[Tensor]]:
     """Yield D of each chunk: saved ones, which are removed from kept, or new ones."""
     if not kept.D:
-        yield from decays(kept.gates, group, plan)
+        yield from decays(kept.gates, group, kept.plan)
         return
-    counts = [len(blocks_of(chunk.end - chunk.first, plan.reverse)) for chunk in plan.chunks]
+    counts = [len(chunk.blocks) for chunk in kept.plan.chunks]
     D = kept.D[-sum(counts) :]
     del kept.D[-sum(counts) :]
     at = 0
@@ -530,14 +589,17 @@ def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[lis
         at += count
 
 
-def _kept_or_new_weights(kept: Kept, x: Operands, D: Sequence[Tensor], reverse: bool) -> list[Tensor]:
-    """Return W of each block of a chunk: the last saved ones, which are removed from kept, or new ones."""
+def _kept_or_new_weights(
+    kept: Kept, x: Operands, D: Sequence[Tensor], chunk: Chunk, options: Options
+) -> list[Sequence[Tensor]]:
+    """Return the parts of W of each block of a chunk: the last saved ones, which are removed from kept, or new ones."""
     if not kept.W:
-        spans = blocks_of(x.q.shape[1], reverse)
-        return [_weights(part_of(x.q, rows), part_of(x.k, keys), d) for (rows, keys), d in zip(spans, D, strict=True)]
-    W = kept.W[-len(D) :]
-    del kept.W[-len(D) :]
-    return W
+        blocks = zip(chunk.blocks, D, strict=True)
+        return [_weights(part_of(x.q, rows), part_of(x.k, keys), d, options) for (rows, keys), d in blocks]
+    parts = len(options.parts(D[0]))
+    W = kept.W[-len(D) * parts :]
+    del kept.W[-len(D) * parts :]
+    return [W[at : at + parts] for at in range(0, len(W), parts)]
 
 
 @_mlstm_backward.register_fake
@@ -547,9 +609,10 @@ def _mlstm_backward_fake(  # type: ignore[no-untyped-def]
     return *(x.new_empty(x.shape) for x in (q, k, v, i, f)), *_empty_state(q, v, f, True)
 
 
-def _save(ctx, inputs, output, kept=()):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output, kept=None):  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # Unused outputs then cost nothing.
-    ctx.save_for_backward(*inputs[:9], *kept)
+    ctx.save_for_backward(*inputs[:9], *(() if kept is None else kept.tensors()))
+    ctx.plan = None if kept is None else kept.plan
     ctx.options, ctx.return_state = inputs[9:14], inputs[14]
 
 
@@ -568,7 +631,7 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     saved, kept = tensors[:9], tensors[9:]
     arguments: list[Any] = [dh, dC, dn, dm, *saved, *ctx.options]
     if kept and not torch.is_grad_enabled() and not is_seen((dh, dC, dn, dm)):
-        grads = _backward(*[*arguments, Kept.of(kept)])
+        grads = _backward(*[*arguments, Kept.of(ctx.plan, kept)])
     else:
         grads = _mlstm_backward(*arguments)
     state = [g if given is not None else None for g, given in zip(grads[5:], saved[5:8], strict=True)]
