@@ -164,7 +164,7 @@ def multiply(
 
     They are written to `out` if given, or added to it with `add`. Without gradients.
     """
-    targets = repeat(None) if out is None else out
+    targets: Iterable[Tensor | None] = repeat(None) if out is None else out
     return [_product(left, right, target, add, alpha) for left, right, target in zip(a, b, targets, strict=False)]
 
 

@@ -263,8 +263,8 @@ def _chunk_forward(
 
 def _put_quotient(out: Tensor, num: Sequence[Tensor], size: Tensor | None, options: Options) -> None:
     """Write num / size (None: num), for num in parts of [N, R, DV], size [N, R, 1], out [G, H, R, DV]."""
-    targets = out[0].unbind() if options.singly else (out,)
-    sizes = repeat(None) if size is None else options.parts(size)
+    targets: Sequence[Tensor] = out[0].unbind() if options.singly else (out,)
+    sizes: Iterable[Tensor | None] = repeat(None) if size is None else options.parts(size)
     for target, x, divisor in zip(targets, num, sizes, strict=False):
         if divisor is None:
             target.copy_(x.view(target.shape))
