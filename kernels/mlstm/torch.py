@@ -242,7 +242,8 @@ def _chunk_forward(
 
     Returns W of its blocks, each as a list of parts.
     """
-    parts, weights = options.parts, []
+    parts = options.parts
+    weights: list[list[Tensor]] = []
     for (rows, keys), D in zip(chunk.blocks, g.D, strict=True):
         queries, values = part_of(given.q, rows), parts(part_of(given.v, keys))
         W = _weights(queries, part_of(given.k, keys), D, options)
