@@ -217,13 +217,16 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, state, weight, _ = ctx.saved_tensors
+        x, state, weight, bias = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
         S, later = x.shape[1], state.shape[1]
         dwindow = x.new_empty(x.shape[0], S + later, x.shape[2])
         before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
         of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
         for a, b in _parts(x):
-            grad = _before_activation(dy[:, a:b], ctx, a, b)
+            grad = dy[:, a:b]
+            if ctx.activation == "silu":
+                y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b))
+                grad = torch.ops.aten.silu_backward(grad, y)
             if ctx.needs_input_grad[2]:
                 of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
             if ctx.needs_input_grad[3]:
@@ -236,16 +239,6 @@ class _Depthwise(torch.autograd.Function):
             dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
         dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None
-
-
-def _before_activation(dy: Tensor, ctx: Any, a: int, b: int) -> Tensor:
-    """Return the gradient of the convolution of tokens a to b, given that of its activation."""
-    if ctx.activation != "silu":
-        return dy
-    x, state, weight, bias = ctx.saved_tensors
-    y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b))
-    grad: Tensor = torch.ops.aten.silu_backward(dy, y)
-    return grad
 
 
 def _silu(y: Tensor, activation: str | None) -> Tensor:

@@ -516,10 +516,11 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dv, dlast):  # type: ignore[no-untyped-def]
-    u, p, *_, state, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
+    u, p, *_, state, _ = saved
     if dv is None:
         dv = u.new_zeros(*u.shape[:2], p.shape[0] // ctx.flags[1])
-    grads = _op_backward(dv, filled(dlast, state), *ctx.saved_tensors, *ctx.flags)
+    grads = _op_backward(dv, filled(dlast, state), *saved, *ctx.flags)
     return *grads, None, *(None for _ in ctx.flags)
 
 

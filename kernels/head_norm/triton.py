@@ -232,8 +232,9 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
-    grads = _op_backward(dy, *ctx.saved_tensors, *ctx.options)
-    return *(None if p is None else g for p, g in zip(ctx.saved_tensors, grads, strict=True)), None, None, None, None
+    saved = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
+    grads = _op_backward(dy, *saved, *ctx.options)
+    return *(None if p is None else g for p, g in zip(saved, grads, strict=True)), None, None, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save)

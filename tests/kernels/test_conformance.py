@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import eager
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from seqblocks import kernels
 from seqblocks.errors import BackendError
@@ -475,6 +476,19 @@ def test_gradients_of_several_losses_at_once(subject: Subject, resets: bool) -> 
     found = pull([torch.stack([loss[name] for loss in losses]) for name in out], is_grads_batched=True)
     for at, loss in enumerate(losses):
         torch.testing.assert_close([g[at] for g in found], [*pull([*loss.values()])], rtol=1e-5, atol=1e-6)
+
+
+@cases(KERNELS, EVERYWHERE[1:])
+def test_activation_checkpointing(subject: Subject) -> None:
+    """Saved tensors of a recomputed forward pass can be read only once."""
+    x = float32_leaves(subject, batch=1, S=20 if subject.on.name == "torch" else 5)
+    x = {name: t.detach().to(subject.on.device).requires_grad_(t.requires_grad) for name, t in x.items()}
+
+    def gradients(out: Tensors) -> dict[str, Tensor]:
+        return with_gradients({"out": out["out"]}, x)
+
+    found = gradients(checkpoint(lambda: subject(x), use_reentrant=False, context_fn=dispatch.same_backend))
+    assert_equal(found, gradients(subject(x)))
 
 
 # ------------------------------------------------------------------------------------------------ transforms
