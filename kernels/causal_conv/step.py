@@ -23,7 +23,8 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
     if not torch.compiler.is_compiling():  # Compiled code would copy the taps for each token.
         taps = taps.contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
-    if len(before) < FEW:
+    # Compilers fuse these operations in any case, and take longer for more of them.
+    if len(before) < FEW and not torch.compiler.is_compiling():
         return _prepare_few(before.unbind(0), now, bias, activation)
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

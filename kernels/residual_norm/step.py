@@ -15,7 +15,9 @@ def prepare(gain: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
     `torch.rms_norm`, which takes eight. All are float32 or float64, and on a CPU.
     """
     if torch.compiler.is_compiling():  # Compiled code fuses them, but would compute the factors for each token.
-        return lambda x: _scaled(torch.rms_norm(x, x.shape[-1:], None, eps), gain)
+        if gain is None or gain.dim() == 1:
+            return lambda x: torch.rms_norm(x, x.shape[-1:], gain, eps)
+        return lambda x: torch.rms_norm(x, x.shape[-1:], None, eps) * gain
     constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def normalise(x: Tensor) -> Tensor:
@@ -28,7 +30,3 @@ def prepare(gain: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
         return torch.mul(x, factor).div_(length)
 
     return normalise
-
-
-def _scaled(x: Tensor, gain: Tensor | None) -> Tensor:
-    return x if gain is None else x * gain

@@ -247,8 +247,8 @@ class Stepper:
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
         derived = run is not None and not _is_own_matrix(op, parameters)
         if run is None:
-            whole = partial(op.forward, parameters, self._call) if is_pointwise(op) else None
-            whole = whole or self._of_sequences(module, node, parameters)
+            plain = partial(op.forward, parameters, self._call) if is_pointwise(op) else None
+            whole = plain or self._of_sequences(module, node, parameters)
             if whole is None:
                 return None
             run = self._source.constant(whole)
