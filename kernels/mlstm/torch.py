@@ -368,8 +368,8 @@ def _chunk_backward(
             _each(Tensor.add_, d, parts(part_of(dden, rows)))
         if dread is not None and dp is not None and n is not None and qn is not None:
             dp.addcmul_(dden, qn)
-            for part, d, x in zip(dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
-                part.addcmul_(d, x)
+            for part, dden_part, x in zip(dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
+                part.addcmul_(dden_part, x)
     dS = [_each(Tensor.mul_, d, parts(D)) for d, D in zip(dW, g.D, strict=True)]
 
     # Gradients of the operands. Those of the last token's gates are computed before dk is complete.
