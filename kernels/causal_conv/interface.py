@@ -9,7 +9,7 @@ The state consists of the last K-1 inputs, oldest first, which the next token ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
+from seqblocks.kernels.dispatch.custom_op import is_batch
 from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
@@ -218,6 +219,9 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, state, weight, bias = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
+        if torch.is_grad_enabled() or is_batch(dy):
+            needed = ctx.needs_input_grad[:4]
+            return *_from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse), None, None
         S, later = x.shape[1], state.shape[1]
         dwindow = x.new_empty(x.shape[0], S + later, x.shape[2])
         before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
@@ -239,6 +243,24 @@ class _Depthwise(torch.autograd.Function):
             dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
         dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None
+
+
+def _from_reference(
+    dy: Tensor, needed: Sequence[bool], x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None,
+    activation: str | None, reverse: bool,
+) -> list[Tensor | None]:
+    """Return the needed gradients of x, state, weight, bias as functions that torch can differentiate or batch.
+
+    It can do neither with writes into one tensor for all parts, nor differentiate the derivative of the SiLU.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        y = _reference(x, state, weight, bias, None, activation, reverse)
+    chosen = [each for each, is_needed in zip((x, state, weight, bias), needed, strict=True) if is_needed]
+    # With a single tap, y does not depend on the empty state.
+    options = {"create_graph": create_graph, "allow_unused": True, "materialize_grads": True}
+    grads = iter(torch.autograd.grad(y, chosen, dy, **options))
+    return [next(grads) if is_needed else None for is_needed in needed]
 
 
 def _silu(y: Tensor, activation: str | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqblocks.kernels.dispatch.compiled import watched
 
-_is_batch = torch._C._functorch.is_legacy_batchedtensor
+is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def custom_op(name: str, outputs: int | None = None) -> Callable[[Callable[..., Any]], CustomOp]:
@@ -99,6 +99,6 @@ def is_seen(args: tuple[Any, ...]) -> bool:
         watched()
         or torch._C._is_torch_function_mode_enabled()
         or any(
-            isinstance(x, Tensor) and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or _is_batch(x)) for x in args
+            isinstance(x, Tensor) and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or is_batch(x)) for x in args
         )
     )

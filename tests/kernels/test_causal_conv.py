@@ -49,14 +49,34 @@ def test_the_fast_gradient_is_right_on_a_long_sequence() -> None:
     check(TORCH, TORCH.inputs(batch=3, S=203, D=7), bar=CAUSAL_CONV.bar(3 * 203))
 
 
-def test_the_fast_gradient_can_be_differentiated() -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_fast_gradient_can_be_differentiated(activation: str | None) -> None:
     x = {name: t.float().requires_grad_() for name, t in TORCH.inputs(batch=1, S=15, state=False).items()}
     second = []
     for backend in ("reference", "torch"):
-        y = TORCH(x, backend=backend)["out"]
+        y = TORCH(x, backend=backend, activation=activation)["out"]
         (g,) = torch.autograd.grad(y.square().sum(), x["weight"], create_graph=True)
         second.append(with_gradients({"gradient": g.square().sum()}, x))
     assert_close(*second, CAUSAL_CONV.bar(3 * 15))
+
+
+@pytest.mark.parametrize("part", [1, interface.PART])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("taps", [1, 4])
+def test_fast_gradients_of_several_losses_at_once(
+    taps: int, reverse: bool, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "PART", part)
+    monkeypatch.setattr(interface, "ROWS", 4)
+    shapes = (2, 15, 3), (3, 1, taps), (3,), (2, taps - 1, 3)
+    leaves = [draw(*shape, seed=at).float().requires_grad_() for at, shape in enumerate(shapes)]
+    x, weight, bias, state = leaves
+    y = causal_conv(x, weight, bias, activation="silu", state=state, reverse=reverse, backend="torch")
+    losses = draw(2, *shapes[0], seed=4).float()
+    found = torch.autograd.grad(y, leaves, losses, is_grads_batched=True, retain_graph=True)  # type: ignore[call-overload]
+    for at, loss in enumerate(losses):
+        expected = torch.autograd.grad(y, leaves, loss, retain_graph=True)  # type: ignore[arg-type]
+        torch.testing.assert_close([g[at] for g in found], [*expected], rtol=1e-5, atol=1e-5)
 
 
 def test_the_last_state_does_not_hold_on_to_the_sequence() -> None:
