@@ -134,7 +134,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         grad = grad.contiguous()
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, grad.shape[-1])  # `flatten` does not take a batch of gradients.
         return (
             linear(grad, weight.t()) if for_x else None,
             _weight_gradient(rows, x.flatten(0, -2)) if for_weight else None,

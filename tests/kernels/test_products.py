@@ -130,6 +130,18 @@ def test_onednn_has_the_same_numbers_and_gradients(
     assert shape[1] == 0 or onednn[:3] == [(8, 10), (10, 8), (10, 12)]
 
 
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("shape", [(12, 10), (2, 6, 10)])
+@pytest.mark.parametrize("rows", [3, 80])
+def test_onednn_gradients_of_several_losses_at_once(shape: tuple[int, ...], rows: int) -> None:
+    leaves = drawn(shape, (rows, 10), (rows,), dtype=torch.float32)
+    y = products.linear(*(x.requires_grad_() for x in leaves))
+    losses = torch.stack(drawn(y.shape, y.shape, dtype=torch.float32))
+    found = torch.autograd.grad(y, leaves, losses, is_grads_batched=True, retain_graph=True)
+    for at, loss in enumerate(losses):
+        torch.testing.assert_close([g[at] for g in found], [*torch.autograd.grad(y, leaves, loss, retain_graph=True)])
+
+
 def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
     products.linear(x[::2], weight)
