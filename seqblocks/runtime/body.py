@@ -280,7 +280,9 @@ def _store(step: Planned, y: Tensor, values: dict[int, Tensor]) -> None:
 def _is_as_built(module: nn.Module | None, node: Node) -> bool:
     """Return whether a module, and a block's last step, is the one that was built and has no hooks."""
     while type(module) is Block and not is_hooked(module):
-        node = node.bodies[""].nodes[-1]
+        if not (nodes := node.bodies[""].nodes):
+            return True
+        node = nodes[-1]
         module = module._modules[node.name]
     return type(module) is Primitive and type(module.op) is type(node.op) and not is_hooked(module)
 

@@ -181,7 +181,11 @@ class Stepper:
             return None
         steps: list[Any] = [module._modules[node.name] for node in found]
         widths = [node.type.features for node in found if node.type]
-        run = prepare_joined_steps(op, [step.parameters_by_name(self._call) for step in steps], widths)
+
+        def prepare() -> Callable[..., tuple[Tensor, ...]] | None:
+            return prepare_joined_steps(op, [step.parameters_by_name(self._call) for step in steps], widths)
+
+        run = self._source.prepared(prepare)
         if run is None:
             return None
         for node, step in zip(found, steps, strict=True):
@@ -190,7 +194,7 @@ class Stepper:
             self._note_parameters(step, derived=True)
         inputs = [self._source.at_ports(node, [values[value] for value in node.reads]) for node in found]
         paths = [(*path, node.name) for node in found]
-        made = self._source.call_joined(self._source.constant(run), inputs, paths, [*found[0].state])
+        made = self._source.call_joined(run, inputs, paths, [*found[0].state])
         return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
 
     def _can_join(self, module: nn.Module | None, node: Node, values: dict[int, str]) -> bool:

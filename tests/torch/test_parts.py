@@ -75,6 +75,15 @@ def test_resets_are_cut_like_the_tokens(sizes: list[int]) -> None:
     torch.testing.assert_close(y, at_once(model, x, resets=resets), rtol=0, atol=TOLERANCE)
 
 
+def test_a_block_whose_steps_are_left_out_runs_in_parts(sizes: list[int]) -> None:
+    optional = "blocks: {optional: {args: {on: false}, steps: [{gelu: {when: on}}]}}\n"
+    model, x = built(optional + NETWORK.replace("gelu", "optional")).eval(), drawn(1, TOKENS, 16)
+    with torch.no_grad():
+        y = model(x)
+    assert sizes
+    torch.testing.assert_close(y, at_once(model, x), rtol=0, atol=TOLERANCE)
+
+
 def hooked(model: seqblocks.SequenceModel) -> None:
     next(m for m in model.modules() if not list(m.children())).register_forward_hook(lambda *_: None)
 

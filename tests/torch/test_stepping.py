@@ -324,8 +324,9 @@ def test_an_undetectable_change_applies_from_the_next_stream_on() -> None:
     assert_follows(model)
 
 
-def test_a_new_stream_computes_derived_values_again_without_a_new_plan() -> None:
-    model = build()
+@pytest.mark.parametrize("spec", [SPEC, CONVOLUTIONS], ids=["mixers", "convolutions"])
+def test_a_new_stream_computes_derived_values_again_without_a_new_plan(spec: str) -> None:
+    model = build(spec)
     steps(model)
     plan = model._stepper
     for parameter in model.parameters():
