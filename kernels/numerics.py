@@ -11,6 +11,8 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch.compiled import constant
 
+SAVED = 1 << 22  # bytes; larger tensors, saved in each layer, determine the peak memory of a training step
+
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context that turns autocast off, so that gates, stabilisers and states keep their dtype."""
@@ -49,6 +51,14 @@ def filled(grad: Tensor | None, like: Tensor) -> Tensor:
     for those that are only saved for the backward pass.
     """
     return torch.zeros_like(like) if grad is None else grad
+
+
+def is_worth_saving(like: Tensor) -> bool:
+    """Return whether an intermediate value of this size is saved for the backward pass, and not computed there again.
+
+    For short sequences, computing it again takes several percent of a training step, and the memory is small.
+    """
+    return like.numel() * like.element_size() <= SAVED
 
 
 def no_second_derivative(op: str, name: str) -> Callable[..., Any]:

@@ -178,8 +178,15 @@ def _fast(
         return _activated(_taps(_window(x, state, reverse), weight, bias, segment, reverse), activation)
     if not _depthwise(x, weight):
         return _activated(_convolve(_window(x, state, reverse), weight, bias, 0), activation)
-    y: Tensor = _Depthwise.apply(x, state, weight, bias, activation, reverse)
+    save = activation == "silu" and _is_saved(x, state, weight, bias)
+    y: Tensor = _Depthwise.apply(x, state, weight, bias, activation, reverse, save)[0]
     return y
+
+
+def _is_saved(*inputs: Tensor | None) -> bool:
+    """Return whether the values before the activation are saved for the backward pass."""
+    needed = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+    return needed and inputs[0] is not None and numerics.is_worth_saving(inputs[0])
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
@@ -195,54 +202,71 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> T
 class _Depthwise(torch.autograd.Function):
     """Depthwise convolution and activation, a part of the sequence at a time, in half the time of the built-in ones.
 
-    The backward pass computes the windows and the values before the activation again.
+    The backward pass computes the windows again, and of long sequences the values before the activation too.
     """
 
     @staticmethod
     def forward(
-        x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, reverse: bool
-    ) -> Tensor:
+        x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, reverse: bool,
+        save: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs, and the values before the activation if they are saved."""
         with numerics.without_autocast(x.device.type):  # The backward pass runs outside of autocast.
             parts = _parts(x)
             if len(parts) == 1:
-                return _silu(_depthwise_part(x, state, weight, bias, reverse, parts[0]), activation)
+                before = _depthwise_part(x, state, weight, bias, reverse, parts[0])
+                return (F.silu(before), before) if save else (_silu(before, activation), None)
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            saved = torch.empty_like(y) if save else None
             for a, b in parts:
-                y[:, a:b] = _silu(_depthwise_part(x, state, weight, bias, reverse, (a, b)), activation)
-            return y
+                before = _depthwise_part(x, state, weight, bias, reverse, (a, b))
+                if saved is not None:
+                    saved[:, a:b] = before
+                y[:, a:b] = _silu(before, activation)
+            return y, saved
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.activation, ctx.reverse = inputs
-        ctx.save_for_backward(*tensors)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        *tensors, ctx.activation, ctx.reverse, _ = inputs
+        ctx.set_materialize_grads(False)
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, state, weight, bias = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
+    def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        # With activation checkpointing, saved tensors can be read only once.
+        x, state, weight, bias, saved = ctx.saved_tensors
+        if dy is None:
+            return (None,) * 7
         if torch.is_grad_enabled() or is_batch(dy):
             needed = ctx.needs_input_grad[:4]
-            return *_from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse), None, None
-        S, later = x.shape[1], state.shape[1]
-        dwindow = x.new_empty(x.shape[0], S + later, x.shape[2])
+            return *_from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse), None, None, None
+        S, later, parts = x.shape[1], state.shape[1], _parts(x)
+        dwindow = x.new_empty(x.shape[0], S + later, x.shape[2]) if len(parts) > 1 else None
         before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
         of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
-        for a, b in _parts(x):
+        for a, b in parts:
             grad = dy[:, a:b]
             if ctx.activation == "silu":
-                y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b))
+                y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b)) if saved is None else saved[:, a:b]
                 grad = torch.ops.aten.silu_backward(grad, y)
             if ctx.needs_input_grad[2]:
                 of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
             if ctx.needs_input_grad[3]:
                 of_bias = of_bias + grad.sum((0, 1), dtype=of_weight.dtype)
+            if dwindow is None:
+                dwindow = _convolve(grad, weight.flip(-1), None, later)
+                break
             near = torch.cat([before, grad] if b < S else [before, grad, zeros], 1)
             dwindow[:, a : a + near.shape[1] - later] = _convolve(near, weight.flip(-1), None, 0)
             before = near[:, b - a : b - a + later]
+        assert dwindow is not None
         dx, dstate = dwindow[:, later:], dwindow[:, :later]
         if ctx.reverse:
             dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
         dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None
+        return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def _from_reference(

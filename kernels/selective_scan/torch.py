@@ -3,7 +3,7 @@
 Within a chunk, the decays exp(dt A) and the inputs dt u B of all tokens are computed at once, and one fused call per
 token runs the recurrence in place. The softplus of the step, the skip and the gate are computed in the same chunks.
 Only the states between chunks are saved for the backward pass, which recomputes everything else, so the working memory
-is that of one chunk for any length.
+is that of one chunk for any length. For short sequences, the steps and the outputs before the gate are saved too.
 
 States have the layout [L, B, G, N, E], tokens first and channels last: those of a token are contiguous, and a sum over
 the N states of a channel is a sum of rows. Without MKL's exponential, exp2 takes a quarter of the time of exp.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.custom_op import custom_op
-from seqblocks.kernels.numerics import filled, no_second_derivative, without_autocast
+from seqblocks.kernels.numerics import filled, is_worth_saving, no_second_derivative, without_autocast
 from seqblocks.kernels.resets import reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
 from seqblocks.kernels.selective_scan.reference import complete
@@ -61,6 +61,7 @@ class _Tokens:
     def __init__(
         self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         dt_bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, buffers: int,
+        steps: Tensor | None = None, outputs: Tensor | None = None,
     ) -> None:
         groups = A.shape[:2]
         self.u, self.dt = (x.transpose(0, 1).unflatten(-1, groups) for x in (u, dt))
@@ -68,7 +69,7 @@ class _Tokens:
         self.B, self.C = B.transpose(0, 1), C.transpose(0, 1)
         self.A = A.transpose(1, 2).contiguous()  # [G, N, E]
         self.D, self._bias = (None if x is None else x.view(groups) for x in (D, dt_bias))
-        self._softplus = softplus
+        self._softplus, self._steps, self._outputs = softplus, steps, outputs
         self._exponents = self.A * math.log2(math.e)
         self._resets, self._reverse, self._begins = resets, reverse, reset_times(resets, u.shape[1])
         self.spans = _spans(u, A.shape[-1], reverse)
@@ -79,6 +80,8 @@ class _Tokens:
         """Return the inputs of tokens a to b."""
         u, raw = (x[a:b].to(self.A.dtype) for x in (self.u, self.dt))
         raw = raw if self._bias is None else raw + self._bias
+        if self._steps is not None:
+            return _Part(u, raw, self._steps[a:b])
         return _Part(u, raw, F.softplus(raw) if self._softplus else raw)
 
     def gate(self, a: int, b: int) -> Tensor | None:
@@ -91,6 +94,8 @@ class _Tokens:
 
     def outputs(self, states: Tensor, part: _Part, a: int, b: int) -> Tensor:
         """Return the outputs [L, B, G, E] of tokens a to b, before the gate."""
+        if self._outputs is not None:
+            return self._outputs[a:b]
         y = _over_states(self.C[a:b], states)
         return y if self.D is None else y.addcmul_(self.D, part.u)
 
@@ -158,6 +163,18 @@ def _scan(
 
     They are flattened because a compiler specialises on an axis of length 1, and there may be one chunk.
     """
+    return _run(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse, for_backward, None, None)
+
+
+def _run(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
+    steps: Tensor | None, outputs: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same, and write the steps after the softplus and the outputs before the gate to the given tensors.
+
+    steps, outputs: memory [S, B, G, E], or None if the backward pass computes them again.
+    """
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2)
         h = h0.transpose(2, 3).contiguous()
@@ -167,6 +184,10 @@ def _scan(
             part = scan.part(a, b)
             _, states, _ = scan.run(before, part, a, b)
             out, gate = scan.outputs(states, part, a, b), scan.gate(a, b)
+            if steps is not None:
+                steps[a:b] = part.step
+            if outputs is not None:
+                outputs[a:b] = out
             y[:, a:b] = (out if gate is None else out.mul_(F.silu(gate))).flatten(2).transpose(0, 1)
             h = states[0 if reverse else -1]
         between = between if for_backward else between[:0]
@@ -184,10 +205,14 @@ def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse, for
 def _scan_backward(
     dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+    steps: Tensor | None, outputs: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; empty ones for absent inputs."""
+    """Return the gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; empty ones for absent inputs.
+
+    steps, outputs: those that `_run` saved, or None.
+    """
     with without_autocast(u.device.type):
-        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 4)
+        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 4, steps, outputs)
         du, ddt, dB, dC, dz = (_like(x, A) for x in (u, dt, B, C, z))
         carry = dlast.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         dA, between = torch.zeros_like(scan.A), between.view(len(scan.spans), *carry.shape)
@@ -198,7 +223,7 @@ def _scan_backward(
             decay, states, scaled = scan.run(before, part, a, b)
             dout, gate = dy[a:b].to(A.dtype), scan.gate(a, b)
             if gate is not None:
-                out = scan.outputs(states, part, a, b).mul_(dout)
+                out = scan.outputs(states, part, a, b) * dout
                 dz[:, a:b] = torch.ops.aten.silu_backward(out, gate).flatten(2).transpose(0, 1)
                 dout = dout * F.silu(gate)
             grads, memory = scan.memory[2:, : b - a]
@@ -236,30 +261,41 @@ def _like(x: Tensor | None, other: Tensor) -> Tensor:
 
 @_scan_backward.register_fake
 def _scan_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, u, dt, A, B, C, D, z, dt_bias, between, resets, softplus, reverse
+    dy, dlast, u, dt, A, B, C, D, z, dt_bias, between, resets, softplus, reverse, steps, outputs
 ):
     return *(_like(x, A) for x in (u, dt, A, B, C, D, z, dt_bias)), torch.empty_like(dlast)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output, steps=None, outputs=None):  # type: ignore[no-untyped-def]
     *tensors, h0, resets, softplus, reverse, _ = inputs
-    ctx.save_for_backward(*tensors, h0, output[2], resets)
+    ctx.save_for_backward(*tensors, h0, output[2], resets, steps, outputs)
     ctx.softplus, ctx.reverse = softplus, reverse
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
+def _forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+    """Run `_scan`, and save more than compiled code can, where sizes must not depend on a comparison of lengths."""
+    u, _, A, _, _, _, z, *_, softplus, _, for_backward = inputs
+    wanted = (softplus, z is not None) if for_backward and is_worth_saving(u) else (False, False)
+    shape = (u.shape[1], u.shape[0], *A.shape[:2])
+    saved = [A.new_empty(shape) if each else None for each in wanted]
+    output = _run(*inputs, *saved)
+    _save(ctx, inputs, output, *saved)
+    return output
+
+
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
-    *tensors, h0, between, resets = ctx.saved_tensors
+    *tensors, h0, between, resets, steps, outputs = ctx.saved_tensors
     if not between.numel():  # The forward pass ran with for_backward=False.
         between = _scan(*tensors, h0, resets, ctx.softplus, ctx.reverse, True)[2]
     dy, dlast = filled(dy, tensors[0]), filled(dlast, h0)
-    grads = _scan_backward(dy, dlast, *tensors, between, resets, ctx.softplus, ctx.reverse)
+    grads = _scan_backward(dy, dlast, *tensors, between, resets, ctx.softplus, ctx.reverse, steps, outputs)
     present = [None if x is None else grad for x, grad in zip((*tensors, h0), grads, strict=True)]
     return *present, None, None, None, None
 
 
-_scan.register_autograd(_differentiate, setup_context=_save)
+_scan.register_autograd(_differentiate, setup_context=_save, forward=_forward)
 _scan_backward.register_autograd(no_second_derivative("selective_scan", "torch"))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels import causal_conv, use_backend
+from seqblocks.kernels import causal_conv, numerics, use_backend
 from seqblocks.kernels.causal_conv import interface
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
@@ -79,6 +79,23 @@ def test_fast_gradients_of_several_losses_at_once(
         torch.testing.assert_close([g[at] for g in found], [*expected], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [0, numerics.SAVED])
+def test_the_second_derivative_includes_the_activation(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values before the SiLU that the forward pass saved are constants, and must not be used for it."""
+    monkeypatch.setattr(numerics, "SAVED", limit)
+    given = [torch.randn(*shape) for shape in ((2, 15, 8), (8, 1, 4), (8,))]
+
+    def second(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        x, weight, bias = (each.to(dtype, copy=True).requires_grad_() for each in given)
+        y = causal_conv(x, weight, bias, activation="silu", backend=backend)
+        assert isinstance(y, Tensor)
+        first = torch.autograd.grad(y.square().sum(), (x, weight, bias), create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), (x, weight, bias))  # type: ignore[arg-type]
+
+    for found, expected in zip(second("torch", torch.float32), second("reference", torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
 def test_the_last_state_does_not_hold_on_to_the_sequence() -> None:
     _, last = causal_conv(draw(2, 1000, 3), draw(3, 1, 4), return_state=True)  # type: ignore[misc]
     assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
@@ -119,17 +136,24 @@ def test_the_reference_is_compiled_and_exported_for_any_length() -> None:
         assert_close({"out": program.module()(*longer)}, {"out": Caller()(*longer)}, CAUSAL_CONV.bar(20))
 
 
-def test_nothing_of_full_length_is_saved_but_the_input() -> None:
-    """The window and the values before the SiLU are computed again."""
+@pytest.mark.parametrize("limit", [0, numerics.SAVED])
+def test_nothing_of_full_length_is_saved_but_the_input(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is computed again; the values before the SiLU too, unless they are small."""
+    monkeypatch.setattr(numerics, "SAVED", limit)
     x, weight, bias = torch.randn(1, 300, 64, requires_grad=True), torch.randn(64, 1, 4), torch.randn(64)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
         y = causal_conv(x, weight.requires_grad_(), bias, activation="silu", backend="torch")
-    assert [t.data_ptr() for t in saved if t.numel() >= y.numel()] == [x.data_ptr()]
+    first, *others = (t for t in saved if t.numel() >= y.numel())
+    assert first.data_ptr() == x.data_ptr()
+    assert len(others) == (1 if limit else 0)
+    for before in others:
+        assert torch.equal(F.silu(before), y)
 
 
+@pytest.mark.parametrize("limit", [0, numerics.SAVED])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_parts_of_a_sequence_equal_the_whole(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are convolved in 5 parts. Values are the same bits; sums over tokens differ by rounding."""
     inputs = [torch.randn(*shape) for shape in ((2, 150, 16), (16, 1, 4), (16,), (2, 3, 16))]
 
@@ -141,6 +165,7 @@ def test_parts_of_a_sequence_equal_the_whole(reverse: bool, monkeypatch: pytest.
 
     whole = run()
     monkeypatch.setattr(interface, "PART", 1)
+    monkeypatch.setattr(numerics, "SAVED", limit)
     assert len(interface._parts(inputs[0])) == 5
     y, dx, dstate, *sums = run()
     assert torch.equal(y, whole[0])

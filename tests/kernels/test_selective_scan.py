@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import BackendError
-from seqblocks.kernels import selective_scan, why
+from seqblocks.kernels import numerics, selective_scan, why
 from seqblocks.kernels.selective_scan import torch as selective_scan_torch
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from tests.kernels.conformance import (
@@ -356,14 +356,39 @@ def test_vmap_over_what_follows_the_scan(name: str) -> None:
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_nothing_of_full_length_is_saved_but_the_inputs() -> None:
-    """The softplus of the step, the outputs before the gate and the gate itself are computed again."""
-    shape = (1, 300, 64)
-    u, dt, z = (draw(*shape).float().requires_grad_() for _ in range(3))
-    A, D, dt_bias = (x.requires_grad_() for x in (-torch.rand(64, 4), torch.rand(64), torch.rand(64)))
-    B, C = (torch.rand(1, 300, 4, requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize(("limit", "count"), [(0, 3), (numerics.SAVED, 5)])
+def test_nothing_of_full_length_is_saved_but_the_inputs(
+    limit: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate is computed again; the steps after the softplus and the outputs before the gate too, if not small."""
+    monkeypatch.setattr(numerics, "SAVED", limit)
+    x = _full_length()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        y = selective_scan(u, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, backend="torch")
-    inputs = {x.untyped_storage().data_ptr() for x in (u, dt, z)}
-    assert {x.untyped_storage().data_ptr() for x in saved if x.numel() >= y.numel()} == inputs
+        y = selective_scan(**x, dt_softplus=True, backend="torch")
+    inputs = {x[name].untyped_storage().data_ptr() for name in ("u", "dt", "z")}
+    full = {each.untyped_storage().data_ptr() for each in saved if each.numel() >= y.numel()}
+    assert inputs <= full
+    assert len(full) == count
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_saved_values_equal_those_computed_again(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _full_length()
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = selective_scan(**x, dt_softplus=True, reverse=reverse, backend="torch")
+        return torch.autograd.grad(y.square().sum(), tuple(x.values()))
+
+    saved = gradients()
+    monkeypatch.setattr(numerics, "SAVED", 0)
+    for found, expected in zip(saved, gradients(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def _full_length() -> Tensors:
+    """Return all inputs of a scan over 300 tokens, which require gradients."""
+    u, dt, z = (draw(1, 300, 64, seed=seed).float() for seed in range(3))
+    A, B, C = -torch.rand(64, 4), torch.rand(1, 300, 4), torch.rand(1, 300, 4)
+    x = {"u": u, "dt": dt, "z": z, "A": A, "B": B, "C": C, "D": torch.rand(64), "dt_bias": torch.rand(64)}
+    return {name: each.requires_grad_() for name, each in x.items()}
