@@ -224,6 +224,8 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     40 GB/s for one token, 9 GB/s for two). MKL's batched product of blocks of rows, with x as columns, reads at 38 and
     27 GB/s. For a matrix in the cache the matrix-vector product is faster. For more tokens, `linear` is as fast.
     """
+    if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
+        return lambda x: F.linear(x, weight, bias)
     if not _comes_from_memory(weight):
         size = weight.numel()
         return lambda x: (linear if x.shape[0] * size >= MANY else F.linear)(x, weight, bias)
@@ -300,7 +302,7 @@ def _joined_bias(matrices: Sequence[Matrix]) -> Tensor | None:
 
 def _comes_from_memory(weight: Tensor) -> bool:
     """Return whether each token has to read this matrix from memory, and the product would be computed by MKL."""
-    if torch.compiler.is_compiling() or not ON_MKL or _weights.get() <= CACHE or weight.numel() < LARGE:
+    if not ON_MKL or _weights.get() <= CACHE or weight.numel() < LARGE:
         return False
     return _is_read_by_mkl(weight)
 

@@ -50,6 +50,17 @@ def test_a_step_is_the_same_as_linear(tokens: int, rows: int, biased: bool) -> N
     assert found.is_contiguous()
 
 
+def test_an_exported_step_takes_any_number_of_tokens() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return products.prepare_linear(weight)(x)
+
+    weight, few, many = drawn((512, 512), (2, 512), (20, 512), dtype=torch.float32)
+    assert few.shape[0] * weight.numel() < products.MANY < many.shape[0] * weight.numel()
+    program = torch.export.export(Step(), (few,), dynamic_shapes=({0: torch.export.Dim("tokens", max=100)},))
+    torch.testing.assert_close(program.module()(many), linear(many, weight))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, products.FEW_FOR_BLOCKS, products.FEW_FOR_BLOCKS + 1, 40])
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
