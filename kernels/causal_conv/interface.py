@@ -280,7 +280,8 @@ def _from_reference(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         y = _reference(x, state, weight, bias, None, activation, reverse)
-    chosen = [each for each, is_needed in zip((x, state, weight, bias), needed, strict=True) if is_needed]
+    given = zip((x, state, weight, bias), needed, strict=True)
+    chosen = [each for each, is_needed in given if each is not None and is_needed]
     # With a single tap, y does not depend on the empty state.
     options = {"create_graph": create_graph, "allow_unused": True, "materialize_grads": True}
     grads = iter(torch.autograd.grad(y, chosen, dy, **options))
