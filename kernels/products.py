@@ -239,18 +239,18 @@ class _Blocks:
     def __init__(self, weight: Tensor) -> None:
         rows, self.width = weight.shape
         count = math.gcd(rows, BLOCKS)
-        rest = rows % BLOCKS if count == 1 else 0
-        self.blocks, self.rows = BLOCKS if rest else count, rows - rest
-        self.rest = weight.narrow(0, self.rows, rest) if rest else None
+        self.rest = rows % BLOCKS if count == 1 else 0
+        self.blocks, self.rows = BLOCKS if self.rest else count, rows - self.rest
         self._weight = weight
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W' + b [N, O] for x [N, I], with N at most FEW."""
         tokens, blocks = x.shape[0], self.blocks
-        weight = self._weight if self.rest is None else self._weight.narrow(0, 0, self.rows)
+        weight = self._weight.narrow(0, 0, self.rows) if self.rest else self._weight
         y = torch.bmm(weight.view(blocks, -1, self.width), x.t().expand(blocks, self.width, tokens))
         y = y.view(1, -1) if tokens == 1 else y.view(-1, tokens).t().contiguous()
-        y = y if self.rest is None else torch.cat([y, F.linear(x, self.rest)], 1)
+        if self.rest:
+            y = torch.cat([y, F.linear(x, self._weight.narrow(0, self.rows, self.rest))], 1)
         return y if bias is None else y.add_(bias)
 
 

@@ -61,6 +61,17 @@ def test_an_exported_step_takes_any_number_of_tokens() -> None:
     torch.testing.assert_close(program.module()(many), linear(many, weight))
 
 
+@pytest.mark.usefixtures("cold")
+def test_all_rows_follow_a_parameter_whose_data_is_replaced() -> None:
+    """19 rows are 16 blocks of one row, and three that remain."""
+    weight, other, x = drawn((19, 10), (19, 10), (1, 10))
+    parameter = torch.nn.Parameter(weight)
+    step = products.prepare_linear(parameter)
+    parameter.data = other
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), linear(x, other))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, products.FEW_FOR_BLOCKS, products.FEW_FOR_BLOCKS + 1, 40])
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
