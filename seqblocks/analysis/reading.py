@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.step import Entries, Step, Verb, find_verb, passed_verb
@@ -16,6 +17,7 @@ from seqblocks.language.spec import STEP_KEYS, Argument, Block
 from seqblocks.language.vocabulary import key_hint, missing_colon, nearest
 from seqblocks.op import Op
 
+MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
 
 def read_step(ctx: Context, item: Node) -> Step:
     """Read an item of a list of steps as a step. The result is cached, since bodies may be lowered several times."""
@@ -133,20 +135,29 @@ def _check_keys(ctx: Context, step: Step) -> None:
     for key, (span, _) in unknown.items():
         ctx.report(_unknown_key(step, found, key, words), span)
         step.incomplete = True
-    step.misspelt = frozenset(word for key in unknown if (word := nearest(key, words)))
+    step.misspelt = frozenset(_misspelt(unknown, found, words))
     if "as" not in step.common:
         step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
 
 
+def _misspelt(unknown: Iterable[str], found: Verb, words: list[str]) -> Iterator[str]:
+    """Yield the keys common to all steps that unknown ones may stand for."""
+    close = (key for key in unknown if nearest(key, found.common))  # Fewer words to compare than all.
+    for key in islice(close, MAX_MISSPELT):
+        word = nearest(key, words)
+        if word in found.common:
+            yield word
+
+
 def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
-    """Report keys of an op with keys of the user's own that its text does not contain, and that are close to others."""
+    """Report keys of an op with keys of the user's own that its values do not contain, and that are close to others."""
     if not (isinstance(found.meaning, type) and issubclass(found.meaning, Op)):
         return
     words = list(dict.fromkeys((*found.own, *found.wires, *found.common)))
     own = [node for key, (_, node) in step.fields.items() if key in found.own]
-    text = " ".join(node.text for node in own if isinstance(node, Scalar))
+    used = {word for node in own if isinstance(node, Scalar) for word in re.findall(r"\w+", node.text)}
     for key, (span, _) in [*step.fields.items()]:
-        if key not in words and key not in text and (word := nearest(key, words)):
+        if key not in words and key not in used and (word := nearest(key, words)):
             ctx.report(_unknown_key(step, found, key, words), span)
             del step.fields[key]
             step.incomplete, step.misspelt = True, step.misspelt | {word}

@@ -102,6 +102,17 @@ def unknown_block_arguments(k: float) -> str:
 
 
 @case
+def unknown_keys_of_a_pattern(k: float) -> str:
+    names = " ".join(f"a{at}" for at in range(int(20_000 * k)))
+    return spec(f"    - rearrange:\n        pattern: 'b l ({names}) -> b l ({names})'\n" + each("        a#: 1\n", 20_000 * k))
+
+
+@case
+def misspelt_common_keys(k: float) -> str:
+    return spec("    - silu:\n" + each("        from#: 1\n", 20_000 * k))
+
+
+@case
 def missing_block_arguments(k: float) -> str:
     return spec("    - b\n", "blocks:\n  b:\n    args:\n" + each("      a#: int\n", 40_000 * k) + "    steps: [silu]\n")
 
