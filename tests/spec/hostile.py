@@ -104,7 +104,8 @@ def unknown_block_arguments(k: float) -> str:
 @case
 def unknown_keys_of_a_pattern(k: float) -> str:
     names = " ".join(f"a{at}" for at in range(int(20_000 * k)))
-    return spec(f"    - rearrange:\n        pattern: 'b l ({names}) -> b l ({names})'\n" + each("        a#: 1\n", 20_000 * k))
+    pattern = f"        pattern: 'b l ({names}) -> b l ({names})'\n"
+    return spec(f"    - rearrange:\n{pattern}" + each("        a#: 1\n", 20_000 * k))
 
 
 @case
