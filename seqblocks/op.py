@@ -100,7 +100,7 @@ class Op(BaseModel):
     """What an output position depends on: its own token, the tokens before it too (then `state` says what is carried),
     or the whole sequence (such an op cannot stream)."""
     random: ClassVar[bool] = False
-    """Whether it draws random numbers in training mode."""
+    """Whether it draws random numbers in training mode, when long sequences therefore run at once, not in parts."""
     reversible: ClassVar[bool] = False
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
     independent: ClassVar[str] = ""

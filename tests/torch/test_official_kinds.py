@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,9 @@ import seqblocks
 from seqblocks import load, save
 from seqblocks.checkpoint import load_official
 from tests.torch.odd import ODD
+from tests.torch.saved import model, same
 
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
-
-TEXT = """
-seqblocks: 1
-let: {dim: 4}
-model:
-  input: {features: dim}
-  steps: [linear: {features: 6, name: up}, silu, linear: {features: dim, bias: false, name: down}]
-"""
-
-
-def model(seed: int = 0) -> Any:
-    return seqblocks.build_text(TEXT, seed=seed)
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore")
