@@ -86,6 +86,12 @@ def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, wh
             raise RunError(f"the batches differ: {name} has {given[name].shape[0]} and {whose} {batch}")
 
 
+def check_no_context(given: dict[str, Any]) -> None:
+    """Raise RunError if inputs that do not stream are passed with a state, which contains what depends on them."""
+    if given:
+        raise RunError(f"the state already depends on {next(iter(given))}: pass either that input or the state")
+
+
 def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
     """Raise RunError unless resets or cu_seqlens are valid for x."""
     for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):

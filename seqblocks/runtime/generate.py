@@ -11,15 +11,16 @@ from torch import Tensor
 
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime import arguments
+from seqblocks.runtime.model import SequenceModel, has_tokens
 from seqblocks.state import States, index_select
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
+COLDEST = 1e-30  # at this temperature, only the largest logits have a probability; divided by less, they overflow
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 
-@torch.inference_mode()
 def generate(
     model: SequenceModel,
     prompt: Prompt,
@@ -48,22 +49,27 @@ def generate(
     The model must map tokens to logits, and stream. Call `model.eval()` first. Raises UsageError and RunError.
     """
     _check_model(model)
+    _check_output(model.spec, output)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
     _check_function(on_token)
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+    if not _is_whole(max_new_tokens) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens must be a whole number, at least 0, not {max_new_tokens!r}")
     x, resets = _padded(prompt, model._some_tensor().device)
     if state is not None and resets is not None:
         raise UsageError("prompts that continue a state must have equal lengths")
+    if state is not None:
+        arguments.check_names_of_context(model.spec.inputs, inputs, x.shape[0])
+        arguments.check_no_context(inputs)
     made: list[list[int]] = [[] for _ in range(x.shape[0])]
     if max_new_tokens and made:
-        if state is None:
-            state = model.init_state(x.shape[0], None, None, **inputs)
-        else:
-            model._start_stream()
-        logits, state = _read(model, x, resets, state, output)
-        _continue(model, logits, state, made, max_new_tokens, sampler, stops, on_token, output)
+        with torch.inference_mode():  # The result is made outside of it, since a model may be trained on it.
+            if state is None:
+                state = model.init_state(x.shape[0], None, None, **inputs)
+            else:
+                model._start_stream()
+            logits, state = _read(model, x, resets, state, output)
+            _continue(model, logits, state, made, max_new_tokens, sampler, stops, on_token, output)
     return [torch.tensor(tokens, dtype=torch.long, device=x.device) for tokens in made]
 
 
@@ -109,12 +115,8 @@ def _read(
 
 
 def _logits(y: Any, output: str | None) -> Tensor:
-    if isinstance(y, dict):
-        if output not in y:
-            raise UsageError(f"the model has the outputs {', '.join(y)}: pass output= with the name of the logits")
-        y = y[output]
-    assert isinstance(y, Tensor)
-    return y
+    logits: Tensor = y if output is None else y[output]
+    return logits
 
 
 def _check_model(model: Any) -> None:
@@ -127,16 +129,29 @@ def _check_model(model: Any) -> None:
         raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
 
 
+def _check_output(spec: ModelSpec, output: str | None) -> None:
+    """Raise an error unless `output` is the name of an output of each token, or None if the only one has no name."""
+    if spec.outputs and output not in spec.outputs:
+        names = ", ".join(spec.outputs)
+        raise UsageError(f"the model has the outputs {names}: pass output= with the name of the logits")
+    if not spec.outputs and output is not None:
+        raise UsageError(f"the model has one output, which has no name: leave out output={output!r}")
+    wire = spec.output if output is None else spec.outputs[output]
+    if not has_tokens(wire) or (wire and wire.kind == "tokens"):
+        raise RunError(f"{output or spec.name} is {wire}, not logits of each token, so it cannot generate")
+
+
 def _check_function(on_token: Any) -> None:
     if on_token is not None and not callable(on_token):
         raise UsageError(f"on_token must be a function (sequence, token), not {on_token!r}")
 
 
 def _stops(stop: int | Iterable[int]) -> frozenset[int]:
-    tokens = tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+    given: Any = stop.tolist() if isinstance(stop, Tensor) else stop
+    tokens = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(_is_whole(token) for token in tokens):
         raise UsageError(f"stop must be a token id or several, not {stop!r}")
-    return frozenset(tokens)
+    return frozenset(map(int, tokens))
 
 
 def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -162,7 +177,7 @@ def _rows(prompt: Any) -> list[Any]:
         return [prompt] if prompt.dim() < 2 else [*prompt]
     if not isinstance(prompt, list | tuple):
         raise UsageError(f"a prompt is token ids, in a tensor or in lists, not {type(prompt).__name__}")
-    return [prompt] if prompt and isinstance(prompt[0], int) else [*prompt]
+    return [prompt] if prompt and _is_whole(prompt[0]) else [*prompt]
 
 
 def _row(tokens: Any, device: torch.device) -> Tensor:
@@ -180,7 +195,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, Integral)
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 class _Sampler:
@@ -195,7 +210,8 @@ class _Sampler:
             raise UsageError(f"top_k must be a whole number, at least 1, not {top_k!r}")
         if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
             raise UsageError(f"top_p must be a probability above 0, not {top_p!r}")
-        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+        self._temperature = temperature if temperature == 0 else max(temperature, COLDEST)
+        self._top_k, self._top_p = top_k, top_p
         self._generator = None
         if seed is not None:
             if not _is_whole(seed) or not -(2**63) <= seed < 2**63:

@@ -130,8 +130,8 @@ class SequenceModel(Body):
         """Run the steps of a model with several inputs. A stream first runs those that depend on the context only."""
         if call.state is None:
             arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs)))
-        elif inputs:
-            raise RunError(f"the state already depends on {next(iter(inputs))}: pass either that input or the state")
+        else:
+            arguments.check_no_context(inputs)
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
         call.state = self._context_state(inputs) if call.state is None else call.state

@@ -93,7 +93,7 @@ class Stepper:
 
     def takes(self, x: Tensor) -> bool:
         """Return whether x is a valid token for each sequence, so that no other check is needed."""
-        return x.dtype in self._dtypes and x.shape[1:] == self._sizes
+        return x.dtype in self._dtypes and x.shape[1:] == self._sizes and x.dim() > 0
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield variables of the inputs that do not stream, 'None' for those that no step of the stream reads."""

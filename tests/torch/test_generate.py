@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -154,6 +155,43 @@ def test_the_logits_of_several_outputs() -> None:
         seqblocks.generate(model, [1, 2], 4)
 
 
+def test_a_model_is_trained_on_generated_tokens() -> None:
+    model = build("mlstm_small")
+    row, = seqblocks.generate(model, [1, 2], 4)
+    model(row[None]).sum().backward()
+    row[0] = 3
+
+
+def test_a_temperature_close_to_0_selects_the_most_likely_token() -> None:
+    model = build("mlstm_small")
+    greedy, = seqblocks.generate(model, [1, 2], 6)
+    for temperature in (1e-20, 1e-42):
+        found, = seqblocks.generate(model, [1, 2], 6, temperature=temperature)
+        assert torch.equal(found, greedy)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    model = build("mlstm_small")
+    expected = seqblocks.generate(model, [1, 2], 5, top_k=3, temperature=1.0, seed=0)[0].tolist()
+    prompt = [*numpy.array([1, 2])]
+    found = seqblocks.generate(model, prompt, numpy.int64(5), top_k=numpy.int64(3), temperature=1.0, seed=0)  # type: ignore[arg-type]
+    assert found[0].tolist() == expected
+    at = expected.index(expected[2]) + 1
+    for stop in (numpy.int64(expected[2]), torch.tensor(expected[2]), torch.tensor([expected[2]])):
+        found = seqblocks.generate(model, [1, 2], 5, top_k=3, temperature=1.0, seed=0, stop=stop)  # type: ignore[arg-type]
+        assert found[0].tolist() == expected[:at]
+
+
+def test_inputs_that_a_state_contains_are_refused() -> None:
+    model = seqblocks.build("captioner", set={"dim": 16, "encoder_depth": 1, "decoder_depth": 1}).eval()
+    image = torch.randn(1, *model.spec.inputs["image"].axes[1:])
+    state = model.init_state(1, image=image)
+    with pytest.raises(RunError, match="the state already depends on image: pass either that input or the state"):
+        seqblocks.generate(model, [1], 3, state=state, image=image)
+    with pytest.raises(RunError, match="the model has no input 'images'"):
+        seqblocks.generate(model, [1], 3, state=state, images=image)
+
+
 def test_nothing_to_do() -> None:
     model = build("mlstm_small")
     assert [row.tolist() for row in seqblocks.generate(model, prompt(2), 0)] == [[], []]
@@ -172,9 +210,12 @@ def test_nothing_to_do() -> None:
         ([1], {"temperature": "x"}, "temperature must be a number, at least 0, not 'x'"),
         ([1], {"temperature": None}, "temperature must be a number, at least 0, not None"),
         ([1], {"top_k": "x"}, "top_k must be a whole number, at least 1, not 'x'"),
+        ([1], {"top_k": True}, "top_k must be a whole number, at least 1, not True"),
         ([1], {"top_k": 1.5}, "top_k must be a whole number, at least 1, not 1.5"),
         ([1], {"top_p": "x"}, "top_p must be a probability above 0, not 'x'"),
         ([1], {"stop": None}, "stop must be a token id or several, not None"),
+        ([1], {"stop": torch.tensor([1.5])}, "stop must be a token id or several, not tensor"),
+        ([1], {"output": "logits"}, "one output, which has no name: leave out output='logits'"),
         ([1], {"stop": 1.5}, "stop must be a token id or several, not 1.5"),
         ([1], {"seed": "x"}, "a seed must be a 64-bit integer or None, not 'x'"),
         ([1], {"seed": 2**70}, "a seed must be a 64-bit integer or None"),
@@ -194,6 +235,11 @@ def test_models_that_do_not_generate() -> None:
     agent = seqblocks.build("memoroid_agent", set={"dim": 8, "observation": 5})
     with pytest.raises(RunError, match="not token ids, so it cannot generate"):
         seqblocks.generate(agent, [1], 3)
+    classifier = seqblocks.build_text(
+        "seqblocks: 1\nmodel: {input: {tokens: 13}, steps: [{embed: 8}, causal_conv, {pool: {mode: last}}]}"
+    )
+    with pytest.raises(RunError, match=r"not logits of each token, so it cannot generate"):
+        seqblocks.generate(classifier, [1], 3)
     model = build("mlstm_small")
     with pytest.raises(RunError, match="outside the vocabulary of 13"):
         seqblocks.generate(model, [13], 3)

@@ -437,6 +437,14 @@ def test_a_state_that_does_not_fit_is_an_error() -> None:
             model.step(tokens()[:, 0] + 11, state)
 
 
+def test_a_token_without_a_batch_is_an_error() -> None:
+    model = build()
+    with torch.no_grad():
+        for state in (None, model.init_state(1)):
+            with pytest.raises(RunError, match=r"a step reads token ids \[batch\], not torch.int64 \[\]"):
+                model.step(torch.tensor(3), state)
+
+
 def test_a_state_of_another_dtype_is_used_as_before() -> None:
     model = build(dtype=torch.float32)
     _, state = steps(model)
