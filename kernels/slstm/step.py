@@ -30,7 +30,7 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
         c = z.tanh().mul_(write).addcmul_(keep, c)
         n = write.addcmul_(keep, n)
         y = o.sigmoid().mul_(c).div_(n)
-        return y.flatten(1), y, c, n, m
+        return torch.view_copy(y, (-1, y.shape[1] * y.shape[2])), y, c, n, m
 
     return step
 

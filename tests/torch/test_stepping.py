@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import seqblocks
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, SpecWarning
 from seqblocks.kernels import use_backend
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
@@ -458,6 +460,28 @@ def test_a_state_of_another_dtype_is_used_as_before() -> None:
 def test_states_have_memory_of_their_own() -> None:
     for part in torch.utils._pytree.tree_leaves(steps(build())[1]):
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    ["slstm: {i: a, f: b, z: c, o: d, heads: 2}", "mlstm: {q: a, k: b, v: c, i: i, f: d, heads: 8}",
+     "gated_recurrence: {x: a, decay: b}", "shift: {from: a, by: 1}", "causal_conv: {from: a, kernel: 2}"],
+)  # fmt: skip
+def test_an_output_that_is_overwritten_does_not_change_the_state(mixer: str) -> None:
+    used = [name for name in "abcdi" if re.search(rf": {name}[,}}]", mixer)]
+    linear = "".join(f"    - linear: {{from: input, features: 8, as: {name}}}\n" for name in used)
+    text = f"seqblocks: 1\nmodel:\n  input: {{features: 8}}\n  steps:\n{linear}    - {mixer}\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecWarning)  # the decay may be above 0
+        model = build(text)
+    x, state = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), None
+    with torch.no_grad():
+        for t, expected in enumerate(model(x).unbind(1)):
+            token = x[:, t].clone()
+            y, state = model.step(token, state)
+            torch.testing.assert_close(y, expected)
+            token.fill_(9.0)
+            y.fill_(9.0)
 
 
 @pytest.mark.parametrize(("width", "products"), [(16, 1), (1024, 2)])
