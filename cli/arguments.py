@@ -7,12 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from seqblocks._version import __version__
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, visible
 from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.record import Record
 
 SPEC = "path of a spec, name of a bundled spec, or - for standard input"
 
@@ -60,8 +61,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     first = words[0] if words else ""
     for name in [first] if first in VERBS else VERBS:  # creating the parsers of all verbs is slow
-        about, add_arguments = VERBS[name]
-        _declare(verbs.add_parser(name, help=about, description=about), add_arguments)
+        verb = VERBS[name]
+        _declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
     options, extra = top.parse_known_args(words)
     if isinstance(getattr(options, "spec", None), list) and not any(word.startswith("-") for word in extra):
         options.spec += extra  # argparse does not collect positional arguments after an option
@@ -70,8 +71,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _declare(parser: Parser, add_arguments: Sequence[Arguments]) -> None:
-    for add in add_arguments:
+def _declare(parser: Parser, verb: Verb) -> None:
+    for add in verb.arguments:
         add(parser)
     _common(parser)
 
@@ -209,7 +210,7 @@ def _explain(parser: Parser) -> None:
 Arguments = Callable[[Parser], None]
 
 
-class Verb(NamedTuple):
+class Verb(Record):
     """The description of a verb, and a function that adds its arguments to a parser."""
 
     about: str
@@ -284,7 +285,7 @@ def _unknown_option(verb: str, word: str) -> str:
 def _options(verb: str) -> list[str]:
     """Return the long options of a verb."""
     parser = Parser()
-    _declare(parser, VERBS[verb].arguments)
+    _declare(parser, VERBS[verb])
     return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
 
 

@@ -20,7 +20,7 @@ from seqblocks.record import Record
 from seqblocks.types import Wire
 
 
-class Entry(NamedTuple):
+class Entry(Record):
     """One entry of a `checkpoint:` map: our name, and its official alternatives."""
 
     ours: str
@@ -199,7 +199,7 @@ class ModelSpec(Record):
         return ", ".join(f"{name} {wire}" for name, wire in self.outputs.items()) or str(self.output)
 
 
-class Named(NamedTuple):
+class Named(Record):
     """A parameter with its full name. `tied`: the name of the parameter that it is tied to or shared with, if any.
 
     shared: whether it is read from that parameter, so that state_dict has no entry with this name.

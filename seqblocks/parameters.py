@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree
 from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.record import Record
 
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
 
@@ -67,7 +68,7 @@ class State(NamedTuple):
         return math.prod(self.shape)
 
 
-class Initialiser(NamedTuple):
+class Initialiser(Record):
     """An initialiser of `init:`. arguments: names with defaults (None if required). about: a line for the docs.
 
     holds: conditions on the numbers, as expressions over their names.

@@ -14,16 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from seqblocks.errors import Fault, RunError, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH
+from seqblocks.record import Record
 
 Shape = tuple[int, ...]
 Tensor = Any  # a torch.Tensor, without importing torch
 
 
-class Share(NamedTuple):
+class Share(Record):
     """The part of an official tensor that one parameter fills: `start` to `stop` in units of `cut`.
 
     cut: how the tensor is divided; shares of one tensor must agree on it. whole: the `stop` of the last share, or None
@@ -36,7 +37,7 @@ class Share(NamedTuple):
     whole: int | None = None
 
 
-class Extent(NamedTuple):
+class Extent(Record):
     """The shape of an official tensor as far as one parameter determines it; a slice does not determine the total size.
 
     share: the part that the parameter fills, or None if it fills the tensor.

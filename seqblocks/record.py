@@ -43,17 +43,17 @@ class Record:
     def __init__(self, *values: Any, **named: Any) -> None:
         if len(values) > len(self._names):
             raise TypeError(f"{type(self).__name__} takes {len(self._names)} values at most, not {len(values)}")
-        mine = self.__dict__
-        mine.update(zip(self._names, values, strict=False))
-        mine.update(named)
-        if len(mine) < len(values) + len(named):
+        count = len(values) + len(named)
+        named.update(zip(self._names, values))  # noqa: B905  # `strict=False` would take longer
+        if len(named) < count:
             raise TypeError(f"{type(self).__name__}: an argument is passed by position and by name")
-        for name, make in self._factories.items():
-            if name not in mine:
-                mine[name] = make()
-        if not self._required <= mine.keys() or not self._known >= mine.keys():
-            wrong = sorted((self._required - mine.keys()) | (named.keys() - self._known))
+        if not (self._required <= named.keys() and self._known.issuperset(named)):
+            wrong = sorted((self._required - named.keys()) | (named.keys() - self._known))
             raise TypeError(f"{type(self).__name__}: missing or unknown arguments: {', '.join(wrong)}")
+        for name, make in self._factories.items():
+            if name not in named:
+                named[name] = make()
+        self.__dict__.update(named)
 
     def _replace(self, **changes: Any) -> Self:
         """Return a copy with some of its values changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.bodies import lower_once
@@ -21,9 +21,10 @@ from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
 from seqblocks.op import FieldKind
+from seqblocks.record import Record
 
 
-class Call(NamedTuple):
+class Call(Record):
     """The inputs of one use of a block: the value that its steps read, its arguments, and their source nodes."""
 
     x: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from seqblocks import cost, graph
-from seqblocks.analysis import lookahead
 from seqblocks.analysis.blocks import file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
@@ -39,19 +39,13 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
 
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
     tolerance = _tolerance(ctx, expect)
-    open_context = cost.open_context(model.graph)
-    macs = cost.macs(model.graph, cost.tokens_of(model))
-    figures: tuple[tuple[str, str, float | None], ...] = (
-        ("params", "E701", graph.count(model.graph)),
-        ("active_params", "E701", graph.count(model.graph, active=True)),
-        ("state_bytes", "E702", None if open_context else cost.state_bytes(model.graph, "float32")),
-        ("flops_per_token", "E703", None if macs is None else 2 * macs),
-    )
-    for key, code, found in figures:
+    for key, (code, compute) in _FIGURES.items():
         expected = _number(ctx, expect, key, None)
         if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
             continue
+        found = compute(model)
         if found is None or abs(found - expected) > tolerance * abs(expected):
+            open_context = cost.open_context(model.graph)
             shown = f"unknown: the length of {open_context[0] if open_context else 'the sequence'} is open"
             if found is not None:
                 shown = f"{found:,.10g} ({found - expected:+,.10g})"
@@ -60,10 +54,29 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
             broken.add(Diagnostic(code, message, span, f"{expected:,.10g}", shown, hint=hint))
 
 
+def _flops(model: ModelSpec) -> float | None:
+    macs = cost.macs(model.graph, cost.tokens_of(model))
+    return None if macs is None else 2 * macs
+
+
+def _state_bytes(model: ModelSpec) -> int | None:
+    return None if cost.open_context(model.graph) else cost.state_bytes(model.graph, "float32")
+
+
+_FIGURES: dict[str, tuple[str, Callable[[ModelSpec], float | None]]] = {
+    "params": ("E701", lambda model: graph.count(model.graph)),
+    "active_params": ("E701", lambda model: graph.count(model.graph, active=True)),
+    "state_bytes": ("E702", _state_bytes),
+    "flops_per_token": ("E703", _flops),
+}
+
+
 def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
     expected, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
     if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
         return
+    from seqblocks.analysis import lookahead  # few specs expect a latency or a lookahead
+
     found, hint = lookahead.latency_ms(model), None
     if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
         return
@@ -122,6 +135,8 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
 def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
     if node is None:
         return
+    from seqblocks.analysis import lookahead
+
     expected: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
     ahead = lookahead.find(model)
     if expected is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == expected):

@@ -12,17 +12,17 @@ from the whole sequence and broadcast to its tokens looks ahead to the end.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.record import Record
 from seqblocks.types import Wire
 
 WHOLE = math.inf  # the whole sequence
 SEQUENCES = ("sequence", "tokens")
 
 
-class Ahead(NamedTuple):
+class Ahead(Record):
     """The lookahead of a value: the rest of a window of `window` input tokens, and `beyond` further tokens.
 
     A second bound is the rest of a frame of `frame` tokens, a multiple of all windows so far, and `later` further

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
@@ -13,6 +12,7 @@ from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.vocabulary import did_you_mean, key_hint
 from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.record import Record
 
 Parameters = dict[str, Parameter]
 
@@ -66,7 +66,7 @@ def _report_no_parameter(ctx: Context, step: Step, key: str, span: Span, paramet
 # --- tied parameters --------------------------------------------------------------------------------------------------
 
 
-class _Tie(NamedTuple):
+class _Tie(Record):
     ours: str
     target: str  # step.parameter
     span: Span

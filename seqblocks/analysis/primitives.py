@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.context import Context
@@ -19,6 +19,7 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared
 from seqblocks.parameters import Parameter, State
+from seqblocks.record import Record
 from seqblocks.types import UNBOUNDED, Wire
 
 MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
@@ -77,7 +78,7 @@ def _vectors(
     return tuple(value for value, wire in read if wire and wire.kind == "vector")
 
 
-class _Declared(NamedTuple):
+class _Declared(Record):
     """The declarations of an op for its inputs; empty if they are UNKNOWN."""
 
     type: Wire | None = None
@@ -90,20 +91,20 @@ class _Declared(NamedTuple):
 def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
     made, cls = _shape(op, wires), type(op)
     facts = UNBOUNDED if cls.facts is Op.facts else op.facts(*wires)
-    declared = _Declared(made, op.parameters(*wires), op.state(*wires), op.macs(*wires))
+    parameters, states, macs = op.parameters(*wires), op.state(*wires), op.macs(*wires)
     if not op.builtin:
-        check_declared(cls, *declared[:4], facts)
-    for name, parameter in declared.parameters.items():
+        check_declared(cls, made, parameters, states, macs, facts)
+    for name, parameter in parameters.items():
         if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
             message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
             raise Fault("E504", message, expected="at most 10^18")
-    for name, state in declared.state.items():
+    for name, state in states.items():
         if (numbers := math.prod(state.shape)) > MAX_STATE:
             message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers per sequence"
             raise Fault("E504", message, expected="at most 10^12")
     if made.facts is not facts:
         made = made.with_facts(facts)
-    return declared._replace(type=made, calls=op.calls(*wires))
+    return _Declared(made, parameters, states, macs, op.calls(*wires))
 
 
 def _shape(op: Op, wires: list[Wire | None]) -> Wire:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
 from seqblocks.op import Op, field_infos, find_primitive
+from seqblocks.record import Record
 
 BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
 
 
-class Verb(NamedTuple):
+class Verb(Record):
     """The definition of a verb, and the arguments that it takes."""
 
     meaning: type[Op] | type[Combinator] | Block | Argument

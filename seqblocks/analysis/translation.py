@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.errors import Fault, RunError, UsageError, listing
 from seqblocks.graph import Entry, Graph, ModelSpec
 from seqblocks.language.expressions import parse
 from seqblocks.recipes import Name, Recipe
+from seqblocks.record import Record
 
 MAX_ALTERNATIVES = 16
 LAYOUTS = "layouts"  # the key of a map with its further layouts
@@ -43,7 +44,7 @@ def layouts(model: ModelSpec) -> list[str]:
     return list(dict.fromkeys([OFFICIAL, *(entry.layout for table in tables for entry in table if entry.layout)]))
 
 
-class _Match(NamedTuple):
+class _Match(Record):
     """An entry that matches the first `length` parts of a name."""
 
     length: int

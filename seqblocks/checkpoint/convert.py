@@ -165,7 +165,8 @@ def _shape(pieces: list[_Piece]) -> Shape:
 
 def _misfits(pieces: list[_Piece]) -> Iterator[str]:
     """Yield the reasons why pieces do not form one tensor."""
-    shares = sorted((piece.extent.share for piece in pieces if piece.extent.share), key=lambda share: share[1:3])
+    shares = [piece.extent.share for piece in pieces if piece.extent.share]
+    shares.sort(key=lambda share: (share.start, share.stop))
     if len(shares) < len(pieces):
         if len(pieces) > 1:
             yield "one of them is the whole tensor"

@@ -8,7 +8,7 @@ so the limits are enforced while reading, before any large structure is built.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -136,10 +136,9 @@ def _show(node: Node, label: str, depth: int) -> Iterator[str]:
 
 # --- YAML 1.2 core schema, section 10.3.2 -----------------------------------------------------------------------
 
-_INT = re.compile(r"[-+]?[0-9]{1,300}\Z")
-_HEX = r"0x[0-9a-fA-F]{1,64}\Z"  # compiled on first use
+_HEX = r"0x[0-9a-fA-F]{1,64}\Z"  # these patterns are compiled on first use
 _OCT = r"0o[0-7]{1,64}\Z"
-_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,10})?\Z")
+_FLOAT = r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,10})?\Z"
 _WORDS: dict[str, Value] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -156,13 +155,14 @@ def resolve(text: str) -> Value:
         return _WORDS[text]
     if text[0] not in "0123456789+-.":
         return text
-    if _INT.match(text):
+    digits = text[1:] if text[0] in "+-" else text
+    if digits.isdecimal() and digits.isascii() and len(digits) <= 300:
         return int(text)
     if text.startswith("0x") and re.match(_HEX, text):
         return int(text, 16)
     if text.startswith("0o") and re.match(_OCT, text):
         return int(text[2:], 8)
-    if _FLOAT.match(text):
+    if re.match(_FLOAT, text):
         return float(text)
     return text
 
@@ -228,7 +228,7 @@ class _Reader:
         self.stack: list[_Open] = []
         self.anchors: dict[str, Node] = {}
         self.root: Node | None = None
-        self.nodes = 0
+        self.documents = self.nodes = 0
 
     def span(self, event: Any) -> Span:
         a, b = event.start_mark, event.end_mark
@@ -240,21 +240,9 @@ class _Reader:
 
     def read(self) -> Node | None:
         try:
-            documents = 0
             for event in yaml.parse(self.source.text, Loader=_Loader):
-                if isinstance(event, yaml.DocumentStartEvent):
-                    documents += 1
-                    if documents > 1:
-                        raise self.stop(
-                            Diagnostic(
-                                "E105",
-                                "a second YAML document begins here",
-                                self.span(event),
-                                expected="one document per file",
-                                hint="move it to its own file and import it with `use:`",
-                            )
-                        )
-                self.take(event)
+                if read := _READ.get(type(event)):
+                    read(self, event)
         except yaml.YAMLError as error:
             raise self.stop(self.syntax(error)) from None
         except (UnicodeError, ValueError, RecursionError) as error:
@@ -265,28 +253,33 @@ class _Reader:
             return None
         return root
 
-    def take(self, event: Any) -> None:
-        match event:
-            case yaml.ScalarEvent():
-                span = self.span(event)
-                self.refuse_tag(event, span)
-                style = event.style
-                quoted = style in ("'", '"')
-                value = event.value if style else resolve(event.value)
-                self.put(Scalar(span, 1, 1, value, event.value, 1 if quoted else 0), event.anchor, bool(style))
-            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                span = self.span(event)
-                self.refuse_tag(event, span)
-                if len(self.stack) >= MAX_DEPTH:
-                    raise self.stop(
-                        Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels")
-                    )
-                mapping = isinstance(event, yaml.MappingStartEvent)
-                self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
-            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                self.close(event)
-            case yaml.AliasEvent():
-                self.alias(event)
+    def document(self, event: Any) -> None:
+        self.documents += 1
+        if self.documents > 1:
+            raise self.stop(
+                Diagnostic(
+                    "E105",
+                    "a second YAML document begins here",
+                    self.span(event),
+                    expected="one document per file",
+                    hint="move it to its own file and import it with `use:`",
+                )
+            )
+
+    def scalar(self, event: Any) -> None:
+        span = self.span(event)
+        self.refuse_tag(event, span)
+        text, style = event.value, event.style
+        value = text if style else resolve(text)
+        self.put(Scalar(span, 1, 1, value, text, 1 if style in ("'", '"') else 0), event.anchor, bool(style))
+
+    def begin(self, event: Any) -> None:
+        span = self.span(event)
+        self.refuse_tag(event, span)
+        if len(self.stack) >= MAX_DEPTH:
+            raise self.stop(Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels"))
+        mapping = isinstance(event, yaml.MappingStartEvent)
+        self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
 
     def refuse_tag(self, event: Any, span: Span) -> None:
         # A quoted scalar has the tag "!" only if it is written out.
@@ -471,6 +464,17 @@ class _Reader:
             if text
             else Diagnostic("E101", f"not YAML: {error.reason}", span)
         )
+
+
+_READ: dict[type, Callable[[_Reader, Any], None]] = {
+    yaml.DocumentStartEvent: _Reader.document,
+    yaml.ScalarEvent: _Reader.scalar,
+    yaml.MappingStartEvent: _Reader.begin,
+    yaml.SequenceStartEvent: _Reader.begin,
+    yaml.MappingEndEvent: _Reader.close,
+    yaml.SequenceEndEvent: _Reader.close,
+    yaml.AliasEvent: _Reader.alias,
+}
 
 
 def _split_calls(entries: dict[str, tuple[Span, Node]]) -> list[tuple[str, list[str]]]:

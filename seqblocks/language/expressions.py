@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks.errors import Fault, Lazy, listing, quote
 from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.record import Record
 
 MAX_LENGTH = 400
 MAX_NODES = 100
@@ -115,7 +116,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
 }
 
 
-class Expression(NamedTuple):
+class Expression(Record):
     """A checked syntax tree, and the names in it with their offsets in the text."""
 
     text: str

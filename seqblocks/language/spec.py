@@ -20,7 +20,7 @@ from seqblocks.errors import Diagnostic, Fault, Lazy, Note, Report, Source, Span
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
-from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hint, missing_colon, nearest
+from seqblocks.language.vocabulary import did_you_mean, key_hint, missing_colon, nearest
 from seqblocks.record import Record
 
 VERSION = 1
@@ -34,6 +34,10 @@ EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
+_TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
+    "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
+    **dict.fromkeys(("layers", "modules", "body", "network"), "steps"),
+}  # fmt: skip
 _LIKE = {  # example of each mapping, for hints
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
     "expect": "{params: 1_000}", "let": "{dim: 64}",
@@ -556,8 +560,8 @@ STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
 
 def _nearest_type(word: str) -> str | None:
     """Return the argument type that corresponds to a name from another language, such as `str`."""
-    words = [word.lower(), *called_elsewhere(word)]
-    return next((each for each in words if each in ARGUMENT_TYPES), None)
+    word = word.lower()
+    return word if word in ARGUMENT_TYPES else _TYPES_ELSEWHERE.get(word)
 
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+
+from seqblocks.record import Record
 
 MAX_KNOWN = 2000  # limit on the number of words compared for a hint
 
 
-class Vocabulary(NamedTuple):
+class Vocabulary(Record):
     """Names used by other libraries."""
 
     elsewhere: dict[str, list[str]]
