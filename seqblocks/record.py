@@ -1,6 +1,6 @@
 """Classes of named values, without the source that `dataclass` writes and compiles for each.
 
-`seqblocks check` defines a dozen of them in every process; as dataclasses they would take 2 % of its time.
+`seqblocks check` defines 30 of them in every process. See docs/decisions/0046-what-check-may-cost.md.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ def check_unused(ctx: Context, block: Block) -> None:
 
 def _read_call(ctx: Context, step: Step, block: Block, x: int) -> Call:
     call = Call(x, {}, {}, {}, {})
+    nothing = Names()  # in scope where a default is written
     for name, each in block.args.items():
         node = step.get(name) if name in step.fields else None
         if node is None and each.default is None and not step.incomplete:
@@ -94,7 +95,7 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> Call:
         elif node:
             call.values[name], call.written[name] = _read_argument(ctx, node, block, each), (node, ctx.names)
         elif each.default is not None:
-            call.values[name], call.written[name] = _default(each), (each.default, Names())
+            call.values[name], call.written[name] = _default(each), (each.default, nothing)
             ctx.run.unread[id(each.default)] = False
         else:
             call.values[name] = UNKNOWN

@@ -36,11 +36,12 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
     """
     whole = [(body, path) for body, path in bodies]
     nothing = Idle([], [])
+    complete: dict[int, bool] = {}
     found = _Liveness(frozenset(), by_gradient)
-    idle = [found.body(body) if _complete(body) else nothing for body, _ in whole]
+    idle = [found.body(body) if _is_complete(body, complete) else nothing for body, _ in whole]
     if any(each.steps for each in idle) and (kept := _tied_to(whole, found.used)):
         found = _Liveness(kept, by_gradient)
-        idle = [found.body(body) if _complete(body) else nothing for body, _ in whole]
+        idle = [found.body(body) if _is_complete(body, complete) else nothing for body, _ in whole]
     return idle
 
 
@@ -193,8 +194,12 @@ def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int
     return frozenset(id(item.node) for item in named if item.name in targets)
 
 
-def _complete(body: Graph) -> bool:
-    return all(node.kind != "unknown" for node in graph.walk(body))
+def _is_complete(body: Graph, known: dict[int, bool]) -> bool:
+    """Return whether all steps could be lowered. known: the results for other bodies."""
+    if id(body) not in known:
+        inside = all(_is_complete(inner, known) for node in body.nodes for inner in node.bodies.values())
+        known[id(body)] = inside and all(node.kind != "unknown" for node in body.nodes)
+    return known[id(body)]
 
 
 def _with_inner(node: Node) -> Iterator[Node]:

@@ -272,7 +272,7 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
 def owner_hint(name: str, shared: Table) -> str | None:
     """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
     item = next((each for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
-    return item and f"{name} uses the parameters of another step: name their owner ({item.tied})"
+    return f"{name} uses the parameters of another step: name their owner ({item.tied})" if item else None
 
 
 def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:

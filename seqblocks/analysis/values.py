@@ -100,24 +100,26 @@ def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
 
 def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False) -> Any:
     """Return a number, or the value of an expression."""
-    value: Any = UNKNOWN
-    fault = None
-    match node:
-        case Scalar(value=None) if optional:
-            return None
-        case Scalar(value=str(text)):
-            value = evaluate(ctx, text, node)
-            if value is UNKNOWN or (value is None and optional):
-                return value
-            found = f"{quote(text)}, which is {shown_value(value)}"
-            fault = Fault("E203", "expected a number", found=found)
-        case Scalar():
-            value = node.value
+    value: Any = node.value if isinstance(node, Scalar) else UNKNOWN
+    if isinstance(node, Scalar) and isinstance(value, str):
+        value = evaluate(ctx, value, node)
+        if value is UNKNOWN:
+            return UNKNOWN
+    if value is None and optional:
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        needed = "expected a number or an expression"
-        ctx.report(fault or Fault("E203", needed, found=kind_of(node)), node if fault else node.span)
+        _report_no_number(ctx, node, value)
         return UNKNOWN
     return value if isinstance(value, int) and abs(value) <= MAX_MAGNITUDE else _in_range(ctx, node, value, whole)
+
+
+def _report_no_number(ctx: Context, node: Node, value: Any) -> None:
+    """Report an argument that is no number, or an expression whose value is none."""
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        found = f"{quote(node.value)}, which is {shown_value(value)}"
+        ctx.report(Fault("E203", "expected a number", found=found), node)
+    else:
+        ctx.report(Fault("E203", "expected a number or an expression", found=kind_of(node)), node.span)
 
 
 def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:

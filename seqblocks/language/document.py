@@ -268,26 +268,27 @@ class _Reader:
 
     def scalar(self, event: Any) -> None:
         span = self.span(event)
-        self.refuse_tag(event, span)
+        if event.tag is not None:
+            raise self.tagged(event, span)
         text, style = event.value, event.style
         value = text if style else resolve(text)
         self.put(Scalar(span, 1, 1, value, text, 1 if style in ("'", '"') else 0), event.anchor, bool(style))
 
     def begin(self, event: Any) -> None:
         span = self.span(event)
-        self.refuse_tag(event, span)
+        if event.tag is not None:
+            raise self.tagged(event, span)
         if len(self.stack) >= MAX_DEPTH:
             raise self.stop(Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels"))
         mapping = isinstance(event, yaml.MappingStartEvent)
         self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
 
-    def refuse_tag(self, event: Any, span: Span) -> None:
-        # A quoted scalar has the tag "!" only if it is written out.
-        if event.tag is not None:
-            written = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self.stop(
-                Diagnostic("E106", f"YAML tags are not allowed: {quote(written)}", span, hint="remove the tag")
-            )
+    def tagged(self, event: Any, span: Span) -> _Stop:
+        """Report a tag. A quoted scalar has the tag "!" only if it is written out."""
+        written = event.tag.replace("tag:yaml.org,2002:", "!!")
+        return self.stop(
+            Diagnostic("E106", f"YAML tags are not allowed: {quote(written)}", span, hint="remove the tag")
+        )
 
     def alias(self, event: Any) -> None:
         span = self.span(event)
@@ -317,7 +318,8 @@ class _Reader:
             return
         top = self.stack[-1]
         top.size += node.size
-        top.depth = max(top.depth, node.depth + 1)
+        if top.depth <= node.depth:
+            top.depth = node.depth + 1
         if len(self.stack) + node.depth > MAX_DEPTH:
             raise self.stop(Diagnostic("E104", "nested too deeply", node.span, expected=f"at most {MAX_DEPTH} levels"))
         if not top.mapping:
