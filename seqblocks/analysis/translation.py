@@ -18,6 +18,7 @@ from seqblocks.record import Record
 MAX_ALTERNATIVES = 16
 LAYOUTS = "layouts"  # the key of a map with its further layouts
 OFFICIAL = "official"  # the layout described by the map itself
+OURS = "seqblocks"  # the layout of `save`: the names of the spec
 HOLE = re.compile(r"\{([^}]*)\}")  # an index in a name, {layer}
 
 
@@ -119,6 +120,8 @@ class Translator:
 
     def official(self, model: ModelSpec, name: str) -> list[Recipe]:
         """Return the alternatives for a parameter. Raises RunError."""
+        if self._layout == OURS:
+            return [Name(name)]
         try:
             return self._translated(model.graph, name.split("."), model.checkpoint)
         except Fault as fault:  # an expression is undefined for these indices

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.translation import Translator, layouts
+from seqblocks.analysis.translation import OURS, Translator, layouts
 from seqblocks.checkpoint import writing
 from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, read_model, write_model, write_weights
 from seqblocks.checkpoint.hub import MODEL_TYPE, config_text
-from seqblocks.checkpoint.official import tied_together, translated
-from seqblocks.checkpoint.pretrained import spec_of
+from seqblocks.checkpoint.official import tied_together
+from seqblocks.checkpoint.pretrained import config_file, spec_of, under_our_names
 from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD, safetensors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.recipes import Extent, Name, Recipe, Shape
 
-OURS = "seqblocks"  # the layout of `save`
 ORIGIN = "converted_from"  # the entry of our config.json that stores the original config.json
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
 
@@ -64,7 +63,7 @@ def convert(
         raise UsageError(f"there is no layout {to!r}; use {listing(known)}")
     target = writing.target_of(as_path(out), replace=False)
     found = ours if to == OURS else official_weights(model, ours, to)
-    config = (place if place.is_dir() else place.parent) / CONFIG
+    config = config_file(place)
 
     def work(folder: Path) -> None:
         if to == OURS and model.source is not None:
@@ -97,11 +96,11 @@ def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[Mode
     """Return a spec and weights under our names."""
     if (place / RECORD).exists():
         if spec is not None:
-            raise UsageError(f"{place} contains its own spec: remove the argument `spec`")
+            raise UsageError(f"{place} contains its own spec: do not pass another one")
         return read_model(place, place, set)
     weights = weights_in(place)
     model = spec_of(place, spec, weights, set)
-    return model, translated(model, weights)[0]
+    return model, under_our_names(place, model, weights)[0]
 
 
 def graph_ties(model: ModelSpec) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.translation import Translator, layouts
+from seqblocks.analysis.translation import OURS, Translator, layouts
 from seqblocks.checkpoint.reading import Weights
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing
@@ -68,13 +68,17 @@ def _check_argument(tensors: Any) -> None:
                 raise UsageError(f"the weights are nested: use load_official(model, tensors[{key!r}])")
 
 
-def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tuple[Weights, LeftOut]:
+def translated(
+    spec: ModelSpec, weights: Weights, partial: bool = False, layout: str | None = None
+) -> tuple[Weights, LeftOut]:
     """Return official weights under our names, computed when they are read, and the weights that were left out.
 
-    Names, shapes and dtypes are compared before anything is read. Raises RunError with everything that does not fit;
-    with `partial`, that is left out instead. Reading raises RunError if two tensors of one tied parameter differ.
+    layout: that of the weights; None detects it among the layouts of the spec and its own names. Names, shapes and
+    dtypes are compared before anything is read. Raises RunError with everything that does not fit; with `partial`, that
+    is left out instead. Reading raises RunError if two tensors of one tied parameter differ.
     """
-    choice = _nearest([_choice(spec, layout, weights.headers) for layout in layouts(spec)], weights)
+    candidates = [*layouts(spec), OURS] if layout is None else [layout]
+    choice = _nearest([_choice(spec, each, weights.headers) for each in candidates], weights)
     headers: dict[str, Tensor] = {}
     left_out = LeftOut(_missing(choice, weights, partial), choice.spare, {})
     for name, pairs in choice.found.items():
@@ -97,12 +101,13 @@ def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tupl
 
 
 class _Choice(NamedTuple):
-    """How one layout fits a file.
+    """How a layout fits a file.
 
     found: the recipes of each parameter, and of those tied to it if the file contains them. missing: parameters without
     tensors, with all their recipes. spare: unused tensors.
     """
 
+    layout: str
     found: dict[str, Pairs]
     missing: list[tuple[Named, list[Recipe]]]
     spare: list[str]
@@ -140,7 +145,7 @@ def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice
         else:
             missing.append(alternatives[0])
     used = {official for pairs in found.values() for _, recipe in pairs for official in recipe.names}
-    return _Choice(found, missing, [name for name in headers if name not in used])
+    return _Choice(layout, found, missing, [name for name in headers if name not in used])
 
 
 def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
@@ -222,13 +227,16 @@ def _missing(choice: _Choice, weights: Weights, partial: bool) -> dict[str, str]
     for item, recipes in choice.missing:
         absent = [next(name for name in recipe.names if name not in headers) for recipe in recipes]
         text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, needed for {item.name}"
+        if choice.layout == OURS:
+            text = f"the weights have no {item.name}"
         prefix = next(filter(None, (_prefix_hint(official, names) for official in absent)), None)
         if prefix and not partial:
             more = _count_others(len(choice.missing) - 1)
             raise RunError(f"{text}{more}. {prefix}")
         shape = item.parameter.shape if isinstance(recipes[0], Name) else None
         likely = next(filter(None, (_best_guess(official, shape, free) for official in absent)), None)
-        hint = f" Did you mean {likely}?{_entry_hint(item.name, likely)}" if likely else ""
+        entry = _entry_hint(item.name, likely) if likely and choice.layout != OURS else ""
+        hint = f" Did you mean {likely}?{entry}" if likely else ""
         out[item.tied or item.name] = f"{text}.{hint}"
     return out
 

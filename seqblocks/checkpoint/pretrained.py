@@ -12,6 +12,7 @@ import torch
 
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.analysis.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
 from seqblocks.checkpoint.hub import MODEL_TYPE
@@ -60,46 +61,55 @@ def from_pretrained(
     if spec is None and (place / RECORD).exists():
         return load(place, set=set, device=device, dtype=dtype)
     weights = weights_in(place)
-    if spec is None and (config := own_config(place)):
-        found, ours, left_out = _own(config, weights, set)
-    else:
-        found = spec_of(place, spec, weights, set, allow_use)
-        ours, left_out = translated(found, weights, partial)
+    found = spec_of(place, spec, weights, set, allow_use)
+    ours, left_out = under_our_names(place, found, weights, partial)
     model = _model(found, ours, left_out, device, dtype, seed)
     if any(left_out):
         warnings.warn(PartialWarning(f"{path} was loaded in part\n{left_out}"), stacklevel=2)
     return model
 
 
+def config_file(place: Path) -> Path:
+    """Return the path of the config.json in a folder, or next to a file."""
+    return (place if place.is_dir() else place.parent) / CONFIG
+
+
 def own_config(place: Path) -> dict[str, Any] | None:
-    """Return the config.json of a folder if it contains a spec, as `save` and `save_pretrained` write it, else None."""
-    file = place / CONFIG
+    """Return the config.json of weights if it contains a spec, as `save` and `save_pretrained` write it, else None."""
+    file = config_file(place)
     config = read_json(file) if file.is_file() else None
     return config if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE else None
 
 
-def _own(
-    config: Mapping[str, Any], weights: Weights, set: Mapping[str, Any] | None
-) -> tuple[ModelSpec, Weights, LeftOut]:
-    """Return the spec in a config.json, and weights under its names."""
-    spec = config_spec(config, set)
+def under_our_names(place: Path, spec: ModelSpec, weights: Weights, partial: bool = False) -> tuple[Weights, LeftOut]:
+    """Return weights under the names of a spec, and those that were left out.
+
+    Weights that `save` or `save_pretrained` wrote have these names already; a `checkpoint:` map does not apply to them.
+    Raises RunError unless they fit, or `partial`.
+    """
+    if own_config(place) is None:
+        return translated(spec, weights, partial)
     tied = {item.name for item in graph.parameters(spec.graph) if item.tied}
     ours = weights._replace(headers={name: x for name, x in weights.headers.items() if name not in tied})
+    if partial:
+        return translated(spec, ours, partial, OURS)
     check_fit(spec, ours.headers)
-    return spec, ours, LeftOut({}, [], {})
+    return ours, LeftOut({}, [], {})
 
 
 def spec_of(
     place: Path, spec: Any, weights: Weights, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()
 ) -> ModelSpec:
-    """Return the given spec, or one generated from the config.json next to the weights."""
+    """Return the given spec, the one in the config.json of the weights, or one generated from that config.json."""
     if isinstance(spec, ModelSpec):
         return spec
     if spec is not None:
         return check.load_model(spec, set, allow_use)
-    file = (place if place.is_dir() else place.parent) / CONFIG
+    if config := own_config(place):
+        return config_spec(config, set)
+    file = config_file(place)
     if not file.exists():
-        raise UsageError(f"{place} has no {CONFIG} that describes the model. Pass `spec`")
+        raise UsageError(f"{place} has no {CONFIG} that describes the model. Pass its spec")
     config = read_json(file)
     if isinstance(config, dict) and _head_differs(weights):
         config = {**config, "tie_word_embeddings": False}

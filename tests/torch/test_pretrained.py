@@ -402,6 +402,48 @@ def test_a_folder_of_ours_needs_no_spec(tmp_path: Path, spec: Path) -> None:
     assert torch.equal(seqblocks.from_pretrained(tmp_path / "m").embed.weight, model.embed.weight)
 
 
+SWAPPED = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps: [{linear: {features: 4, name: first}}, tanh, {linear: {features: 4, name: second}}]
+checkpoint: {first: second, second: first}
+"""
+
+
+@pytest.mark.parametrize("place", ["m", "m/model.safetensors"])
+@pytest.mark.parametrize("with_spec", [False, True])
+def test_a_checkpoint_map_does_not_apply_to_weights_of_ours(tmp_path: Path, place: str, with_spec: bool) -> None:
+    (tmp_path / "swapped.yaml").write_text(SWAPPED)
+    model = seqblocks.build(tmp_path / "swapped.yaml")
+    seqblocks.save(model, tmp_path / "m")
+    again = seqblocks.from_pretrained(tmp_path / place, tmp_path / "swapped.yaml" if with_spec else None)
+    assert torch.equal(again.first.weight, model.first.weight)
+
+
+def test_names_of_the_spec_are_one_of_the_layouts(tmp_path: Path, spec: Path) -> None:
+    model = seqblocks.build(spec)
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    assert torch.equal(seqblocks.from_pretrained(tmp_path / "own.pt", spec).body.weight, model.body.weight)
+    torch.save({"bias" if key == "body.bias" else key: x for key, x in model.state_dict().items()}, tmp_path / "own.pt")
+    with pytest.raises(seqblocks.RunError, match=r"^the weights have no body\.bias\. Did you mean bias\?$"):
+        seqblocks.from_pretrained(tmp_path / "own.pt", spec)
+
+
+def test_weights_of_ours_can_be_loaded_in_part(tmp_path: Path, spec: Path) -> None:
+    model = seqblocks.build(spec)
+    seqblocks.save(model, tmp_path / "m")
+    (tmp_path / "m" / "seqblocks.json").unlink()  # transformers' save_pretrained does not write it without the head
+    found = safetensors.load_file(tmp_path / "m" / "model.safetensors")
+    found.pop("body.bias")
+    safetensors.save_file(found, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(seqblocks.RunError, match=r"1 is missing \(body\.bias\)"):
+        seqblocks.from_pretrained(tmp_path / "m")
+    with pytest.warns(seqblocks.errors.PartialWarning, match=r"body\.bias stays at its initial values"):
+        again = seqblocks.from_pretrained(tmp_path / "m", partial=True)
+    assert torch.equal(again.body.weight, model.body.weight)
+
+
 def test_a_model_that_was_read_can_be_saved(tmp_path: Path) -> None:
     text = families.spec_text(MAMBA)
     model = seqblocks.build_text(text)

@@ -57,7 +57,7 @@ def spec_text(config: Any) -> str:
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
-        raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass `spec`")
+        raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass a spec")
     try:
         return FAMILIES[kind](renamed(config, ALIASES.get(kind, {})))
     except ZeroDivisionError:
