@@ -19,12 +19,11 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
 
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
-    taps = weight[:, 0].t()
-    if not torch.compiler.is_compiling():  # Compiled code would copy the taps for each token.
-        taps = taps.contiguous()
+    if torch.compiler.is_compiling():
+        return _prepare_to_compile(weight, bias, activation)
+    taps = weight[:, 0].t().contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
-    # Compilers fuse these operations in any case, and take longer for more of them.
-    if len(before) < FEW and not torch.compiler.is_compiling():
+    if len(before) < FEW:
         return _prepare_few(before.unbind(0), now, bias, activation)
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,5 +49,25 @@ def _prepare_few(
         if activation == "silu":
             y = F.silu(y, inplace=True)
         return y, torch.stack([*inputs[1:], x], 1)
+
+    return step
+
+
+def _prepare_to_compile(
+    weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Do the same with taps that are not copied, as compiled code would copy them for each token.
+
+    y is computed from the next window: torch's compiler would otherwise write the windows of all layers at the end, in
+    one large kernel.
+    """
+    first, rest = weight[:, 0, 0], weight[:, 0, 1:].t()
+
+    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.cat([window[:, 1:], x.unsqueeze(1)], 1)
+        y = (after * rest).sum(1).addcmul_(window[:, 0], first)
+        if bias is not None:
+            y += bias
+        return F.silu(y) if activation == "silu" else y, after
 
     return step

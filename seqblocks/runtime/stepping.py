@@ -118,7 +118,7 @@ class Stepper:
                 continue
             read = [values[value] for value in node.reads]
             alike = [other for other in nodes[at:] if other.reads == node.reads and not other.split]
-            if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read)):
+            if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read, path)):
                 values |= made
                 continue
             if made := self._joined_steps(module, nodes[at:], values, path):
@@ -144,7 +144,9 @@ class Stepper:
         assert node.type
         return dict(zip(node.outputs, self._source.split(y, node.split, node.type.feature_axis), strict=True))
 
-    def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
+    def _one_product(
+        self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
+    ) -> dict[int, str] | None:
         """Compute linear maps of the same input in one product. Return the variables of their outputs by value."""
         found = [(node, matrix) for node in nodes if (matrix := self._matrix(module._modules[node.name], node))]
         if len(found) < 2 or found[0][0] is not nodes[0]:
@@ -249,7 +251,7 @@ class Stepper:
         """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
-        derived = run is not None and not _is_own_matrix(op, parameters)
+        derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
             plain = partial(op.forward, parameters, self._call) if is_pointwise(op) else None
             whole = plain or self._of_sequences(module, node, parameters)
@@ -359,7 +361,7 @@ def _prepared(op: Op, parameters: dict[str, Any]) -> Callable[..., Any] | None:
     return run
 
 
-def _is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
+def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
     matrix = op.matrix(parameters) if type(op).prepare_step is Op.prepare_step else None
     own = {id(x) for x in (None, *parameters.values())}

@@ -20,7 +20,7 @@ from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import is_hooked
-from seqblocks.runtime.stepping import PLANNED, Path, Stepper, holders, is_pointwise, stepper
+from seqblocks.runtime.stepping import PLANNED, Path, Stepper, holders, is_own_matrix, is_pointwise, stepper
 from seqblocks.state import States, compact
 
 
@@ -38,8 +38,27 @@ class TracedStepper(Stepper):
         self.may_break = self.may_break or _runs_code_of_users(child)
         return child
 
-    def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
-        return None  # concatenating the matrices would copy them for each token
+    def _one_product(
+        self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
+    ) -> dict[int, str] | None:
+        """Compute them one after another, as concatenating the matrices would copy them for each token.
+
+        Their outputs are concatenated instead, which copies nothing in compiled code. A compiler calls a library for
+        each product, and steps between these calls would become several kernels instead of one.
+        """
+        found = [node for node in nodes if self._is_product(module._modules[node.name], node)]
+        if len(found) < 2 or found[0] is not nodes[0]:
+            return None
+        products = [self._node(self._child(module, node.name), node, inputs, (*path, node.name)) for node in found]
+        whole = self._source.assign(f"cat(({', '.join(products)}), -1)")
+        parts = self._source.split(whole, tuple(node.type.features for node in found if node.type))
+        return {node.outputs[0]: part for node, part in zip(found, parts, strict=True)}
+
+    def _is_product(self, module: nn.Module | None, node: Node) -> bool:
+        if not self._is_plain(module, node):
+            return False
+        assert isinstance(module, Primitive)
+        return is_own_matrix(module.op, module.parameters_by_name(self._call))
 
     def _joined_steps(self, *_: Any) -> dict[int, str] | None:
         return None  # so would concatenating other parameters

@@ -672,3 +672,28 @@ def test_a_compiled_step_calls_no_library_for_one_row(name: str, by_hand: Any) -
     (graph,) = by_hand.graphs_of(name, True, lambda graph, _: graph.forward)
     assert torch.baddbmm not in {node.target for node in graph.graph.nodes}
     assert torch.bmm in {node.target for node in graph.graph.nodes}
+
+
+def test_compiled_products_of_one_input_run_next_to_each_other(by_hand: Any) -> None:
+    """A compiler calls a library for each product and makes a kernel of what lies between two calls."""
+    (graph,) = by_hand.graphs_of("gated_deltanet", True, lambda graph, _: graph.forward)
+    nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
+    products = [at for at, node in enumerate(nodes) if node.target is torch._C._nn.linear]
+    by_input: dict[Any, list[int]] = {}
+    for at in products:
+        by_input.setdefault(nodes[at].args[0], []).append(at)
+    joined = [places for places in by_input.values() if len(places) > 1]
+    assert [len(places) for places in joined] == [6, 6, 6]
+    assert all(places == [*range(places[0], places[0] + 6)] for places in joined)
+
+
+def test_a_compiled_step_with_products_of_one_input_follows_a_changed_model() -> None:
+    model = build(CONVOLUTIONS)
+    step = compiled(model)
+    assert_compiled_follows(model, step)
+    with torch.no_grad():
+        model.b.weight += 1.0
+        model.q.weight += 1.0
+    assert_compiled_follows(model, step)
+    model.b.register_forward_hook(lambda module, inputs, out: (2 * out[0], out[1]))
+    assert_compiled_follows(model, compiled(model))
