@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,14 @@ class Guard:
     def note_bypassed(self, module: nn.Module) -> None:
         """Record that a module is bypassed, and must have no hooks and no replaced `forward`."""
         self._add(f"'forward' not in {self._constant(module.__dict__)}")
+        self._note_hooks(module)
+
+    def note_owner(self, module: nn.Module) -> None:
+        """Do the same for the module that holds the guard, without a reference to it or its attributes."""
+        self._add(f"'forward' not in {self._constant(weakref.ref(module))}().__dict__")
+        self._note_hooks(module)
+
+    def _note_hooks(self, module: nn.Module) -> None:
         self._hooks += [
             module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         ]  # fmt: skip
@@ -61,5 +70,5 @@ class Guard:
 
     def _compiled(self) -> Callable[[], bool]:
         exec(f"def compare(): return {' and '.join(self._comparisons) or True}", self._names)  # noqa: S102
-        compare: Callable[[], bool] = self._names["compare"]
+        compare: Callable[[], bool] = self._names.pop("compare")  # which refers to these names
         return compare

@@ -5,7 +5,8 @@ without gradients therefore builds a `Stepper`: one function that runs all steps
 already in the layout that one token needs, and checks the state. Its source is generated from the graph; the only user
 input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
 runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
-detected, so values derived from parameters are computed again for each stream (`renew`).
+detected, so values derived from parameters are computed again for each stream (`renew`). Nothing in a stepper refers to
+the stepper or its model, so that a deleted model frees its memory at once.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Stepper:
         self._phase: Phase = "stream" if spec.graph.ports else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
-        self._guard.note_bypassed(model)
+        self._guard.note_owner(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
         with of_model(self._bytes):
@@ -151,14 +152,14 @@ class Stepper:
         found = [(node, matrix) for node in nodes if (matrix := self._matrix(module._modules[node.name], node))]
         if len(found) < 2 or found[0][0] is not nodes[0]:
             return None
-        for node, _ in found:
-            child = self._child(module, node.name)
+        children, call = [(self._child(module, node.name), node) for node, _ in found], self._call
+        for child, _ in children:
             assert isinstance(child, Primitive)
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
         def prepare() -> Callable[[Tensor], Tensor] | None:
-            again = [self._matrix(module._modules[node.name], node) for node, _ in found]
+            again = [_matrix(child, node, call) for child, node in children]
             return None if None in again else prepare_joined([matrix for matrix in again if matrix])
 
         run = self._source.prepared(prepare)
@@ -182,10 +183,10 @@ class Stepper:
         if len(found) < 2 or found[0] is not nodes[0]:
             return None
         steps: list[Any] = [module._modules[node.name] for node in found]
-        widths = [node.type.features for node in found if node.type]
+        widths, call = [node.type.features for node in found if node.type], self._call
 
         def prepare() -> Callable[..., tuple[Tensor, ...]] | None:
-            return prepare_joined_steps(op, [step.parameters_by_name(self._call) for step in steps], widths)
+            return prepare_joined_steps(op, [step.parameters_by_name(call) for step in steps], widths)
 
         run = self._source.prepared(prepare)
         if run is None:
@@ -203,18 +204,10 @@ class Stepper:
         assert node.op is not None
         ready = all(value in values for value in node.reads) and node.outputs[0] not in values and not node.split
         complete = len(node.inputs) == len(node.op.ports)
-        return ready and complete and self._is_plain(module, node)
-
-    def _is_plain(self, module: nn.Module | None, node: Node) -> bool:
-        """Return whether a module is the declared primitive without hooks, whose parameters can be prepared."""
-        return type(module) is Primitive and not is_hooked(module) and _as_declared(module, node)
+        return ready and complete and _is_plain(module, node)
 
     def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
-        if not self._is_plain(module, node):
-            return None
-        assert isinstance(module, Primitive)
-        found = module.op.matrix(module.parameters_by_name(self._call))
-        return Matrix(*found) if found and found[0].numel() <= MOST_COPIED else None
+        return _matrix(module, node, self._call)
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in holders(module).values():
@@ -235,10 +228,11 @@ class Stepper:
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
         """Call a module with sequences of length one."""
+        grid, phase = self._grid, self._phase
 
         def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
             tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
-            call = Call(False, state, True, None, False, True, self._grid, phase=self._phase)
+            call = Call(False, state, True, None, False, True, grid, phase=phase)
             y, states = call_child(module, tensors, call, path[-1], node)
             return (y.squeeze(1) if made else y), states
 
@@ -268,12 +262,12 @@ class Stepper:
         assert node.op is not None
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
         timed = [value is not None and _is_sequence(self._types[value]) for value in first]
-        names, made = [*node.state], _is_sequence(node.type)
+        names, made, grid, phase = [*node.state], _is_sequence(node.type), self._grid, self._phase
 
         def run(*given: Any) -> Any:
             inputs = [x.unsqueeze(1) if time else x for x, time in zip(given[len(names) :], timed, strict=True)]
             state = dict(zip(names, given, strict=False))  # the state comes first, then the inputs
-            call = Call(False, state, True, None, False, True, self._grid, phase=self._phase)
+            call = Call(False, state, True, None, False, True, grid, phase=phase)
             y, after = module.checked(module.op.forward(parameters, call, *inputs), call)
             y = y.squeeze(1) if made else y
             return (y, *(after[name] for name in names)) if names else y
@@ -299,9 +293,10 @@ class Stepper:
         values = dict(zip(node.reads, inputs, strict=True))
         read = [inputs[0], *(values[value] for value in node.bodies[labels[0]].captures)]
         experts = [self._expert(module, label, node.bodies[label], len(read), path) for label in labels]
+        call = self._call
 
         def run(experts: tuple[Callable[..., Tensor], ...], logits: Tensor, *tokens: Tensor) -> Tensor:
-            _, weights, chosen = module.route(logits, self._call)
+            _, weights, chosen = module.route(logits, call)
             if len(chosen) != 1:
                 return on_routed(experts, [*tokens], weights, chosen, each=False)
             y = torch.stack([experts[at](*tokens) for at in chosen[0].tolist()], 1)
@@ -346,6 +341,20 @@ PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path
     Primitive: Stepper._primitive, Block: Stepper._block, Residual: Stepper._residual, Repeat: Stepper._repeat,
     Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
 }  # fmt: skip
+
+
+def _is_plain(module: nn.Module | None, node: Node) -> bool:
+    """Return whether a module is the declared primitive without hooks, whose parameters can be prepared."""
+    return type(module) is Primitive and not is_hooked(module) and _as_declared(module, node)
+
+
+def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
+    """Return the linear map of a module if it is small enough to be copied next to others, or None."""
+    if not _is_plain(module, node):
+        return None
+    assert isinstance(module, Primitive)
+    found = module.op.matrix(module.parameters_by_name(call))
+    return Matrix(*found) if found and found[0].numel() <= MOST_COPIED else None
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
@@ -405,6 +414,9 @@ class _Source:
         self._count = 0
         self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
         self._made: dict[Path, str] = {}  # variables of the returned state
+
+    def __del__(self) -> None:
+        self._names.clear()  # The functions refer to it, and it to them: weights would be freed only by a collection.
 
     def variable(self) -> str:
         self._count += 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import pickle
 import re
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +380,36 @@ def test_copies_and_pickles() -> None:
     assert_follows(again)
     assert_follows(model)
     assert (steps(model)[0] - steps(twin)[0]).abs().max() > 1e-3
+
+
+EXPERTS = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 8, as: h}
+    - linear: {features: 4, as: a}
+    - linear: {from: h, features: 4, as: b}
+    - add: {with: a}
+    - experts: {count: 3, top: 1, steps: [{experts: {count: 2, top: 2, steps: [{linear: 4}]}}]}
+    - unembed
+"""
+
+
+@pytest.mark.parametrize("spec", [SPEC, EXPERTS], ids=["mixers", "experts"])
+def test_a_deleted_model_frees_its_memory_at_once(spec: str) -> None:
+    model = build(spec)
+    next(iter(model.children())).register_forward_hook(lambda *_: None)
+    steps(model)
+    assert model._stepper is not None
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not any(parameter() is not None for parameter in parameters)
+    finally:
+        gc.enable()
 
 
 def test_training_and_gradients_do_not_use_the_plan() -> None:
