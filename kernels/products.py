@@ -169,7 +169,7 @@ def multiply(
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:
-    if a.dim() == 2 and _is_dense(a) and _is_dense(b) and prefers_onednn(a, b.shape[1]):
+    if a.dim() == 2 and _is_dense(a) and _is_dense(b) and prefers_onednn(a, *a.shape, b.shape[1], a.stride(1) != 1):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
         if out is None:
             return y if alpha == 1.0 else y.mul_(alpha)
@@ -179,23 +179,32 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) 
     if out is None and alpha == 1.0:
         return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
     out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
+    if _is_split(out):
+        y = torch.bmm(a, b)
+        if add:
+            return out.add_(y, alpha=alpha)
+        return out.copy_(y) if alpha == 1.0 else torch.mul(y, alpha, out=out)
     return (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b, beta=int(add), alpha=alpha)
 
 
-def prefers_onednn(a: Tensor, columns: int) -> bool:
-    """Return whether `multiply` passes a product of a [R, I] with a dense matrix [I, columns] to oneDNN.
+def _is_split(out: Tensor) -> bool:
+    """Return whether torch writes a batch of products to `out` one matrix at a time, each by several threads."""
+    return out.dim() == 3 and not out.is_contiguous() and torch.get_num_threads() > 1
 
-    oneDNN multiplies one matrix at a time, since torch has no batched product of oneDNN in float32.
+
+def prefers_onednn(x: Tensor, R: int, I: int, C: int, transposed: bool = False) -> bool:
+    """Return whether `multiply` passes a product of dense matrices [R, I], [I, C] like x to oneDNN.
+
+    oneDNN multiplies one matrix at a time, since torch has no batched product of oneDNN in float32. transposed: whether
+    the left matrix is.
     """
-    if not ON_ONEDNN or not a.is_cpu or a.dtype is not torch.float32:
+    if not ON_ONEDNN or not x.is_cpu or x.dtype is not torch.float32:
         return False
-    R, I = a.shape
-    if R * I * columns < MANY_FOR_THREAD * torch.get_num_threads() or not torch._C._get_mkldnn_enabled():
+    if MANY_FOR_THREAD * torch.get_num_threads() > R * I * C or not torch._C._get_mkldnn_enabled():
         return False
-    shape = R, I, columns, a.stride(1) != 1
     if len(_shapes_in_kernels) < MOST_SHAPES_IN_KERNELS:
-        _shapes_in_kernels.add(shape)
-    return shape in _shapes_in_kernels
+        _shapes_in_kernels.add((R, I, C, transposed))
+    return (R, I, C, transposed) in _shapes_in_kernels
 
 
 def _is_dense(x: Tensor) -> bool:

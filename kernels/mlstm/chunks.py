@@ -16,12 +16,17 @@ PAIRS = 1 << 17  # weights of pairs of tokens that are computed in the same oper
 
 def cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
     """Cut a group of sequences into chunks, in the order of the scan: [B, S, H, D] to views [G, H, L, D]."""
-    return plan.cut(x[group[0] : group[1]].transpose(1, 2), 2)
+    return plan.cut(_of_group(x, group).transpose(1, 2), 2)
 
 
 def cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
     """Cut the gates of a group of sequences likewise: [B, H, S] to views [N, L, 1]."""
-    return plan.cut(x[group[0] : group[1]].flatten(0, 1).unsqueeze(2), 1)
+    return plan.cut(_of_group(x, group).flatten(0, 1).unsqueeze(2), 1)
+
+
+def _of_group(x: Tensor, group: tuple[int, int]) -> Tensor:
+    first, end = group
+    return x if end - first == x.shape[0] else x[first:end]
 
 
 def rows_of(part: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
@@ -65,8 +70,13 @@ class ChunkGates(NamedTuple):
     D: Sequence[Tensor]  # [N, queries, keys] of each block
     us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None if no chunk reads a state
     floor: Tensor  # [N, L, 1]
-    write: Tensor  # [N, L, 1]: D of the chunk's last token
+    last: int  # index of the chunk's last token, and of the block that contains it
     keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
+
+    @property
+    def write(self) -> Tensor:
+        """Return D of the chunk's last token [N, L, 1], by which tokens enter the state."""
+        return self.D[self.last][:, self.last].unsqueeze(2)
 
 
 def chunk_gates(
@@ -80,7 +90,7 @@ def chunk_gates(
         us = cut_gate(gates.u * DK**-0.5, group, plan)
         keeps = (u[:, last].unsqueeze(1) for u in cut_gate(gates.u, group, plan))
     for D, u, keep, floor in zip(decays, us, keeps, cut_gate(gates.floor, group, plan), strict=False):
-        yield ChunkGates(D, u, floor, D[last][:, last].unsqueeze(2), keep)
+        yield ChunkGates(D, u, floor, last, keep)
 
 
 def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
@@ -99,7 +109,8 @@ def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Te
 def _of_chunks(gate: Tensor, group: tuple[int, int], chunks: Sequence[Chunk]) -> Tensor:
     """Return T adjacent chunks of equal length of a group: [B, H, S] to a view [G, H, T, L] in memory order."""
     first, end = min(chunks[0].first, chunks[-1].first), max(chunks[0].end, chunks[-1].end)
-    part = gate[group[0] : group[1], :, first:end]
+    part = _of_group(gate, group)
+    part = part if end - first == part.shape[2] else part[:, :, first:end]
     return part.view(*part.shape[:2], len(chunks), -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
 
     summed: the number of tokens over which log f is summed.
     singly: whether heads are multiplied one by one, for which their operands are copied (see products.py).
+    pairs: the number of queries and keys that are multiplied, for each head.
     """
 
     L: int
@@ -51,17 +53,30 @@ class Plan(NamedTuple):
     groups: list[tuple[int, int]]
     reverse: bool
     singly: bool
+    pairs: int
 
     def cut(self, x: Tensor, axis: int) -> list[Tensor]:
         """Return views of x for each chunk, in the order of the scan. axis: that of the tokens."""
+        if len(self.chunks) == 1:
+            return [x]
         ordered = -1 if self.reverse else 1
         return [*x.split([chunk.end - chunk.first for chunk in self.chunks[::ordered]], axis)][::ordered]
 
 
 def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
+    """Return the plan of a pass, whose chunks also depend on how the products are computed.
+
+    A block of queries is also a chunk of a sequence longer than twice the width. In a shorter one, all tokens form one
+    chunk, because a pair of tokens costs less than a state.
+    """
     B, S, H, DK = q.shape
-    width = max(DK, v.shape[-1])
-    singly, block = _block_size(q, v)
+    rows, DV = min(S, LARGE_BLOCK), v.shape[-1]
+    singly = prefers_onednn(q, rows, DK, min(rows, DV))
+    return _planned(B, S, H, max(DK, DV), chunk_size, reverse, singly, LARGE_BLOCK if singly else BLOCK)
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(B: int, S: int, H: int, width: int, chunk_size: int, reverse: bool, singly: bool, block: int) -> Plan:
     # By default, chunks have equal lengths: 197 tokens are 66 + 66 + 65, not 128 + 69.
     L = min(chunk_size, S) if chunk_size else _equal(S, S if 2 * width >= S else block)
     together = max(1, SUMMED // L)  # chunks
@@ -72,17 +87,9 @@ def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
         closes = at % together == together - 1 or b == S
         chunks.append(Chunk(first, end, last, at % together == 0, closes, _blocks(b - a, block, reverse)))
     size = 1 if singly else max(1, WORKING_SET // (H * L * max(L, width)))
-    return Plan(L, min(together * L, S), chunks, [(b, min(b + size, B)) for b in range(0, B, size)], reverse, singly)
-
-
-def _block_size(q: Tensor, v: Tensor) -> tuple[bool, int]:
-    """Return whether heads are multiplied one by one, and the number of queries that are multiplied at a time.
-
-    It is also the length of chunks of a sequence longer than twice the width. In a shorter one, all tokens form one
-    chunk, because a pair of tokens costs less than a state.
-    """
-    few = q[0, :LARGE_BLOCK, 0]
-    return (True, LARGE_BLOCK) if prefers_onednn(few, min(few.shape[0], v.shape[-1])) else (False, BLOCK)
+    groups = [(b, min(b + size, B)) for b in range(0, B, size)]
+    pairs = sum((rows.stop - rows.start) * (keys.stop - keys.start) for each in chunks for rows, keys in each.blocks)
+    return Plan(L, min(together * L, S), chunks, groups, reverse, singly, pairs)
 
 
 def _equal(n: int, most: int) -> int:
@@ -127,7 +134,8 @@ def _to_scan(x: Tensor, L: int, reverse: bool) -> Tensor:
 
 def _to_memory(x: Tensor, S: int, reverse: bool) -> Tensor:
     """Convert [B, H, K, L] to [B, H, S]: the inverse of `_to_scan`."""
-    x = x.flatten(2, 3)[:, :, :S]
+    x = x.flatten(2, 3)
+    x = x if x.shape[2] == S else x[:, :, :S]
     return x.flip(2) if reverse else x
 
 
@@ -155,37 +163,33 @@ def prepare(
         e = log_i - b
         best, source = _max_within(segment, e)
     exponential = input_gate == "exp"
-    start, m = _stabilisers(b, best, unbroken, m, S, exponential)
+    start = _stabilisers(b, best, unbroken, m, exponential)
     p = start if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
+    after = b + x if exponential else torch.zeros_like(b)  # m of each token
     u = exp_(_to_memory(_of_state(p, x, segment, plan.L), S, reverse).to(f.dtype)) if enters else None
-    floor = (b + x).neg_() if exponential else torch.zeros_like(b)
-    floor = _to_memory(floor, S, reverse).to(f.dtype).clamp_(max=largest_exponent(f.dtype)).exp_()
+    floor = _to_memory(after, S, reverse).neg().to(f.dtype).clamp_(max=largest_exponent(f.dtype)).exp_()
     e, x = (_to_memory(y * LOG2E, S, reverse) for y in (e, x))
     lying = None if segment is None else _to_memory(segment, S, reverse)
     gates = Gates(e, x, u, floor, lying)
-    return gates, Scan(source, p > best, unbroken, segment), m
+    return gates, Scan(source, p > best, unbroken, segment), after[:, :, -1, (S - 1) % L].clone()
 
 
 def _stabilisers(
-    b: Tensor, best: Tensor, unbroken: Tensor | None, m: Tensor | None, S: int, exponential: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the stabiliser [B, H, K, 1] before each of K parts, and m [B, H] after the last token.
-
-    The last part may be shorter.
-    """
-    B, H, K, L = b.shape
+    b: Tensor, best: Tensor, unbroken: Tensor | None, m: Tensor | None, exponential: bool
+) -> Tensor:
+    """Return the stabiliser [B, H, K, 1] before each of K parts, from the initial m [B, H]."""
+    B, H, K, _ = b.shape
     m = b.new_zeros(B, H) if m is None else m.to(b.dtype)
-    starts = []
-    for c in range(K):
-        starts.append(m)
-        if not exponential:
+    starts = [m]
+    for c in range(K - 1):
+        if exponential:
+            p_last = m if unbroken is None else torch.where(unbroken[:, :, c, -1], m, 0.0)
+            m = b[:, :, c, -1] + torch.maximum(best[:, :, c, -1], p_last)
+        else:
             m = torch.zeros_like(m)
-            continue
-        t = L - 1 if c < K - 1 else (S - 1) % L
-        p_last = m if unbroken is None else torch.where(unbroken[:, :, c, t], m, 0.0)
-        m = b[:, :, c, t] + torch.maximum(best[:, :, c, t], p_last)
-    return torch.stack(starts, 2).unsqueeze(3), m
+        starts.append(m)
+    return (m.unsqueeze(2) if K == 1 else torch.stack(starts, 2)).unsqueeze(3)
 
 
 def _of_state(p: Tensor, x: Tensor, segment: Tensor | None, L: int) -> Tensor:
@@ -234,12 +238,12 @@ def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def prepare_backward(
     i: Tensor, f: Tensor, scan: Scan, de: Tensor, dx: Tensor, db: Tensor | None, dp: Tensor | None, dm: Tensor | None,
     L: int, reverse: bool, input_gate: str, starts: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of i, f and the initial m from those of e, x, b, p [B, H, S] and of the final m [B, H].
 
-    starts: whether the gradient of the initial m is needed; otherwise its value is undefined.
+    starts: whether the gradient of the initial m is needed; otherwise it may be None or undefined.
     """
-    B, H, S = de.shape
+    S = de.shape[2]
     de, dx = (_to_scan(g, L, reverse) for g in (de, dx))
     db, dp = (None if g is None else _to_scan(g, L, reverse) for g in (db, dp))
     db = torch.zeros_like(dx) if db is None else db
@@ -248,11 +252,12 @@ def prepare_backward(
         # The gradient of x_t goes to the argument that attains the maximum. The m after a chunk is b + x of its last
         # token.
         of_e = dx.masked_fill(scan.carried, 0.0)
-        dp = dx - of_e if dp is None else dp + (dx - of_e)
         de = de.scatter_add(3, scan.source, of_e)
     else:
         db = db - dx
     if starts or dm is not None or de.shape[2] > 1:
+        if exponential:
+            dp = dx - of_e if dp is None else dp + (dx - of_e)
         dm = _stabilisers_backward(scan, de, db, dp, dm, S, exponential)
     through = (db - de).flip(3)
     if scan.segment is None:
@@ -262,7 +267,7 @@ def prepare_backward(
     di, dlog_f = (_to_memory(g, S, reverse).to(f.dtype).transpose(1, 2) for g in (de, through.flip(3)))
     if not exponential:
         di = di * torch.sigmoid(-i)
-    return di, dlog_f * torch.sigmoid(-f), f.new_zeros(B, H) if dm is None else dm
+    return di, dlog_f * torch.sigmoid(-f), dm
 
 
 def _stabilisers_backward(

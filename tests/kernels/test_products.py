@@ -204,3 +204,18 @@ def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         products._by_onednn(*given, None)
     for pair in seen:
         assert all(each.is_contiguous() or each.t().is_contiguous() for each in pair)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("add", [False, True])
+def test_products_within_a_larger_tensor(
+    threads: int, alpha: float, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch multiplies one matrix at a time if their results are not contiguous, so they are copied to their place."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    a, b, whole = drawn((3, 4, 5), (3, 5, 6), (3, 9, 6))
+    expected = whole.clone()
+    expected[:, 2:6] = alpha * (a @ b) + (expected[:, 2:6] if add else 0)
+    products.multiply([a], [b], [whole[:, 2:6]], add=add, alpha=alpha)
+    torch.testing.assert_close(whole, expected)
