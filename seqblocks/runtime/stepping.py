@@ -204,7 +204,7 @@ class Stepper:
         assert node.op is not None
         ready = all(value in values for value in node.reads) and node.outputs[0] not in values and not node.split
         complete = len(node.inputs) == len(node.op.ports)
-        return ready and complete and _is_plain(module, node)
+        return ready and complete and is_plain(module, node)
 
     def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
         return _matrix(module, node, self._call)
@@ -343,14 +343,14 @@ PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path
 }  # fmt: skip
 
 
-def _is_plain(module: nn.Module | None, node: Node) -> bool:
+def is_plain(module: nn.Module | None, node: Node) -> bool:
     """Return whether a module is the declared primitive without hooks, whose parameters can be prepared."""
     return type(module) is Primitive and not is_hooked(module) and _as_declared(module, node)
 
 
 def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
     """Return the linear map of a module if it is small enough to be copied next to others, or None."""
-    if not _is_plain(module, node):
+    if not is_plain(module, node):
         return None
     assert isinstance(module, Primitive)
     found = module.op.matrix(module.parameters_by_name(call))

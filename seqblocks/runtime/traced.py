@@ -20,7 +20,7 @@ from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import is_hooked
-from seqblocks.runtime.stepping import PLANNED, Path, Stepper, holders, is_own_matrix, is_pointwise, stepper
+from seqblocks.runtime.stepping import PLANNED, Path, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
 from seqblocks.state import States, compact
 
 
@@ -55,7 +55,7 @@ class TracedStepper(Stepper):
         return {node.outputs[0]: part for node, part in zip(found, parts, strict=True)}
 
     def _is_product(self, module: nn.Module | None, node: Node) -> bool:
-        if not self._is_plain(module, node):
+        if not is_plain(module, node):
             return False
         assert isinstance(module, Primitive)
         return is_own_matrix(module.op, module.parameters_by_name(self._call))
