@@ -7,7 +7,27 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+from seqblocks.kernels.dispatch.compiled import constant
+
+
+class Updates:
+    """The number of optimiser steps in this process.
+
+    Fused optimisers, and those that write to `parameter.data`, change parameters without changing their versions.
+    """
+
+    count = 0
+
+
+@constant  # A compiled optimiser changes versions.
+def _count_update(*_: Any) -> None:
+    Updates.count += 1
+
+
+register_optimizer_step_post_hook(_count_update)
 
 
 class Guard:

@@ -277,7 +277,7 @@ class SequenceModel(Body):
     def _start_stream(self) -> None:
         """Make the next step compute values derived from parameters again."""
         if self._stepper is not None:
-            self._stepper.is_current = False
+            self._stepper.expire()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without steppers and results of the latest call, which cannot be copied."""

@@ -5,8 +5,8 @@ without gradients therefore builds a `Stepper`: one function that runs all steps
 already in the layout that one token needs, and checks the state. Its source is generated from the graph; the only user
 input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
 runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
-detected, so values derived from parameters are computed again for each stream (`renew`). Nothing in a stepper refers to
-the stepper or its model, so that a deleted model frees its memory at once.
+detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
+(`renew`). Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
-from seqblocks.runtime.guard import Guard
+from seqblocks.runtime.guard import Guard, Updates
 from seqblocks.runtime.joined import prepare_joined_steps
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
@@ -58,12 +58,11 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
 class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x) returns (y, state), or None if the state does not match its declaration. is_current: whether values
-    derived from parameters were computed in this stream.
+    run(state, x) returns (y, state), or None if the state does not match its declaration.
     """
 
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
-        self.is_current = True
+        self._computed_at: int | None = Updates.count  # optimiser steps before the derived values were computed
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
         self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
@@ -84,12 +83,22 @@ class Stepper:
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
 
+    @property
+    def is_current(self) -> bool:
+        """Return whether values derived from parameters were computed in this stream and since the latest update."""
+        return self._computed_at == Updates.count
+
+    def expire(self) -> None:
+        """Have the derived values computed again before the next token."""
+        self._computed_at = None
+
     def renew(self) -> bool:
         """Compute all values derived from parameters again. Return False if the stepper has to be rebuilt instead."""
         if [_memory(x) for x in self._parameters] != self._memory:
             return False
+        now = Updates.count
         with of_model(self._bytes):
-            self.is_current = self._source.prepare_again()
+            self._computed_at = now if self._source.prepare_again() else None
         return self.is_current
 
     def takes(self, x: Tensor) -> bool:

@@ -328,6 +328,34 @@ def test_an_undetectable_change_applies_from_the_next_stream_on() -> None:
     assert_follows(model)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_update_by_a_fused_optimiser_applies_from_the_next_token_on(optimizer: Any) -> None:
+    """Such an optimiser changes parameters, but not their versions."""
+    model, x = build(), tokens()
+    _, state = steps(model)
+    plan = model._stepper
+    assert plan is not None
+    model(x).square().mean().backward()
+    optimizer(model.parameters(), lr=0.1, fused=True).step()
+    with torch.no_grad():
+        y, _ = model.step(x[:, 0], state)
+        expected, _ = model(x[:, :1], state=state, return_state=True)
+    torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-10)
+    assert model._stepper is plan
+
+
+def test_a_compiled_optimiser_is_compiled_once() -> None:
+    model = build(SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            model(tokens()).square().mean().backward()
+            step()
+    assert_follows(model)
+
+
 @pytest.mark.parametrize("spec", [SPEC, CONVOLUTIONS], ids=["mixers", "convolutions"])
 def test_a_new_stream_computes_derived_values_again_without_a_new_plan(spec: str) -> None:
     model = build(spec)
