@@ -207,7 +207,7 @@ class LinearAttention(Op):
             return None
 
         def prepared(dtype: Any) -> Any:
-            fixed = self.retention(torch.zeros(1, dtype=dtype)) if self.fixed_decay != "none" else None
+            fixed = self.retention(torch.zeros(1, dtype=dtype, device="cpu")) if self.fixed_decay != "none" else None
             return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
 
         by_dtype = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}

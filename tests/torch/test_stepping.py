@@ -410,6 +410,16 @@ def test_copies_and_pickles() -> None:
     assert (steps(model)[0] - steps(twin)[0]).abs().max() > 1e-3
 
 
+def test_torchs_default_device_is_not_used() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: {features: 24, as: [q, k, v]}}, MIXER]}"
+    mixer = "{linear_attention: {q: q, k: k, v: v, heads: 2, fixed_decay: retention}}"
+    model, x = build(text.replace("MIXER", mixer)), torch.ones(2, 8, dtype=torch.float64)
+    with torch.no_grad():
+        with torch.device("meta"):
+            y, _ = model.step(x)
+        torch.testing.assert_close(y, model(x[:, None])[:, 0])
+
+
 EXPERTS = """
 seqblocks: 1
 model:
