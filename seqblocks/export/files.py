@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from seqblocks.export.program import Exported, captured, example, quiet, trace
 from seqblocks.runtime.model import SequenceModel
 
 EXTRA = "ONNX needs an extra: pip install 'seqblocks[onnx]'"
+ENDINGS = (".onnx", ".pt2")  # of the files that may be replaced
 LARGEST = 1 << 30  # bytes of weights in an ONNX file (the format's limit is 2 GiB); more go to a separate file
 
 
@@ -80,7 +82,8 @@ def pt2(
 
     def work(file: Path) -> float | None:
         with _explained(model, "a program of torch"):
-            torch.export.save(exported.program, file, extra_files={f"{KEY}.json": exported.contract.as_json()})
+            with _Disk(file) as disk:
+                torch.export.save(exported.program, disk, extra_files={f"{KEY}.json": exported.contract.as_json()})
             loaded = torch.export.load(file).module()
         return agree(model, exported.contract, _as_run(model, exported, loaded), f"{path}") if check else None
 
@@ -252,9 +255,35 @@ def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
         raise UsageError(f"the file's name must end in {ending}, as torch requires: write {name}")
     if is_folder:
         raise UsageError(f"{path} is a folder, not a file")
+    if target.exists() and not (target.is_file() and target.suffix in ENDINGS):
+        what = f"{path} exists, and is probably not an exported model: its name does not end in {' or '.join(ENDINGS)}"
+        raise UsageError(f"{what}. Write to another file")
     if not has_parent:
         raise UsageError(f"{path} cannot be written: there is no folder {target.parent}")
     return target
+
+
+class _Disk(io.BufferedWriter):
+    """A new file that raises OSError when it is closed, not when it is written: torch would end the process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write data, and discard it after an error. Returns its number of bytes."""
+        try:
+            return super().write(data) if self._error is None else len(data)
+        except OSError as error:
+            self._error = error
+            return len(data)
+
+    def close(self) -> None:
+        """Close the file. Raises OSError if data was lost."""
+        super().close()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,6 +280,29 @@ def test_an_earlier_file_stays_where_a_new_one_fails(tmp_path: Path) -> None:
         files._write(file, ".onnx", full)
     assert file.read_text() == "earlier"
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_only_exported_models_are_replaced(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("seqblocks: 1")
+    pipe = tmp_path / "pipe.onnx"
+    os.mkfifo(pipe)
+    for path in (spec, pipe):
+        with pytest.raises(UsageError, match="exists, and is probably not an exported model"):
+            export.onnx(made("{linear: 3}"), path)
+    assert spec.read_text() == "seqblocks: 1"
+
+
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """A write that raises would end the process, because torch's writer writes again when it is deleted."""
+    model, limits = made("{linear: 3}"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"):
+            export.pt2(model, tmp_path / "m.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.long
