@@ -32,6 +32,9 @@ MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the ov
 MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
 MOST_SHAPES_IN_KERNELS = 64
+LARGE_OUTPUT = 1 << 19  # elements: smaller outputs are split after one product
+MOST_TRANSPOSED = 1 << 20  # elements: transposing a larger result may take longer than copying a wide gradient
+TOKENS = 1 << 10  # tokens in one product of a weight's gradient
 ON_MKL = torch.backends.mkl.is_available()
 
 _shapes: set[tuple[int, int, int]] = set()  # [N, O, I]
@@ -72,6 +75,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not ON_ONEDNN or not _is_large(x, weight, bias):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias) if graded else _by_onednn(x, weight, bias)
+
+
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Tensor]:
+    """Return `linear(x, weight, bias)` as separate products, one for each part of the output features."""
+    biases: Iterable[Tensor | None] = repeat(None) if bias is None else bias.split_with_sizes(sizes)
+    return [linear(x, rows, part) for rows, part in zip(weight.split_with_sizes(sizes), biases, strict=False)]
+
+
+def has_costly_split(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> bool:
+    """Return whether separate products take less time with gradients than one product whose output is split.
+
+    The gradients of the parts of one output are copied next to each other. Those of x from separate products are added,
+    which takes less time if each part is at least as wide as x.
+    """
+    rows, width = weight.shape
+    if not x.is_cpu or x.numel() * rows < LARGE_OUTPUT * width or min(sizes) < width:
+        return False
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
+        return False
+    return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))
 
 
 def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -145,12 +169,28 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over n of grad[n, o] x[n, i], [O, I].
 
-    oneDNN copies its first operand into rows. If x is much narrower, it is copied instead of the gradient: with 8,192
-    tokens, 48 features in and 1,536 out, this takes a quarter of the time.
+    oneDNN copies its first operand into rows. A narrower x is copied instead of the gradient: with 8,192 tokens, 48
+    features in and 1,536 out, this takes a quarter of the time. The result is then copied too, so it must not be large.
     """
-    if x.shape[1] * 8 <= grad.shape[1]:
-        return linear(x.t(), grad.t()).t().contiguous()
-    return linear(grad.t(), x.t())
+    O, I = grad.shape[1], x.shape[1]
+    if I * 8 <= O or (I < O and I * O <= MOST_TRANSPOSED):
+        return _sum_over_tokens(x, grad).t().contiguous()
+    return _sum_over_tokens(grad, x)
+
+
+def _sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum over n of a[n, i] b[n, j], [I, J].
+
+    It is computed for some tokens at a time, so that the copy stays in the cache: with 8,192 tokens and a width of
+    3,072, copying all of them takes a sixth of the time.
+    """
+    if a.shape[1] * b.shape[1] * TOKENS < MANY:
+        return linear(a.t(), b.t())
+    first, *others = zip(a.split(TOKENS), b.split(TOKENS), strict=True)
+    y = linear(first[0].t(), first[1].t())
+    for left, right in others:
+        y += linear(left.t(), right.t())
+    return y
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context
+from seqblocks.ops.linear import Affine
 from seqblocks.runtime import fusion, parts, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
@@ -22,7 +23,7 @@ class Planned(NamedTuple):
     """A node as run by a body.
 
     spent: the values that no later step reads, so that their memory can be freed. once: whether the node depends on the
-    context only, in a body that also reads the stream.
+    context only, in a body that also reads the stream. is_split_map: whether it is a linear map whose output is split.
     """
 
     node: Node
@@ -31,6 +32,7 @@ class Planned(NamedTuple):
     axis: int  # axis along which the output is split
     spent: tuple[int, ...]
     once: bool
+    is_split_map: bool
 
 
 class Group(NamedTuple):
@@ -49,7 +51,8 @@ def _plan(body: Graph, place: Place) -> list[Group]:
 
 def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
     axis = node.type.feature_axis if node.split and node.type else -1
-    return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node))
+    split_map = bool(node.split) and isinstance(node.op, Affine) and type(node.op).forward is Affine.forward
+    return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node), split_map)
 
 
 def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
@@ -189,6 +192,8 @@ class Body(StepModule):
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
                     y, state = sums.call_open(child, inputs, inner, step.name, step.node, ending)
+                elif step.is_split_map and not call.compiling and self._is_unobserved(group):
+                    y, state = child.forward_split(inputs, inner, step.node.split), {}  # type: ignore[operator,union-attr]
                 else:
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
@@ -266,11 +271,12 @@ class Body(StepModule):
         return self._label
 
 
-def _store(step: Planned, y: Tensor, values: dict[int, Tensor]) -> None:
-    """Store a step's output among the values, and delete the values that no later step reads."""
+def _store(step: Planned, y: Tensor | Sequence[Tensor], values: dict[int, Tensor]) -> None:
+    """Store a step's output, or its parts, among the values, and delete the values that no later step reads."""
     node = step.node
     if node.split:
-        values.update(zip(node.outputs, y.split(node.split, step.axis), strict=True))
+        parts = y.split(node.split, step.axis) if isinstance(y, Tensor) else y
+        values.update(zip(node.outputs, parts, strict=True))
     else:
         values[node.outputs[0]] = y
     for value in step.spent:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, products
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
@@ -69,15 +69,27 @@ class Primitive(StepModule, Holder):
         return found
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        parameters, inputs = self._arguments(tensors, call)
+        if call.relay and self._carrying:
+            return call.relay.run(self._carrying, parameters, call, inputs), {}
+        return self.checked(self.op.forward(parameters, call, *inputs), call)
+
+    def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Return the output of a linear map, split along the features into parts of these sizes."""
+        parameters, (x,) = self._arguments(tuple(tensors), call)
+        weight, bias = self.op.matrix(parameters)  # type: ignore[misc]
+        if products.has_costly_split(x, weight, bias, sizes):
+            return products.split_linear(x, weight, bias, sizes)
+        return self.op.forward(parameters, call, x).split_with_sizes(sizes, -1)  # type: ignore[no-any-return]
+
+    def _arguments(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:
+        """Return the parameters by name, and one input per port."""
         if self._gridded and call.grid:
             call.grid.step = self._gridded
         parameters = self.parameters_by_name(call)
         if self._converts_to is not None:
             tensors = tuple(narrowed(x, parameters[self._converts_to].dtype) for x in tensors)
-        inputs = self._at_ports(tensors)
-        if call.relay and self._carrying:
-            return call.relay.run(self._carrying, parameters, call, inputs), {}
-        return self.checked(self.op.forward(parameters, call, *inputs), call)
+        return parameters, self._at_ports(tensors)
 
     @property
     def takes_plain_tokens(self) -> bool:

@@ -164,6 +164,26 @@ def test_onednn_gradients_of_several_losses_at_once(shape: tuple[int, ...], rows
         torch.testing.assert_close([g[at] for g in found], [*torch.autograd.grad(y, leaves, loss, retain_graph=True)])
 
 
+@pytest.mark.parametrize("tokens", [0, 5, 10, 11])
+@pytest.mark.parametrize("rows", [3, 20, 100])
+def test_gradients_of_weights_are_sums_over_parts_of_the_tokens(
+    tokens: int, rows: int, onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "TOKENS", 5)
+    x, weight, *grads = drawn((1, tokens, 10), (rows, 10), *3 * [(1, tokens, rows)], dtype=torch.float32)
+    results = []
+    for run in (products.linear, linear):
+        leaf, scale = weight.clone().requires_grad_(), x.clone().requires_grad_()
+        y = run(scale, leaf)
+        (first,) = torch.autograd.grad(y, leaf, grads[0], retain_graph=True, create_graph=True)
+        (second,) = torch.autograd.grad(first.mean(), scale, retain_graph=True)
+        (several,) = torch.autograd.grad(y, leaf, torch.stack(grads), is_grads_batched=True)
+        assert first.is_contiguous()
+        results.append((first, second, several))
+    torch.testing.assert_close(*results)
+    assert tokens == 0 or rows == 3 or len(onednn) > -(-tokens // 5)  # of 3 rows, torch computes the gradient
+
+
 def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
     products.linear(x[::2], weight)

@@ -1,0 +1,132 @@
+"""A linear map whose output is split is computed as separate products where nothing could observe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import seqblocks
+from seqblocks.kernels import products
+
+GATED = """
+seqblocks: 1
+model:
+  input: {features: 8}
+  steps:
+    - linear: {features: FEATURES, as: [x, z], name: up}
+    - gate: {from: x, by: z, activation: silu}
+    - linear: {features: 8}
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Split maps of any length, and return a list to which each adds the sizes of its parts."""
+    found: list[list[int]] = []
+    run = products.split_linear
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> list[Tensor]:
+        found.append([*sizes])
+        return run(x, weight, bias, sizes)
+
+    monkeypatch.setattr(products, "LARGE_OUTPUT", 0)
+    monkeypatch.setattr(products, "split_linear", counted)
+    return found
+
+
+def built(features: int = 32) -> seqblocks.SequenceModel:
+    return seqblocks.build_text(GATED.replace("FEATURES", str(features)), seed=0).double()
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output, the gradients, and the gradients of their squares."""
+    leaves = [x.requires_grad_(), *model.parameters()]
+    y = model(x)
+    grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+    return [y, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)]
+
+
+def test_values_and_derivatives_are_those_of_one_product(
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = built(), drawn(2, 5, 8)
+    found = derivatives(model, x)
+    assert calls == [[16, 16]]
+    monkeypatch.setattr(products, "LARGE_OUTPUT", 1 << 60)
+    torch.testing.assert_close(found, derivatives(model, x))
+    assert len(calls) == 1
+
+
+def test_gradients_of_the_parts_are_not_joined(calls: list[list[int]]) -> None:
+    tokens = 100
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        y = built()(drawn(1, tokens, 8))
+        y.sum().backward()
+    joined = [event.input_shapes for event in recorded.events() if event.name == "aten::cat"]
+    assert calls and not any(tokens in shape for shapes in joined for shape in shapes)
+
+
+@pytest.mark.parametrize("features", [12, 14])
+def test_parts_narrower_than_the_input_are_one_product(features: int, calls: list[list[int]]) -> None:
+    derivatives(built(features), drawn(2, 5, 8))
+    assert not calls
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Wider(nn.Linear):
+    """A replacement of the map."""
+
+
+OBSERVED: dict[str, Callable[[nn.Module], object]] = {
+    "hook": lambda model: model.up.register_forward_hook(lambda *_: None),
+    "hook before": lambda model: model.up.register_forward_pre_hook(lambda *_: None),
+    "parametrization": lambda model: parametrize.register_parametrization(model.up, "weight", Doubled()),
+    "replacement": lambda model: setattr(model, "up", Wider(8, 32).double()),
+}
+
+
+@pytest.mark.parametrize("how", OBSERVED)
+def test_a_map_that_is_observed_or_replaced_runs_as_one_module(how: str, calls: list[list[int]]) -> None:
+    model = built()
+    OBSERVED[how](model)
+    derivatives(model, drawn(2, 5, 8))
+    assert not calls
+
+
+def test_a_global_hook_sees_the_whole_output(calls: list[list[int]]) -> None:
+    widths = []
+    handle = nn.modules.module.register_module_forward_hook(lambda _m, _i, y: widths.append(y[0].shape[-1]))
+    with handle:
+        built()(drawn(2, 5, 8))
+    assert 32 in widths and not calls
+
+
+def test_transforms_modes_and_autocast_see_one_product(calls: list[list[int]]) -> None:
+    model, x = built(), drawn(3, 2, 5, 8)
+    alone = [model(each) for each in x]
+    calls.clear()
+    torch.testing.assert_close(torch.vmap(model)(x), torch.stack(alone))
+    y, tangent = torch.func.jvp(model, (x[0],), (x[1],))
+    torch.testing.assert_close(y, alone[0])
+    torch.testing.assert_close((y + 1e-6 * tangent), model(x[0] + 1e-6 * x[1]), rtol=0, atol=1e-9)
+    calls.clear()
+    with torch.autocast("cpu"):
+        built().float()(x[0].float())
+    with torch.no_grad():
+        model(x[0])
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(x[0])
+    assert counter.get_total_flops() == 2 * 10 * (8 * 32 + 16 * 8)
+    assert not calls
