@@ -271,12 +271,12 @@ class Body(StepModule):
         return self._label
 
 
-def _store(step: Planned, y: Tensor | Sequence[Tensor], values: dict[int, Tensor]) -> None:
-    """Store a step's output, or its parts, among the values, and delete the values that no later step reads."""
+def _store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
+    """Store the output of a step, or the list of its parts, and delete the values that no later step reads."""
     node = step.node
     if node.split:
-        parts = y.split(node.split, step.axis) if isinstance(y, Tensor) else y
-        values.update(zip(node.outputs, parts, strict=True))
+        separate = y if isinstance(y, list) else y.split(node.split, step.axis)
+        values.update(zip(node.outputs, separate, strict=True))
     else:
         values[node.outputs[0]] = y
     for value in step.spent:

@@ -74,13 +74,13 @@ class Primitive(StepModule, Holder):
             return call.relay.run(self._carrying, parameters, call, inputs), {}
         return self.checked(self.op.forward(parameters, call, *inputs), call)
 
-    def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> list[Tensor]:
         """Return the output of a linear map, split along the features into parts of these sizes."""
         parameters, (x,) = self._arguments(tuple(tensors), call)
         weight, bias = self.op.matrix(parameters)  # type: ignore[misc]
         if products.has_costly_split(x, weight, bias, sizes):
             return products.split_linear(x, weight, bias, sizes)
-        return self.op.forward(parameters, call, x).split_with_sizes(sizes, -1)  # type: ignore[no-any-return]
+        return [*self.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
 
     def _arguments(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:
         """Return the parameters by name, and one input per port."""
