@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-MADV_HUGEPAGE = 14  # of <sys/mman.h>, on all processors
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <sys/mman.h>, on all processors; the second since Linux 6.1
 HUGE = 1 << 21  # bytes
 LARGE_MODEL = 1 << 24  # bytes: smaller models stay in a cache
 GAP = 1 << 14  # bytes: allocations that are this close share huge pages
@@ -32,7 +32,8 @@ def request_huge_pages(module: nn.Module) -> None:
         for start, end in _joined(spans):
             start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
             if start < end:
-                _advise(start, end)
+                _advise(start, end, MADV_HUGEPAGE)
+                _collapse_written([first for first, _ in spans if start < first < end], end)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -46,7 +47,18 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
     return joined
 
 
-def _advise(start: int, end: int) -> None:
-    """Advise Linux on the pages from `start` to `end`, without effect if the C library cannot."""
+def _collapse_written(blocks: Iterable[int], end: int) -> None:
+    """Make the pages before `end` huge to which the memory allocator has already written.
+
+    It writes the size of each block before the block's first byte. Otherwise the pages around that address would remain
+    small: 22 % of the memory of blocks of 9 MB.
+    """
+    for page in sorted({(first - 1) // HUGE * HUGE for first in blocks}):
+        if page + HUGE <= end:
+            _advise(page, page + HUGE, MADV_COLLAPSE)
+
+
+def _advise(start: int, end: int, advice: int) -> None:
+    """Advise Linux on the pages from `start` to `end`, without effect if the C library or the kernel cannot."""
     if madvise := getattr(ctypes.CDLL(None), "madvise", None):
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(MADV_HUGEPAGE))
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))

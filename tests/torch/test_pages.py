@@ -16,20 +16,21 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Record the spans of memory for which huge pages are requested."""
-    spans: list[tuple[int, int]] = []
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Record the spans of memory for which huge pages are requested, and the kind of request."""
+    spans: list[tuple[int, int, int]] = []
     monkeypatch.setattr(pages.sys, "platform", "linux")
-    monkeypatch.setattr(pages, "_advise", lambda start, end: spans.append((start, end)))
+    monkeypatch.setattr(pages, "_advise", lambda *given: spans.append(given))
     return spans
 
 
-def test_only_memory_of_the_parameters_of_a_large_model_is_advised(advised: list[tuple[int, int]]) -> None:
+def test_only_memory_of_the_parameters_of_a_large_model_is_advised(advised: list[tuple[int, int, int]]) -> None:
     small, large = nn.Linear(64, 64), nn.Linear(4096, 2048)
     pages.request_huge_pages(small)
     assert not advised
     pages.request_huge_pages(large)
-    ((start, end),) = advised
+    start, end, advice = advised[0]
+    assert advice == pages.MADV_HUGEPAGE
     first = large.weight.data_ptr()
     assert start % pages.HUGE == end % pages.HUGE == 0
     assert first <= start < first + pages.HUGE
@@ -55,5 +56,15 @@ def test_linux_accepts_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     library = type("Library", (), {"madvise": staticmethod(lambda *given: found.append(real(*given)))})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     pages.request_huge_pages(nn.ParameterList([nn.Parameter(x)]))
-    assert found in ([0], [-1])  # -1: a kernel without huge pages
+    assert found[0] in (0, -1)  # -1: a kernel without huge pages
     assert x.fill_(2.0).sum() == 2 * x.numel()
+
+
+def test_pages_to_which_the_allocator_has_written_become_huge(advised: list[tuple[int, int, int]]) -> None:
+    blocks = [nn.Parameter(torch.empty(9 * MB // 4)) for _ in range(4)]
+    pages.request_huge_pages(nn.ParameterList(blocks))
+    whole = [(start, end) for start, end, advice in advised if advice == pages.MADV_HUGEPAGE]
+    for block in blocks:
+        page = (block.data_ptr() - 1) // pages.HUGE * pages.HUGE
+        inside = any(start <= page and page + pages.HUGE <= end for start, end in whole)
+        assert ((page, page + pages.HUGE, pages.MADV_COLLAPSE) in advised) == inside
