@@ -119,6 +119,9 @@ class SequenceModel(Body):
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
+        planned = None if resets is not None or self._has_context else self._stepper_for(x)
+        if planned is not None and (done := planned.read(state, x)):
+            return done
         return self._run_call(x, {}, Call(False, state, True, resets, False, True, self._grid(), last_only=True))
 
     def _run_call(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:

@@ -7,12 +7,16 @@ input in it is quoted names. Ops may provide a function for one token (`Op.prepa
 runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
 detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
 (`renew`). Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at once.
+
+Few tokens, such as a short prompt, are read by a second function made of the same calls (`read`): those without state
+process all tokens at once, like the tokens of several sequences, and those with a state one token after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,6 +40,8 @@ from seqblocks.runtime.step import call_child, is_hooked
 from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
 
+MOST_TOKENS = 16  # `read` is faster than the modules for at most so many tokens of a sequence,
+MOST_ROWS = 64  # and so many of all sequences.
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
 
@@ -82,6 +88,8 @@ class Stepper:
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
+        self._write_reading = partial(self._source.function_of_several, y, declared)
+        self._reading: Callable[[States, Tensor, int], tuple[Any, States] | None] | None = None
 
     @property
     def is_current(self) -> bool:
@@ -100,6 +108,23 @@ class Stepper:
         with of_model(self._bytes):
             self._computed_at = now if self._source.prepare_again() else None
         return self.is_current
+
+    def read(self, state: States, x: Tensor) -> tuple[Any, States] | None:
+        """Run several tokens, ids [batch, seq], and return (y [batch, 1, features] of the last token, state).
+
+        Return None for many tokens, if a step needs a whole sequence, or if the state does not match its declaration.
+        """
+        few = x.shape[1] <= MOST_TOKENS and x.numel() <= MOST_ROWS
+        if not self._source.splits or not few or x.dtype not in self._dtypes:
+            return None
+        self._reading = self._reading or self._write_reading()
+        batch = x.shape[0]
+        if (done := self._reading(state, x.t().reshape(-1), batch)) is None:
+            return None
+        y, states = done
+        if isinstance(y, dict):
+            return {name: each[-batch:].unsqueeze(1) for name, each in y.items()}, states
+        return y[-batch:].unsqueeze(1), states
 
     def takes(self, x: Tensor) -> bool:
         """Return whether x is a valid token for each sequence, so that no other check is needed."""
@@ -124,6 +149,9 @@ class Stepper:
             values |= self._context_outputs(node, (*path, node.name))
         nodes = [node for node in body.nodes if not is_context(node)]
         for at, node in enumerate(nodes):
+            if node.name == getattr(module, "_first_of_tail", None):
+                later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
+                self._source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
             read = [values[value] for value in node.reads]
@@ -253,6 +281,8 @@ class Stepper:
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
+        if not self._runs_on_tokens(node):
+            self._source.splits = False
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
         derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
@@ -263,6 +293,17 @@ class Stepper:
             run = self._source.constant(whole)
         self._note_parameters(module, derived)
         return self._source.call(run, self._source.at_ports(node, inputs), path, [*node.state])
+
+    def _runs_on_tokens(self, node: Node) -> bool:
+        """Return whether a step only reads tokens of the stream, and treats each by itself or has a state.
+
+        A cache of all tokens is read faster by all new tokens at once.
+        """
+        assert node.op is not None
+        alone = node.op.reads == "token" or bool(node.state)
+        cached = any(state.per_token for state in node.state.values())
+        values = *node.reads, *node.outputs[:1]
+        return alone and not cached and all(_is_sequence(self._types[value]) for value in values)
 
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
         """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""
@@ -414,7 +455,8 @@ class _Source:
     """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self.splits = True  # whether several tokens can be read
+        self._lines: list[tuple[str, str]] = []  # for one token, and for several
         self._names: dict[str, Any] = {"cat": torch.cat}
         self._constants: dict[int, str] = {}  # names of constants by the id of the value
         self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
@@ -431,15 +473,23 @@ class _Source:
         self._count += 1
         return f"v{self._count}"
 
-    def add(self, line: str) -> None:
-        self._lines.append(line)
+    def add(self, line: str, several: str | None = None) -> None:
+        """Add a line. several: the line for several tokens, if it is a different one."""
+        self._lines.append((line, line if several is None else several))
+
+    def continue_with_last(self, variables: Iterable[str]) -> None:
+        """Of several tokens, use only the last from here on."""
+        for name in sorted({*variables}):
+            self.add("", f"{name} = {name}[-batch:]")
+        self._joined.clear()
 
     def define(self, arguments: Sequence[str], write: Callable[[], str]) -> str:
         """Write a function, whose lines are added and whose result is returned by `write`, and return its name."""
         outer, self._lines = self._lines, []
         y = write()
         name = f"f{len(self._functions)}"
-        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._lines, f"return {y}"]))
+        self.splits = self.splits and all(line == several for line, several in self._lines)
+        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._of_one(), f"return {y}"]))
         self._lines = outer
         return name
 
@@ -518,8 +568,16 @@ class _Source:
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
-        self.add(f"{', '.join([y, *made])} = {run}({', '.join([*given, *inputs])})")
+        self._add_call([y, *made], run, given, inputs)
         return y
+
+    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str]) -> None:
+        """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
+        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])})"
+        if state:
+            arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
+            several = f"{', '.join(made)} = {self.constant(over_tokens)}({arguments})"
+        self.add(line, several)
 
     def call_joined(
         self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
@@ -530,9 +588,9 @@ class _Source:
         """
         parts = [(*path, part) for part in state for path in paths]
         outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
-        given = [self._given[part] for part in parts] + [each for port in zip(*inputs, strict=True) for each in port]
+        given = [self._given[part] for part in parts]
         self._made |= zip(parts, made, strict=True)
-        self.add(f"{', '.join([*outputs, *made])} = {run}({', '.join(given)})")
+        self._add_call([*outputs, *made], run, given, [each for port in zip(*inputs, strict=True) for each in port])
         return outputs
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
@@ -544,16 +602,27 @@ class _Source:
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
         """Call a function with the whole state at a path, a dict, or None if there is no state."""
         y, made = self.variable(), self.variable()
+        self.splits = False
         self._made[path] = made
         self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
         return y
 
     def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
-        """Compile and return the function whose result is the variable `y`."""
-        lines = ["batch, device = x.shape[0], x.device", *self._lines]
-        lines.append(f"return {y}, {self._packed(declared, ())}")
-        exec("\n".join([*self._functions, _function("run(state, x)", lines)]), self._names)  # noqa: S102
-        run: Callable[[States, Tensor], Any] = self._names["run"]
+        """Compile and return the function of one token whose result is the variable `y`."""
+        return self._compiled("run(state, x)", ["batch, device = x.shape[0], x.device", *self._of_one()], y, declared)
+
+    def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
+        """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
+        lines = [several for _, several in self._lines]
+        return self._compiled("read(state, x, batch)", ["device = x.device", *lines], y, declared)
+
+    def _of_one(self) -> list[str]:
+        return [line for line, _ in self._lines if line]
+
+    def _compiled(self, header: str, lines: list[str], y: str, declared: States) -> Callable[..., Any]:
+        lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
+        exec("\n".join([*self._functions, _function(header, lines)]), self._names)  # noqa: S102
+        run: Callable[..., Any] = self._names[header.partition("(")[0]]
         return run
 
     def _packed(self, declared: States | State, path: Path) -> str:
@@ -561,6 +630,22 @@ class _Source:
             return self._made[path]
         assert isinstance(declared, dict)
         return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
+
+
+def over_tokens(
+    run: Callable[..., Sequence[Tensor]], batch: int, outputs: int, state: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Call a function of one token for each of several, and return the outputs of all and the last state.
+
+    run(*state, *inputs [batch, ...]) returns that many outputs and then the state; inputs [seq * batch, ...].
+    """
+    made = []
+    for now in zip(*(repeat(None) if x is None else x.split(batch) for x in inputs), strict=False):
+        done = run(*state, *now)
+        made.append(done[:outputs])
+        state = done[outputs:]
+    return *(torch.cat(each) for each in zip(*made, strict=True)), *state
 
 
 def _function(header: str, lines: list[str]) -> str:

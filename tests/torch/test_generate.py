@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
@@ -70,9 +73,97 @@ def test_a_head_reads_the_last_token_of_a_prompt_alone(name: str, monkeypatch: p
     head = type(model.unembed.op)  # type: ignore[union-attr]
     run = head.forward
     monkeypatch.setattr(head, "forward", lambda op, p, call, x: seen.append(x.shape[1]) or run(op, p, call, x))
-    found = seqblocks.generate(model, prompt(), 1)
+    x = prompt(tokens=30)
+    found = seqblocks.generate(model, x, 1)
     assert seen == [1]
-    assert [tokens.tolist() for tokens in found] == [greedy(model, row, 1) for row in prompt()]
+    assert [tokens.tolist() for tokens in found] == [greedy(model, row, 1) for row in x]
+
+
+FEW_AT_ONCE = {
+    **{name: SMALL[name] for name in ("mlstm_small", "mamba_small", "hybrid_small")},
+    "minlstm_small": {"dim": 16, "vocabulary": 13}, "samba_small": {"dim": 32, "vocabulary": 13},
+    "xlstm_deltanet_small": {"dim": 32, "vocabulary": 13},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_AT_ONCE)
+@torch.no_grad()
+def test_a_short_prompt_is_read_by_the_steps_of_a_stream(name: str) -> None:
+    """Values and states agree with the forward pass, from any state, and the given state is not modified."""
+    model = seqblocks.build(name, set=FEW_AT_ONCE[name], dtype=torch.float64, seed=1).eval()
+    first, x = prompt(2, 3), prompt(2, 9)
+    _, state = model(first, return_state=True)
+    before = tree_map(torch.clone, state)
+    expected, expected_state = model(x, state=state, return_state=True)
+    stepper = model._stepper_for(x)
+    assert stepper is not None
+    done = stepper.read(state, x)
+    assert done is not None
+    found, states = done
+    torch.testing.assert_close(found, expected[:, -1:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(states, expected_state, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_the_head_of_a_short_prompt_reads_its_last_token_alone() -> None:
+    model = build("mamba_small")
+    stepper = model._stepper_for(prompt())
+    assert stepper is not None
+    stepper.read(model.init_state(3), prompt())
+    names, seen = stepper._source._names, []
+    head = next(name for name, value in reversed(names.items()) if name in stepper._source._prepared)
+    run = names[head]
+    names[head] = lambda x: seen.append(len(x)) or run(x)
+    stepper.read(model.init_state(3), prompt())
+    assert seen == [3]
+
+
+@torch.no_grad()
+def test_only_few_tokens_are_read_by_the_steps_of_a_stream() -> None:
+    recurrent, attention = build("mamba_small"), build("transformer_small")
+    for model, x, runs in (
+        (recurrent, prompt(1, 16), True), (recurrent, prompt(1, 17), False), (recurrent, prompt(8, 9), False),
+        (attention, prompt(1, 3), False),
+    ):
+        stepper = model._stepper_for(x)
+        assert stepper is not None
+        assert (stepper.read(model.init_state(x.shape[0]), x) is not None) == runs
+
+
+def test_a_model_that_has_read_a_short_prompt_frees_its_memory_at_once() -> None:
+    model = build("mamba_small")
+    seqblocks.generate(model, prompt(), 3)
+    parameter = weakref.ref(model.unembed.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+def test_a_short_prompt_runs_replaced_modules_and_hooks() -> None:
+    model, x = build("mamba_small"), prompt()
+    calls: list[int] = []
+    handle = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    hooked = seqblocks.generate(model, x, 4)
+    assert len(calls) == 4
+    handle.remove()
+    assert [row.tolist() for row in hooked] == [row.tolist() for row in seqblocks.generate(model, x, 4)]
+
+
+def test_a_short_prompt_reads_changed_weights() -> None:
+    model, x = build("mamba_small"), prompt()
+    seqblocks.generate(model, x, 2)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    assert [row.tolist() for row in seqblocks.generate(model, x, 5)] == [greedy(model, row, 5) for row in x]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    assert [row.tolist() for row in seqblocks.generate(model, x, 5)] == [greedy(model, row, 5) for row in x]
 
 
 def test_each_sequence_stops_by_itself() -> None:
