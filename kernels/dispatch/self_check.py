@@ -182,7 +182,7 @@ def check(call: Call) -> Finding:
     except Exception as error:
         return f"its reference cannot be computed here ({_summary(error)})", False
     try:
-        differences = (_difference(found, expected, tolerance) for found in results(call, function, tensors, options))
+        differences = (_difference(found, expected, tolerance) for found in results(call))
         return next(filter(None, differences), ""), True
     except Exception as error:
         device_lost = _device_is_lost()
@@ -199,10 +199,9 @@ def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict
     return function, present, options
 
 
-def results(
-    call: Call, function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any]
-) -> Iterator[dict[str, Tensor]]:
+def results(call: Call) -> Iterator[dict[str, Tensor]]:
     """Yield the results of the Triton implementation for each size the call may have, with and without gradients."""
+    function, tensors, options = example_for(call)
     for sizes in call.all_sizes():
         for grad in (True, False):
             with launched_for(**sizes), torch.set_grad_enabled(grad):
