@@ -189,12 +189,12 @@ def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.c
 
 @jit
 @no_type_check
-def _spread(waiting, reaches, taps, g, K: tl.constexpr, CUT: tl.constexpr):
+def _spread(waiting, reaches, taps, g, K: tl.constexpr, RESETS: tl.constexpr):
     """Return the gradients of the current token and the K - 1 before it, with the terms of the current output."""
     out = (taps[0] * g,)
     for lag in tl.static_range(1, K):
         part = taps[lag] * g
-        if CUT:
+        if RESETS:
             part = tl.where(reaches[lag - 1], part, 0.0)
         out = out + (waiting[lag - 1] + part,)
     return out

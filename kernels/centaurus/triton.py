@@ -99,9 +99,9 @@ def _power(p_re, p_im, n, bits):
     im = p_re * 0.0
     for bit in range(bits):
         more_re, more_im = _added(0.0, 0.0, re, im, p_re, p_im)
-        takes = (n >> bit) % 2 == 1
-        re = tl.where(takes, more_re, re)
-        im = tl.where(takes, more_im, im)
+        is_set = (n >> bit) % 2 == 1
+        re = tl.where(is_set, more_re, re)
+        im = tl.where(is_set, more_im, im)
         p_re, p_im = _added(0.0, 0.0, p_re, p_im, p_re, p_im)
     return re, im
 
@@ -118,18 +118,18 @@ def _tokens(x, step, i, live, COUNT: tl.constexpr):
 
 @jit
 @no_type_check
-def _marks(resets, way: tl.constexpr, i, live, COUNT: tl.constexpr):
+def _marks(resets, sign: tl.constexpr, i, live, COUNT: tl.constexpr):
     out = ()
     if resets is not None:
         for j in tl.static_range(COUNT):
-            out = out + (tl.load(resets + (i + j) * way, live, 0),)
+            out = out + (tl.load(resets + (i + j) * sign, live, 0),)
     return out
 
 
 @jit
 @no_type_check
 def _go(
-    re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, vs, there, i,
+    re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, vs, mask, i,
     COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, MARKS: tl.constexpr, BF: tl.constexpr,
 ):
     """Run COUNT tokens of `_walk`."""
@@ -150,7 +150,7 @@ def _go(
         if not ENDS:
             if BF > 1:
                 out = tl.sum(tl.reshape(out, (out.shape[0] // BF, BF)), 1)
-            tl.store(v + (i + j) * vs, out.to(v.dtype.element_ty), there)
+            tl.store(v + (i + j) * vs, out.to(v.dtype.element_ty), mask)
     return re, im, whole
 
 
@@ -184,13 +184,13 @@ def _walk(
     u += b * ub + t * us + n % F
     if resets is not None:
         resets += b * S + t
-    there = live
+    mask = live
     width = N
     if not ENDS:
         if BF > 1:
             parts = tl.cdiv(fan, BF)
             o = tl.program_id(1) // parts * (BN // BF) + tl.arange(0, BN // BF)
-            there = o * fan < N
+            mask = o * fan < N
             width = N // fan * parts
             v += (b * S + t) * width + o * parts + tl.program_id(1) % parts
         else:
@@ -204,7 +204,7 @@ def _walk(
         next_xs = _tokens(u, step, i + STEPS, n < tl.where(i + STEPS < full, bound, 0), STEPS)
         next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, wide, there, i,
+            re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, wide, mask, i,
             STEPS, ENDS, ADJOINT, resets is not None, BF,
         )
         xs = next_xs
@@ -213,7 +213,7 @@ def _walk(
         x = _tokens(u, step, i, live, 1)
         mark = _marks(resets, WAY, i, True, 1)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, v, wide, there, i,
+            re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, v, wide, mask, i,
             1, ENDS, ADJOINT, resets is not None, BF,
         )
     if ENDS:
@@ -249,9 +249,9 @@ def _carry(
         ends_re, ends_im, stays = (), (), ()
         for j in tl.static_range(STEPS):
             k = b * K + (K - 1 - i - j if ADJOINT else i + j)
-            there = c < tl.where(i + j < K, N * M, 0)
-            ends_re = ends_re + (tl.load(ends + k * N * M * 2 + c, there, 0.0),)
-            ends_im = ends_im + (tl.load(ends + k * N * M * 2 + N * M + c, there, 0.0),)
+            mask = c < tl.where(i + j < K, N * M, 0)
+            ends_re = ends_re + (tl.load(ends + k * N * M * 2 + c, mask, 0.0),)
+            ends_im = ends_im + (tl.load(ends + k * N * M * 2 + N * M + c, mask, 0.0),)
             if passes is not None:
                 stays = stays + (tl.load(passes + k, i + j < K, 0.0),)
         for j in tl.static_range(STEPS):
@@ -324,14 +324,14 @@ def _sums(
     step = tl.cast(us, tl.int64) * WAY
     wide = tl.cast(gs, tl.int64) * WAY
     full = length // STEPS * STEPS
-    there = n < tl.where(full > 0, bound, 0)
-    xs = _tokens(u, step, 0, there, STEPS)
-    grads = _tokens(dv, wide, 0, there, STEPS)
+    mask = n < tl.where(full > 0, bound, 0)
+    xs = _tokens(u, step, 0, mask, STEPS)
+    grads = _tokens(dv, wide, 0, mask, STEPS)
     fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
-        there = n < tl.where(i + STEPS < full, bound, 0)
-        next_xs = _tokens(u, step, i + STEPS, there, STEPS)
-        next_grads = _tokens(dv, wide, i + STEPS, there, STEPS)
+        mask = n < tl.where(i + STEPS < full, bound, 0)
+        next_xs = _tokens(u, step, i + STEPS, mask, STEPS)
+        next_grads = _tokens(dv, wide, i + STEPS, mask, STEPS)
         next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
         re, im, w_re, w_im, sum_re, sum_im, read_re, read_im = _add(
             re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, xs, grads, fresh,

@@ -92,9 +92,9 @@ def _check(
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     per_head, per_key = v.shape[:3], (*v.shape[:3], q.shape[3])
-    wanted = {"decay": (decay, (per_head, per_key)), "beta": (beta, (per_head,)), "a": (a, (per_key,))}
-    wanted |= {"b": (b, (per_key,)), "bonus": (bonus, (q.shape[2:],))}
-    for name, (x, shapes) in wanted.items():
+    shapes_by_name = {"decay": (decay, (per_head, per_key)), "beta": (beta, (per_head,)), "a": (a, (per_key,))}
+    shapes_by_name |= {"b": (b, (per_key,)), "bonus": (bonus, (q.shape[2:],))}
+    for name, (x, shapes) in shapes_by_name.items():
         if x is not None and tuple(x.shape) not in [tuple(shape) for shape in shapes]:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"linear_attention expects {name} {expected}; got {list(x.shape)}")

@@ -141,10 +141,10 @@ def _check_state(
     state: MLSTMState | tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> MLSTMState:
     B, H, DK, DV = sizes
-    wanted = ((B, H, DK, DV), (B, H, DK), (B, H))
-    if len(state) != 3 or any(s.shape != shape for s, shape in zip(state, wanted, strict=True)):
+    shapes = ((B, H, DK, DV), (B, H, DK), (B, H))
+    if len(state) != 3 or any(s.shape != shape for s, shape in zip(state, shapes, strict=True)):
         raise ValueError(
-            f"mlstm expects a state C, n, m of shapes {', '.join(str(list(s)) for s in wanted)}; "
+            f"mlstm expects a state C, n, m of shapes {', '.join(str(list(s)) for s in shapes)}; "
             f"got {', '.join(str(list(s.shape)) for s in state)}"
         )
     return MLSTMState(*(s.to(dtype) for s in state))

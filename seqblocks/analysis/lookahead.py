@@ -23,7 +23,7 @@ SEQUENCES = ("sequence", "tokens")
 
 
 class Ahead(Record):
-    """The lookahead of a value: the rest of a window of `window` input tokens, and `beyond` further tokens.
+    """The lookahead of a value: the rest of a window of `window` input tokens, and `extra` further tokens.
 
     A second bound is the rest of a frame of `frame` tokens, a multiple of all windows so far, and `later` further
     tokens. It is the smaller one if windows do not end together.
@@ -33,7 +33,7 @@ class Ahead(Record):
     """
 
     window: int = 1
-    beyond: float = 0
+    extra: float = 0
     first: tuple[str, Node] | None = None  # its path, and the step
     mixes: bool = False
     context: bool = False
@@ -43,7 +43,7 @@ class Ahead(Record):
     @property
     def tokens(self) -> float:
         """Return the number of later tokens that the value may depend on."""
-        return min(self.window - 1 + self.beyond, self.frame - 1 + self.later)
+        return min(self.window - 1 + self.extra, self.frame - 1 + self.later)
 
 
 CONTEXT = Ahead(context=True)
@@ -152,14 +152,14 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
     adds = WHOLE if reads_whole else node.op.looks_ahead(*node.wires)
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
-    window, beyond = most.window, most.beyond
+    window, extra = most.window, most.extra
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
         window = max(window, made)
     elif adds:
-        window, beyond = 1, most.tokens + adds
+        window, extra = 1, most.tokens + adds
     frame, later = math.lcm(most.frame, made), most.later + max(adds - max(made - rate, 0), 0)
     mixes = most.mixes or node.op.reads != "token"
-    found = Ahead(window, beyond, most.first, mixes, frame=frame, later=later)
+    found = Ahead(window, extra, most.first, mixes, frame=frame, later=later)
     enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
     return found._replace(first=(path, node)) if enters else found
 
@@ -181,8 +181,8 @@ def _most(read: list[Ahead]) -> Ahead:
     most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)
-    beyond = max((ahead.beyond for ahead in read), default=0.0)
+    extra = max((ahead.extra for ahead in read), default=0.0)
     if any(window % ahead.window for ahead in read):  # the windows do not end together
-        window, beyond = 1, most.tokens
+        window, extra = 1, most.tokens
     frame, later = math.lcm(*(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
-    return Ahead(window, beyond, most.first, mixes, frame=frame, later=later)
+    return Ahead(window, extra, most.first, mixes, frame=frame, later=later)

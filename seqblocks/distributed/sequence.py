@@ -182,7 +182,7 @@ class SequenceParallel:
         if earlier is not None:
             (head,) = link.receive([Kind((4,), torch.int64)], earlier, x.device)
             before, *other = head.tolist()
-            names = ("sequences in the batch", "gradients wanted (0 or 1)", "marks (1: resets, 2: cu_seqlens)")
+            names = ("sequences in the batch", "gradients needed (0 or 1)", "marks (1: resets, 2: cu_seqlens)")
             for name, own, there in zip(names, found, other, strict=True):
                 if own != there:
                     raise RunError(f"{name}: {own} on rank {self.rank}, but {there} on rank {earlier}")

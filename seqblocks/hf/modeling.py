@@ -399,9 +399,9 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
         if use_cache is None:
             use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
-        wanted = logits_to_keep if labels is None else 0
+        logits_kept = logits_to_keep if labels is None else 0
         y, cache, features = self._run(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache, wanted, given
+            input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_kept, given
         )
         loss = None
         if labels is not None:

@@ -155,8 +155,8 @@ def test_gates_of_ten_thousand() -> None:
     subject = Subject(MLSTM, "chunks of 5", IMPLEMENTATIONS["torch"])
     x = subject.inputs(S=23)
     x |= {"i": x["i"] * 1e4, "f": torch.full_like(x["f"], -1e4)}
-    found, wanted = (subject(x, backend=backend) for backend in ("torch", "reference"))
-    assert_close(found, wanted, 1e-9, smallest=1.0)
+    found, expected = (subject(x, backend=backend) for backend in ("torch", "reference"))
+    assert_close(found, expected, 1e-9, smallest=1.0)
 
 
 # Forget gates of one size, closed gates among open ones, and gates drawn from N(0, s).
@@ -188,8 +188,8 @@ def hard_gates(kind: str, S: int) -> Tensors:
     ("reverse", [False, True]),
 )
 def test_float32_keeps_its_digits_whatever_the_gates(backend: str, kind: str, gate: str, reverse: bool) -> None:
-    """Gates add nothing to (16 + S) roundings of 2^-24, beyond what the float32 recurrence is off by: this shows how
-    the division by |q.n| magnifies them. The gradient of a forget gate is a difference of sums of k . dk (which is also
+    """Gates add nothing to (16 + S) roundings of 2^-24 except the error of the float32 recurrence, which shows how the
+    division by |q.n| magnifies them. The gradient of a forget gate is a difference of sums of k . dk (which is also
     that of log i) and of q . dq, and held to those. Weights below e^-60 may be left out."""
     S = 100
     x = hard_gates(kind, S)
@@ -201,12 +201,12 @@ def test_float32_keeps_its_digits_whatever_the_gates(backend: str, kind: str, ga
         out = with_gradients(subject(leaves, backend=name, reverse=reverse, resets=marks), leaves)
         return {key: t.detach().double() for key, t in out.items()}
 
-    exact, wanted = (results("reference", dtype) for dtype in (torch.float64, torch.float32))
+    exact, expected = (results("reference", dtype) for dtype in (torch.float64, torch.float32))
     found = results(backend, torch.float32)
     sums = [(x[n] * exact[f"gradient of {n}"]).sum(-1).abs().max() for n in ("q", "k")]
     for name, e in exact.items():
         scale = max([e.abs().max(), *(sums if name == "gradient of f" else ())])
-        allowed = (16 + S) * 2**-24 * scale + 4 * (wanted[name] - e).abs().max() + S * math.exp(-60)
+        allowed = (16 + S) * 2**-24 * scale + 4 * (expected[name] - e).abs().max() + S * math.exp(-60)
         error = (found[name] - e).abs().max()
         assert error <= allowed, f"{name}: {error / scale:.1e}"
 
@@ -224,13 +224,13 @@ def test_a_masked_token_has_no_effect(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 def test_a_closed_forget_gate_clears_the_state(backend: str, gate: str) -> None:
-    """f of -inf or very small clears the earlier state, and nothing else is lost."""
+    """f of -inf or very small clears the earlier state, and nothing else."""
     x = TRITON.inputs(batch=1, S=40, H=1, DV=4, scale=1.0, state=False)
     x["f"][0, 7], x["f"][0, 20], x["f"][0, 33] = -torch.inf, -1e6, -300.0
     subject = TRITON._replace(variant=gate)
     found = subject({name: t.float() for name, t in x.items()}, backend=backend)
-    wanted = subject({name: t.float().double() for name, t in x.items()}, backend="reference")
-    assert_close({"out": found["out"]}, {"out": wanted["out"]}, 5e-4)
+    expected = subject({name: t.float().double() for name, t in x.items()}, backend="reference")
+    assert_close({"out": found["out"]}, {"out": expected["out"]}, 5e-4)
 
 
 @INTERPRETED
@@ -241,10 +241,10 @@ def test_extreme_gates_in_triton(i: float, f: float) -> None:
     leaves = {name: t.requires_grad_() for name, t in (x | {"i": x["i"] + i, "f": x["f"] + f}).items()}
     found = with_gradients(TRITON(leaves, return_state=False), leaves)
     assert all(t.isfinite().all() for t in found.values())
-    wanted = mlstm(**{name: t.double() for name, t in leaves.items()}, backend="reference")
-    allowed = OUTPUT * wanted.abs().max()
+    expected = mlstm(**{name: t.double() for name, t in leaves.items()}, backend="reference")
+    allowed = OUTPUT * expected.abs().max()
     # Where i is -110, h is below the smallest normal float32.
-    assert (found["out"].double() - wanted).abs().max() <= allowed + 2**-126
+    assert (found["out"].double() - expected).abs().max() <= allowed + 2**-126
 
 
 # ------------------------------------------------------------------------------------------------ the stabiliser
@@ -490,9 +490,9 @@ def one_token(on: Implementation, gate: str, width: tuple[int, int], precision: 
     marks = torch.tensor([[False], [True], [False]])
     found = subject({name: t.to(on.device) for name, t in inputs.items()}, resets=marks)
     on_cpu = subject._replace(on=IMPLEMENTATIONS["reference"])
-    wanted = on_cpu({name: t.double() for name, t in inputs.items()}, resets=marks)
+    expected = on_cpu({name: t.double() for name, t in inputs.items()}, resets=marks)
     for name, t in found.items():
-        assert_close({name: t}, {name: wanted[name]}, max(OUTPUT, ROUNDING.get(t.dtype, 0.0)))
+        assert_close({name: t}, {name: expected[name]}, max(OUTPUT, ROUNDING.get(t.dtype, 0.0)))
 
 
 @INTERPRETED

@@ -74,24 +74,24 @@ def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, n
         pytest.skip("a forget gate of inf is valid: sigmoid(inf) = 1")
     clean, resets = inputs(), marks(reverse)
     x, within = poisoned(clean, name, value, reverse)
-    wanted, found = (run(y, backend, resets, reverse) for y in (clean, x))
-    torch.testing.assert_close(found[0][:, ~within], wanted[0][:, ~within], rtol=1e-6, atol=1e-6)
-    for a, b in zip(found[1:], wanted[1:], strict=True):
+    expected, found = (run(y, backend, resets, reverse) for y in (clean, x))
+    torch.testing.assert_close(found[0][:, ~within], expected[0][:, ~within], rtol=1e-6, atol=1e-6)
+    for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert not found[0][:, within].isfinite().all()  # and no NaN is hidden
 
     # a loss of tokens of other sequences only
     others = (~within).float()
-    wanted, found = (gradients(y, backend, resets, others, 1.0, reverse=reverse) for y in (clean, x))
-    for key, a, b in zip(NAMES, found, wanted, strict=True):
+    expected, found = (gradients(y, backend, resets, others, 1.0, reverse=reverse) for y in (clean, x))
+    for key, a, b in zip(NAMES, found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
         if a.shape[1] == S:
             assert not a[:, within].any()
 
     # A loss that is not finite itself shows in the gradients of its own sequence only.
     found = gradients(x, backend, resets, torch.ones(S), 1.0, reverse=reverse)
-    wanted = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
-    for a, b in zip(found[:5], wanted[:5], strict=True):
+    expected = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
+    for a, b in zip(found[:5], expected[:5], strict=True):
         torch.testing.assert_close(a[:, ~within], b[:, ~within], rtol=1e-5, atol=1e-5)
     assert not all(a[:, within].isfinite().all() for a in found[:5])
 
@@ -104,11 +104,11 @@ def test_gradients_that_are_not_finite_stay_within_their_sequence(backend, rever
     weights[S - 1 - POISONED if reverse else POISONED] = math.nan
     _, within = poisoned(clean, "q", 0.0, reverse)
     found = gradients(clean, backend, resets, weights, 1.0, reverse=reverse)
-    wanted = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
-    for a, b in zip(found[:5], wanted[:5], strict=True):
+    expected = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
+    for a, b in zip(found[:5], expected[:5], strict=True):
         torch.testing.assert_close(a[:, ~within], b[:, ~within], rtol=1e-5, atol=1e-5)
     assert found[2][:, within].isnan().any()
-    for a, b in zip(found[5:], wanted[5:], strict=True):
+    for a, b in zip(found[5:], expected[5:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -117,13 +117,13 @@ def test_gradients_that_are_not_finite_stay_within_their_sequence(backend, rever
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_step_with_a_reset_forgets_a_poisoned_state(grad, backend, gate):
     x = {name: y[:, :1] if y.shape[1] == S else y for name, y in inputs().items()}
-    wanted = run({**x, **{name: torch.zeros_like(x[name]) for name in "Cnm"}}, backend, None, gate=gate)
+    expected = run({**x, **{name: torch.zeros_like(x[name]) for name in "Cnm"}}, backend, None, gate=gate)
     for value in (math.nan, math.inf):
         bad = {**x, **{name: torch.full_like(x[name], value) for name in "Cnm"}}
         with torch.set_grad_enabled(grad):
             bad = {name: y.requires_grad_(grad) for name, y in bad.items()}
             found = run(bad, backend, torch.ones(1, 1, dtype=torch.bool), gate=gate)
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         if grad:
             grads = torch.autograd.grad(sum(y.sum() for y in found), [*bad.values()])

@@ -201,7 +201,7 @@ def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypa
 
 @pytest.mark.parametrize("bias", [torch.arange(16.0)[::2], torch.ones(1).expand(8), torch.ones(1), torch.ones(12, 8)])
 def test_onednn_takes_any_bias_that_torch_takes(bias: torch.Tensor, onednn: list[torch.Size]) -> None:
-    """oneDNN would read beyond a bias with strides."""
+    """oneDNN would read past the end of a bias with strides."""
     x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
     torch.testing.assert_close(products.linear(x, weight, bias), linear(x, weight, bias))
     assert bool(onednn) == (bias.shape == (8,))

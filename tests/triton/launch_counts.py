@@ -67,7 +67,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _launches(func: Any) -> bool:
-    """Return whether an operation computes tensors, beyond making a view or allocating."""
+    """Return whether an operation computes tensors, other than making a view or allocating."""
     if func._schema.name.removeprefix("aten::") in NOT_LAUNCHED:
         return False
     tensors = [each.alias_info for each in func._schema.returns if "Tensor" in str(each.type)]

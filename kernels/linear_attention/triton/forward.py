@@ -143,14 +143,14 @@ def pairs(
             b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
             c = load_columns(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
             if W > 1:
-                here = exp(within_block(since, j, d, is_d, W))
-                there = tl.load(until + (other * 16 + j)[None, :] * W + d[:, None], is_d[:, None], 0.0)
+                since_start = exp(within_block(since, j, d, is_d, W))
+                until_end = tl.load(until + (other * 16 + j)[None, :] * W + d[:, None], is_d[:, None], 0.0)
                 apart = tl.zeros((BK,), tl.float32)
                 for passed in range(other + 1, block):
                     apart += tl.load(blocks + passed * W + d, is_d, 0.0)
-                a *= here
-                b *= here
-                c *= exp(there + apart[:, None])
+                a *= since_start
+                b *= since_start
+                c *= exp(until_end + apart[:, None])
             c = operand(c, DOT, PRECISION)
             read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
             if beta is not None:

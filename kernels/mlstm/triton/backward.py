@@ -59,7 +59,7 @@ def factors(
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
-    here = tl.program_id(0).to(tl.int64) * BT
+    base = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     j = tl.arange(0, BT)
     live = j < S - c * BT
@@ -72,11 +72,11 @@ def factors(
         is_v = inside(dv, DV, BV)
         a = load_tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
         r += tl.sum(a * load_tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
-    floor = load_plane(gates, FLOOR, plane, here, j)
+    floor = load_plane(gates, FLOOR, plane, base, j)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
     if NORMALIZE:
-        den = load_plane(gates, DEN, plane, here, j)
+        den = load_plane(gates, DEN, plane, base, j)
         wins = tl.abs(den) >= floor
         inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
         dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
@@ -84,15 +84,15 @@ def factors(
             dm = -eps * r * inverse
     else:
         inverse = tl.where(live, 1.0 / floor, 0.0)
-    store_plane(planes, INVERSE, plane, here, j, inverse)
-    store_plane(planes, D_DEN, plane, here, j, dden)
-    store_plane(planes, D_M, plane, here, j, dm)
-    u = load_plane(gates, U, plane, here, j) * scale
-    store_plane(planes, READ_C, plane, here, j, u * inverse)
-    store_plane(planes, READ_N, plane, here, j, u * dden)
-    carried = load_plane(gates, CARRIED, plane, here, j)
+    store_plane(planes, INVERSE, plane, base, j, inverse)
+    store_plane(planes, D_DEN, plane, base, j, dden)
+    store_plane(planes, D_M, plane, base, j, dm)
+    u = load_plane(gates, U, plane, base, j) * scale
+    store_plane(planes, READ_C, plane, base, j, u * inverse)
+    store_plane(planes, READ_N, plane, base, j, u * dden)
+    carried = load_plane(gates, CARRIED, plane, base, j)
     if segments is not None:
-        carried = tl.where(tl.load(segments + here + j) == 0, carried, 0.0)
+        carried = tl.where(tl.load(segments + base + j) == 0, carried, 0.0)
     tl.store(links + tl.program_id(0), tl.sum(carried * dm, 0))
     tl.store(links + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(j == BT - 1, carried, 0.0), 0))
 
@@ -134,14 +134,14 @@ def state_gradients(
     tl.store(parts + chunks * BLOCKS, flow)
     for back in range(chunks * (L // BT)):
         tile = chunks * (L // BT) - 1 - back
-        here = place + tile * BT
+        base = place + tile * BT
         c = tile // (L // BT)
         at = wide * chunks + c
         if tile % (L // BT) == L // BT - 1:
             tl.store(dC + at * DK * DV + cell, operand(grad, dC.dtype.element_ty, PRECISION), own)
             if norm is not None:
                 tl.store(dnorm + at * DK + dk, total, first)
-            kept = load_plane(gates, KEEP, plane, here, BT - 1)
+            kept = load_plane(gates, KEEP, plane, base, BT - 1)
             grad *= kept
             total *= kept
             if links is not None:
@@ -154,11 +154,11 @@ def state_gradients(
         live = j < S - tile * BT
         queries = load_columns(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, dk, live, is_k, REVERSE, BT)
         outs = load_rows(dh, n, H, tile, S, gb, gs, gh, dv, live, is_v, REVERSE, BT)
-        read = queries.to(tl.float32) * load_plane(factors, READ_C, plane, here, j)[None, :]
+        read = queries.to(tl.float32) * load_plane(factors, READ_C, plane, base, j)[None, :]
         grad += tl.dot(operand(read, DOT, PRECISION), operand(outs, DOT, PRECISION), input_precision=PRECISION)
         if norm is not None:
             if block % ACROSS == 0:
-                total += tl.sum(queries.to(tl.float32) * load_plane(factors, READ_N, plane, here, j)[None, :], 1)
+                total += tl.sum(queries.to(tl.float32) * load_plane(factors, READ_N, plane, base, j)[None, :], 1)
         if tile % (L // BT) == 0:
             flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
             if norm is not None:
@@ -184,7 +184,7 @@ def _query_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dq of a tile. Weights are [t, s]: reading tokens are rows, the tokens they read are columns."""
-    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
@@ -196,13 +196,13 @@ def _query_gradients(
         a = operand(load_tile(grads, sign * j * gs, dv, live, is_v), DOT, PRECISION)
         state = load_tile(C + at * DK * DV, dv, d * DV, is_v, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    inverse = load_plane(factors, INVERSE, plane, here, j)
-    dden = load_plane(factors, D_DEN, plane, here, j)
-    total *= load_plane(factors, READ_C, plane, here, j)[:, None]
+    inverse = load_plane(factors, INVERSE, plane, base, j)
+    dden = load_plane(factors, D_DEN, plane, base, j)
+    total *= load_plane(factors, READ_C, plane, base, j)[:, None]
     if norm is not None:
-        total += load_plane(factors, READ_N, plane, here, j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
-    x = load_x(gates, plane, here, j, log_scale, DOT)
-    segment = load_segment(segments, here, j)
+        total += load_plane(factors, READ_N, plane, base, j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    x = load_x(gates, plane, base, j, log_scale, DOT)
+    segment = load_segment(segments, base, j)
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
@@ -212,13 +212,13 @@ def _query_gradients(
         )
         weights = weights * inverse[:, None] + dden[:, None]
         weights *= weights_read(
-            gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
+            gates, segments, plane, base - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
         )
         b = load_rows(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dq, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
     a = load_rows(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, live, is_d, REVERSE, BT).to(tl.float32)
-    tl.store(rows + column * plane + here + j, tl.sum(a * total, 1))
+    tl.store(rows + column * plane + base + j, tl.sum(a * total, 1))
 
 
 @jit
@@ -231,7 +231,7 @@ def _key_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dk of a tile. Weights are [s, t]: the tokens that are read are rows, reading tokens are columns."""
-    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
@@ -245,13 +245,13 @@ def _key_gradients(
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     if dnorm is not None:
         total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
-    total *= load_plane(gates, WRITE, plane, here, j)[:, None]
-    e = load_e(gates, plane, here, j, log_scale, DOT)
-    segment = load_segment(segments, here, j)
+    total *= load_plane(gates, WRITE, plane, base, j)[:, None]
+    e = load_e(gates, plane, base, j, log_scale, DOT)
+    segment = load_segment(segments, base, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
-        there = here + ahead * BT
+        there = base + ahead * BT
         grads = start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT)
         weights = products(
             values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BD
@@ -260,13 +260,13 @@ def _key_gradients(
         dden = load_plane(factors, D_DEN, plane, there, j)
         weights = weights * inverse[None, :] + dden[None, :]
         weights *= weights_written(
-            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, here, DOT
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, base, DOT
         )
         a = load_rows(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dk, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
     b = load_rows(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, d, live, is_d, REVERSE, BT).to(tl.float32)
-    tl.store(columns + column * plane + here + j, tl.sum(b * total, 1))
+    tl.store(columns + column * plane + base + j, tl.sum(b * total, 1))
 
 
 @jit
@@ -279,7 +279,7 @@ def _value_gradients(
     L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dv of a tile. Weights are [s, t], as for dk."""
-    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
     d = column * BV + tl.arange(0, BV)
     is_d = inside(d, DV, BV)
     sign = -1 if REVERSE else 1
@@ -291,19 +291,19 @@ def _value_gradients(
         a = operand(load_tile(keys, sign * j * ks, dk, live, is_k), DOT, PRECISION)
         state = load_tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    total *= load_plane(gates, WRITE, plane, here, j)[:, None]
-    e = load_e(gates, plane, here, j, log_scale, DOT)
-    segment = load_segment(segments, here, j)
+    total *= load_plane(gates, WRITE, plane, base, j)[:, None]
+    e = load_e(gates, plane, base, j, log_scale, DOT)
+    segment = load_segment(segments, base, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
-        there = here + ahead * BT
+        there = base + ahead * BT
         queries = start(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, REVERSE, BT)
         weights = products(
             keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
         )
         weights *= weights_written(
-            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, here, DOT
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, base, DOT
         )
         weights *= load_plane(factors, INVERSE, plane, there, j)[None, :]
         grads = load_rows(dh, n, H, other, S, gb, gs, gh, d, reads, is_d, REVERSE, BT)
@@ -345,10 +345,10 @@ def gradients(
 
 @jit
 @no_type_check
-def _sum_of_parts(parts, step, count, MOST: tl.constexpr, here, j):
+def _sum_of_parts(parts, step, count, MOST: tl.constexpr, base, j):
     """Return the sum over `count` parts [count, BT], which are `step` elements apart."""
     part = tl.arange(0, MOST)[:, None]
-    return tl.sum(tl.load(parts + part * step + here + j[None, :], part < count, 0.0), 0)
+    return tl.sum(tl.load(parts + part * step + base + j[None, :], part < count, 0.0), 0)
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -366,13 +366,13 @@ def gate_gradients(
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
-    here = tl.program_id(0).to(tl.int64) * BT
+    base = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     j = BT - 1 - tl.arange(0, BT)
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
-    read = _sum_of_parts(rows, plane, row_tiles, ROWS, here, j)
-    dlog_i = _sum_of_parts(columns, plane, column_tiles, COLUMNS, here, j)
+    read = _sum_of_parts(rows, plane, row_tiles, ROWS, base, j)
+    dlog_i = _sum_of_parts(columns, plane, column_tiles, COLUMNS, base, j)
     # Sum the parts of <C, dC> + <n, dn>.
     state_tile = tl.arange(0, STATES)
     flows += n.to(tl.int64) * (chunks + 1) * state_tiles + state_tile
@@ -380,23 +380,23 @@ def gate_gradients(
     reaches = tl.zeros((BT,), tl.float32) + leaves
     segment = tl.zeros((BT,), tl.int32)
     if segments is not None:
-        segment = tl.load(segments + here + j)
-        reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
+        segment = tl.load(segments + base + j)
+        reaches = tl.where(segment == tl.load(segments + base + BT - 1), reaches, 0.0)
     if EXP:
         g = tl.load(ahead + tl.program_id(0))  # gradient of the m after this chunk
         if dm_out is not None:
             end = tl.sum(tl.load(flows + chunks * state_tiles, state_tile < state_tiles, 0.0), 0)
             passes = tl.load(ahead + tl.num_programs(0) + tl.program_id(0))
             g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
-        dm = load_plane(factors, D_M, plane, here, j) + tl.where(j == BT - 1, g, 0.0)
+        dm = load_plane(factors, D_M, plane, base, j) + tl.where(j == BT - 1, g, 0.0)
         read += dm
         # A token whose e equals x attains the maximum x, also for the tokens after it until the maximum or the segment
         # changes.
-        made = load_plane(gates, E, plane, here, j) == load_plane(gates, X, plane, here, j)
+        made = load_plane(gates, E, plane, base, j) == load_plane(gates, X, plane, base, j)
         after = tl.minimum(j + 1, BT - 1)
-        ends = load_plane(gates, E, plane, here, after) == load_plane(gates, X, plane, here, after)
+        ends = load_plane(gates, E, plane, base, after) == load_plane(gates, X, plane, base, after)
         if segments is not None:
-            ends = ends | (segment != tl.load(segments + here + after))
+            ends = ends | (segment != tl.load(segments + base + after))
         run = tl.cumsum(ends.to(tl.int32), 0)
         dlog_i += tl.where(made, sums(run, dm, True), 0.0)
     if dm0 is not None:
@@ -415,7 +415,7 @@ def gate_gradients(
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     if i is None:  # The decay of a first token has no effect, so its gradient is zero up to rounding errors.
         if segments is not None:
-            before = tl.load(segments + here + tl.maximum(j - 1, 0))
+            before = tl.load(segments + base + tl.maximum(j - 1, 0))
             dlog_f = tl.where(segment == tl.where(j == 0, 0, before), dlog_f, 0.0)
         if FRESH:
             dlog_f = tl.where((j == 0) & (j == c), 0.0, dlog_f)

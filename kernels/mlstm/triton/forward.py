@@ -49,17 +49,17 @@ def states(
         if norm is not None:
             total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
     for tile in range(chunks * (L // BT)):
-        here = place + tile * BT
+        base = place + tile * BT
         if tile % (L // BT) == 0:
             at = wide * chunks + tile // (L // BT)
             tl.store(C + at * DK * DV + cell, operand(state, C.dtype.element_ty, PRECISION), own)
             if norm is not None:
                 tl.store(norm + at * DK + dk, total, first)
-            kept = load_plane(gates, KEEP, plane, here, L - 1)
+            kept = load_plane(gates, KEEP, plane, base, L - 1)
             state *= kept
             total *= kept
         live = j < S - tile * BT
-        weight = load_plane(gates, WRITE, plane, here, j)
+        weight = load_plane(gates, WRITE, plane, base, j)
         keys = load_columns(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, dk, live, is_k, REVERSE, BT)
         values = load_rows(v, n, H, tile, S, vb, vs, vh, dv, live, is_v, REVERSE, BT)
         # The dot and n each multiply keys by weights in their own layout, because a common product would have to be
@@ -85,7 +85,7 @@ def outputs(
 ):
     """Compute h, and q . n. One program per tile of tokens and of values."""
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
-    n, tile, part, at, here, plane, j, live = own_tile(S, ACROSS, L, BT)
+    n, tile, part, at, base, plane, j, live = own_tile(S, ACROSS, L, BT)
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
     is_v = inside(dv, DV, BV)
     sign = -1 if REVERSE else 1
@@ -100,11 +100,11 @@ def outputs(
         num += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
         if norm is not None:
             parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
-    u = load_plane(gates, U, plane, here, j) * scale
+    u = load_plane(gates, U, plane, base, j) * scale
     num *= u[:, None]
     den = tl.sum(parts, 1) * u
-    x = load_x(gates, plane, here, j, log_scale, DOT)
-    segment = load_segment(segments, here, j)
+    x = load_x(gates, plane, base, j, log_scale, DOT)
+    segment = load_segment(segments, base, j)
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
@@ -113,16 +113,16 @@ def outputs(
             queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
         )
         weights *= weights_read(
-            gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
+            gates, segments, plane, base - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
         )
         values = load_rows(v, n, H, other, S, vb, vs, vh, dv, seen, is_v, REVERSE, BT)
         den += tl.sum(weights, 1)
         num += tl.dot(operand(weights, DOT, PRECISION), operand(values, DOT, PRECISION), input_precision=PRECISION)
     if NORMALIZE:
-        tl.store(gates + plane * DEN + here + j, den, j < tl.where(tl.program_id(0) % ACROSS == 0, BT, 0))
-        num *= (1.0 / (tl.maximum(tl.abs(den), load_plane(gates, FLOOR, plane, here, j)) + eps))[:, None]
+        tl.store(gates + plane * DEN + base + j, den, j < tl.where(tl.program_id(0) % ACROSS == 0, BT, 0))
+        num *= (1.0 / (tl.maximum(tl.abs(den), load_plane(gates, FLOOR, plane, base, j)) + eps))[:, None]
     else:  # m should be 0, but x is rounded: the floor corrects the scale.
-        num *= (1.0 / load_plane(gates, FLOOR, plane, here, j))[:, None]
+        num *= (1.0 / load_plane(gates, FLOOR, plane, base, j))[:, None]
     store_rows(h, num, n, H, tile, S, dv, live, is_v, DV, REVERSE, BT)
 
 

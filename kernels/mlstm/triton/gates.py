@@ -104,10 +104,10 @@ def _chunk_gates(
     e = log_i - b
     high = e.to(tl.float32)
     if resets is not None:
-        best = tl.associative_scan((segment, high), 0, _max_within)[1]
+        running_max = tl.associative_scan((segment, high), 0, _max_within)[1]
     else:
-        best = tl.associative_scan(high, 0, _max)
-    return b, e, rest, high, best, segment
+        running_max = tl.associative_scan(high, 0, _max)
+    return b, e, rest, high, running_max, segment
 
 
 @jit
@@ -207,7 +207,7 @@ def gates(
     if not EXP:
         m = tl.where(first == 0, m, 0.0)  # A reset at the first token discards the given m.
     for c in range(first, end):
-        b, e, rest, high, best, segment = _chunk_gates(
+        b, e, rest, high, running_max, segment = _chunk_gates(
             i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
         )
         whole = segment == 0
@@ -224,8 +224,8 @@ def gates(
         carried = tl.zeros((BT,), tl.int1)
         x = (-b).to(tl.float32)
         if EXP:
-            carried = p.to(tl.float32) > best
-            x = tl.maximum(best, p.to(tl.float32))
+            carried = p.to(tl.float32) > running_max
+            x = tl.maximum(running_max, p.to(tl.float32))
         to = planes + place + c * BT + j
         tl.store(to + plane * E, high)
         tl.store(to + plane * X, x)

@@ -41,15 +41,15 @@ READ_N = constexpr(4)  # D_DEN times U and the scale of q
 
 @jit
 @no_type_check
-def load_plane(planes, PLANE: tl.constexpr, size, here, j):
-    """Load places here + j of one of several planes of this size."""
-    return tl.load(planes + size * PLANE + here + j)
+def load_plane(planes, PLANE: tl.constexpr, size, base, j):
+    """Load places base + j of one of several planes of this size."""
+    return tl.load(planes + size * PLANE + base + j)
 
 
 @jit
 @no_type_check
-def store_plane(planes, PLANE: tl.constexpr, size, here, j, x):
-    tl.store(planes + size * PLANE + here + j, x)
+def store_plane(planes, PLANE: tl.constexpr, size, base, j, x):
+    tl.store(planes + size * PLANE + base + j, x)
 
 
 @jit
@@ -162,11 +162,11 @@ def products(
 
 @jit
 @no_type_check
-def load_segment(segments, here, j):
+def load_segment(segments, base, j):
     """Load the segments of the tokens of a tile; without resets the result is arbitrary."""
     segment = j
     if segments is not None:
-        segment = tl.load(segments + here + j)
+        segment = tl.load(segments + base + j)
     return segment
 
 
@@ -189,7 +189,7 @@ def weights_read(gates, segments, plane, written, x, segment, t, s, j, log_scale
 
 @jit
 @no_type_check
-def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_scale, here, DOT: tl.constexpr):
+def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_scale, base, DOT: tl.constexpr):
     """Return the same weights as [s, t], which saves a transpose.
 
     e, segment: those of tokens s. reading: the place of tokens t.
@@ -199,15 +199,15 @@ def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_sc
         seen = seen & (tl.load(segments + reading + j)[None, :] == segment[:, None])
     weights = e[:, None] - load_plane(gates, X, plane, reading, j)[None, :]
     if tl.bfloat16 != DOT:  # e in two parts
-        weights += (load_plane(gates, E_REST, plane, here, j) + log_scale)[:, None]
+        weights += (load_plane(gates, E_REST, plane, base, j) + log_scale)[:, None]
     return tl.exp2(tl.where(seen, weights, float("-inf")))
 
 
 @jit
 @no_type_check
-def load_x(gates, plane, here, j, log_scale, DOT: tl.constexpr):
+def load_x(gates, plane, base, j, log_scale, DOT: tl.constexpr):
     """Load x as an argument of `weights_read`."""
-    x = load_plane(gates, X, plane, here, j)
+    x = load_plane(gates, X, plane, base, j)
     if tl.bfloat16 == DOT:
         x -= log_scale
     return x
@@ -215,9 +215,9 @@ def load_x(gates, plane, here, j, log_scale, DOT: tl.constexpr):
 
 @jit
 @no_type_check
-def load_e(gates, plane, here, j, log_scale, DOT: tl.constexpr):
+def load_e(gates, plane, base, j, log_scale, DOT: tl.constexpr):
     """Load e as an argument of `weights_written`."""
-    e = load_plane(gates, E, plane, here, j)
+    e = load_plane(gates, E, plane, base, j)
     if tl.bfloat16 == DOT:
         e += log_scale
     return e

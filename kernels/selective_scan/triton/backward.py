@@ -24,18 +24,18 @@ LN_2 = constexpr(0.6931471805599453)
 
 @jit
 @no_type_check
-def _load_tile(x, t, there):
+def _load_tile(x, t, mask):
     """Load [ROWS, BE] at offsets t [ROWS, 1] from pointers [BE] to the first token of a chunk."""
-    return tl.load(x[None, :] + t, there, 0.0)
+    return tl.load(x[None, :] + t, mask, 0.0)
 
 
 @jit
 @no_type_check
-def _has_gradient(resets, t, there):
-    """Return the mask `there` without the tokens that have no gradient."""
+def _has_gradient(resets, t, mask):
+    """Return the mask without the tokens that have no gradient."""
     if resets is not None:
-        there = tl.load(resets + t, there, 2) < 2
-    return there
+        mask = tl.load(resets + t, mask, 2) < 2
+    return mask
 
 
 @jit
@@ -51,43 +51,43 @@ def _prepare(
     [CHUNK, BN]. For tokens after `count` and those without a gradient, zeros are stored, which change no state and no
     gradient.
     """
-    to = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
+    target = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, CHUNK, 2 * ROWS, num_stages=1):
         xs, dts, gs_, gates = (), (), (), ()
         for j in tl.static_range(2):  # Load everything before the first use, so that latencies overlap.
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
-            there = _has_gradient(resets, SIGN * i, i < count)
+            mask = _has_gradient(resets, SIGN * i, i < count)
             if not EVEN:
-                there = there & live[None, :]
-            xs = xs + (_load_tile(u, SIGN * i * us, there),)
-            dts = dts + (_load_tile(dt, SIGN * i * ds, there),)
-            gs_ = gs_ + (_load_tile(dy, SIGN * i * gs, there),)
+                mask = mask & live[None, :]
+            xs = xs + (_load_tile(u, SIGN * i * us, mask),)
+            dts = dts + (_load_tile(dt, SIGN * i * ds, mask),)
+            gs_ = gs_ + (_load_tile(dy, SIGN * i * gs, mask),)
             if z is not None:
-                gates = gates + (_load_tile(z, SIGN * i * zs, there),)
+                gates = gates + (_load_tile(z, SIGN * i * zs, mask),)
         for j in tl.static_range(2):
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
-            there = i < count if EVEN else (i < count) & live[None, :]
+            mask = i < count if EVEN else (i < count) & live[None, :]
             step = dts[j].to(tl.float32)
             if shift is not None:
                 step += shift[None, :]
             if SOFTPLUS:
                 step = softplus(step)
-            step = tl.where(there, step, 0.0)
+            step = tl.where(mask, step, 0.0)
             g = gs_[j].to(tl.float32)
             if z is not None:
                 g *= silu(gates[j].to(tl.float32))
-            at = to + (first + j * ROWS) * BE
+            at = target + (first + j * ROWS) * BE
             tl.store(at, step)
             tl.store(at + WRITTEN * CHUNK * BE, step * xs[j].to(tl.float32))
             tl.store(at + GATED * CHUNK * BE, g)
-    to = rows + tl.arange(0, LINES)[:, None] * BN + n[None, :]
+    target = rows + tl.arange(0, LINES)[:, None] * BN + n[None, :]
     for first in tl.range(0, CHUNK, LINES, num_stages=1):
         i = first + tl.arange(0, LINES)[:, None]
-        there = _has_gradient(resets, SIGN * i, i < count) & (n < N)[None, :]
+        mask = _has_gradient(resets, SIGN * i, i < count) & (n < N)[None, :]
         if Bs is not None:
-            tl.store(to + first * BN, _load_tile(B, SIGN * i * Bs, there).to(tl.float32))
+            tl.store(target + first * BN, _load_tile(B, SIGN * i * Bs, mask).to(tl.float32))
         if Cs is not None:
-            tl.store(to + (CHUNK + first) * BN, _load_tile(C, SIGN * i * Cs, there).to(tl.float32))
+            tl.store(target + (CHUNK + first) * BN, _load_tile(C, SIGN * i * Cs, mask).to(tl.float32))
 
 
 @jit
@@ -98,49 +98,49 @@ def _finish(
     ROWS: tl.constexpr,
 ):
     """Store the gradients of u, dt and z from the planes of a chunk; add to those of D and the bias, [ROWS, BE]."""
-    of = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
+    tile = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, count, ROWS, num_stages=1):
         i = first + tl.arange(0, ROWS)[:, None]
         t = SIGN * i
-        own = i < count if EVEN else (i < count) & live[None, :]
-        there = _has_gradient(resets, t, own)
-        x = _load_tile(u, t * us, there).to(tl.float32)
-        through = tl.load(of + (THROUGH * CHUNK + first) * BE, there, 0.0)
-        rates = tl.load(of + (RATES * CHUNK + first) * BE, there, 0.0)
-        step = tl.load(of + first * BE)
+        inside = i < count if EVEN else (i < count) & live[None, :]
+        mask = _has_gradient(resets, t, inside)
+        x = _load_tile(u, t * us, mask).to(tl.float32)
+        through = tl.load(tile + (THROUGH * CHUNK + first) * BE, mask, 0.0)
+        rates = tl.load(tile + (RATES * CHUNK + first) * BE, mask, 0.0)
+        step = tl.load(tile + first * BE)
         if skip is not None:
-            g = tl.load(of + (GATED * CHUNK + first) * BE)
+            g = tl.load(tile + (GATED * CHUNK + first) * BE)
         if SOFTPLUS:
-            raw = _load_tile(dt, t * ds, there).to(tl.float32)
+            raw = _load_tile(dt, t * ds, mask).to(tl.float32)
         if z is not None:
-            gate = _load_tile(z, t * zs, there).to(tl.float32)
-            out = tl.load(of + (OUTPUT * CHUNK + first) * BE, there, 0.0)
-            dout = _load_tile(dy, t * gs, there).to(tl.float32)
+            gate = _load_tile(z, t * zs, mask).to(tl.float32)
+            out = tl.load(tile + (OUTPUT * CHUNK + first) * BE, mask, 0.0)
+            dout = _load_tile(dy, t * gs, mask).to(tl.float32)
         dx = through * step
         if skip is not None:
             dx += skip[None, :] * g
             dD += g * x
-        tl.store(du[None, :] + t * E, dx.to(du.dtype.element_ty), own)
+        tl.store(du[None, :] + t * E, dx.to(du.dtype.element_ty), inside)
         dstep = through * x + rates * LN_2
         if SOFTPLUS:
             if shift is not None:
                 raw += shift[None, :]
             dstep *= reciprocal(1.0 + exp(-raw))
         if shift is not None:
-            dbias += tl.where(there, dstep, 0.0)
-        tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), own)
+            dbias += tl.where(mask, dstep, 0.0)
+        tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), inside)
         if z is not None:
-            open_ = reciprocal(1.0 + exp(-gate))
+            opening = reciprocal(1.0 + exp(-gate))
             if skip is not None:
                 out += skip[None, :] * x
-            dgate = dout * out * open_ * (1.0 + gate * (1.0 - open_))
-            tl.store(dz[None, :] + t * E, dgate.to(dz.dtype.element_ty), own)
+            dgate = dout * out * opening * (1.0 + gate * (1.0 - opening))
+            tl.store(dz[None, :] + t * E, dgate.to(dz.dtype.element_ty), inside)
     return dD, dbias
 
 
 @jit
 @no_type_check
-def _store_sums(to, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_sums(target, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.constexpr):
     """Store the N sums of x [BN, BE] over channels, if `tokens` is not 0.
 
     DOT: the precision of a product with ones on the matrix units, which gives COLUMNS equal columns. It is faster than
@@ -155,8 +155,8 @@ def _store_sums(to, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.conste
         sums = tl.dot(x - first, ones, tl.dot(first, ones, input_precision="tf32"), input_precision="tf32")
     else:
         sums = tl.dot(x, ones, input_precision=DOT)
-    there = (n < N)[:, None] & (column < tl.minimum(tokens, 1))[None, :]
-    tl.store(to + n[:, None] + column[None, :], sums, there)
+    mask = (n < N)[:, None] & (column < tl.minimum(tokens, 1))[None, :]
+    tl.store(target + n[:, None] + column[None, :], sums, mask)
 
 
 @common.kernel(do_not_specialize=["S", "K", "L", "zero"])
@@ -180,19 +180,19 @@ def scan_backward(
     block = tl.program_id(1) % tl.cdiv(W, BE)
     live = within < W
     n = tl.arange(0, BN)
-    own = (n < N)[:, None] & live[None, :]
+    inside = (n < N)[:, None] & live[None, :]
     along = cells_of(n, e, E) + zero  # As in `scan`, each thread holds one channel.
-    rate = load_rates(A, along, own)
+    rate = load_rates(A, along, inside)
     shift, skip, writes, reads = None, None, None, None
     if bias is not None:
         shift = tl.load(bias + e, live, 0.0).to(tl.float32)
     if D is not None:
         skip = tl.load(D + e, live, 0.0).to(tl.float32)
     if Bs is None:
-        writes = tl.load(B + n[:, None] + e[None, :] * N, own, 0.0).to(tl.float32)
+        writes = tl.load(B + n[:, None] + e[None, :] * N, inside, 0.0).to(tl.float32)
         dB_sum = tl.zeros((BN, BE), tl.float32)
     if Cs is None:
-        reads = tl.load(C + n[:, None] + e[None, :] * N, own, 0.0).to(tl.float32)
+        reads = tl.load(C + n[:, None] + e[None, :] * N, inside, 0.0).to(tl.float32)
         dC_sum = tl.zeros((BN, BE), tl.float32)
     dA_sum = tl.zeros((BN, BE), tl.float32)
     dD_sum = tl.zeros((ROWS, BE), tl.float32)
@@ -201,7 +201,7 @@ def scan_backward(
     # The gradient of the state from later tokens.
     carry = tl.zeros((BN, BE), tl.float32)
     if dlast is not None:
-        carry = tl.load(dlast + mine * E * N + along, own, 0.0)
+        carry = tl.load(dlast + mine * E * N + along, inside, 0.0)
 
     scratch += (mine * tl.num_programs(1) + tl.program_id(1)) * SCRATCH
     PLANE: tl.constexpr = CHUNK * BE
@@ -235,7 +235,7 @@ def scan_backward(
         )
         tl.debug_barrier()  # Other threads read what was written above; likewise below.
 
-        h = tl.load(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + along, own, 0.0)
+        h = tl.load(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + along, inside, 0.0)
         for i in tl.range(0, count, STEPS, num_stages=1):
             tl.store(cells + i // STEPS * (BE * BN), h)  # the state before these tokens
             for j in tl.static_range(STEPS):
@@ -300,12 +300,12 @@ def scan_backward(
 
     at = n[:, None] + e[None, :] * N
     if begin == 0:
-        tl.store(dh0 + b * E * N + at, carry, own)
-    tl.store(dA + mine * E * N + at, dA_sum, own)
+        tl.store(dh0 + b * E * N + at, carry, inside)
+    tl.store(dA + mine * E * N + at, dA_sum, inside)
     if Bs is None:
-        tl.store(dB + mine * E * N + at, dB_sum, own)
+        tl.store(dB + mine * E * N + at, dB_sum, inside)
     if Cs is None:
-        tl.store(dC + mine * E * N + at, dC_sum, own)
+        tl.store(dC + mine * E * N + at, dC_sum, inside)
     if D is not None:
         tl.store(dD + mine * E + e, tl.sum(dD_sum, 0), live)
     if bias is not None:

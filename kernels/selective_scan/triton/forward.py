@@ -40,7 +40,7 @@ def scan_ends(
     at = n[:, None] + e[None, :] * N
     rate = load_rates(A, cells_of(n, e, E) + zero, own)
     shift = load_shift(bias, e, live)
-    there, known = (None, None) if EVEN else (live, n < N)
+    mask, known = (None, None) if EVEN else (live, n < N)
     if ws is None:
         weights = tl.load(w + at, own, 0.0).to(tl.float32)
     h = tl.zeros((BN, BE), tl.float32)
@@ -54,11 +54,11 @@ def scan_ends(
         z_, w_ = token_pointers(z, b, t, e, zb, zs), matrix_pointers(w, b, t, group, n, wb, ws, wg)
         resets_ = mark_pointer(resets, b, t, S)
         rest = end - first - start
-        ahead = load_tokens(x_, dt_, z_, w_, None, resets_, 0, rest, there, known, xs, ds, zs, ws, None, SIGN, STEPS)
+        ahead = load_tokens(x_, dt_, z_, w_, None, resets_, 0, rest, mask, known, xs, ds, zs, ws, None, SIGN, STEPS)
         for i in range(0, min(CHUNK, rest), STEPS):
             xs_, dts, zs_, ws_, _, fresh = ahead
             ahead = load_tokens(
-                x_, dt_, z_, w_, None, resets_, i + STEPS, rest, there, known, xs, ds, zs, ws, None, SIGN, STEPS
+                x_, dt_, z_, w_, None, resets_, i + STEPS, rest, mask, known, xs, ds, zs, ws, None, SIGN, STEPS
             )
             for j in tl.static_range(STEPS):
                 step = tl.where(i + j < rest, step_of(dts[j], shift, SOFTPLUS), 0.0)
@@ -171,7 +171,7 @@ def scan(
         writes = tl.load(B + at, own, 0.0).to(tl.float32)
     if Cs is None:
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
-    there, known = (None, None) if EVEN else (live, n < N)
+    mask, known = (None, None) if EVEN else (live, n < N)
     h = tl.zeros((BN, BE), tl.float32)
     if h0 is not None:
         h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + along, own, 0.0)
@@ -187,15 +187,15 @@ def scan(
         if between is not None:
             tl.store(between + (b * tl.cdiv(S, CHUNK) + start // CHUNK) * E * N + along, h, own)
         rest = end - start
-        this = load_tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS)
+        this = load_tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS)
         for i in range(0, min(CHUNK, rest), 2 * STEPS):
             # Tokens are loaded before the previous ones are used, alternately into two variables, which saves moves.
             other = load_tokens(
-                u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+                u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS
             )
             h = _advance(h, this, i, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS)
             this = load_tokens(
-                u_, dt_, z_, B_, C_, resets_, i + 2 * STEPS, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+                u_, dt_, z_, B_, C_, resets_, i + 2 * STEPS, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS
             )
             h = _advance(
                 h, other, i + STEPS, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS

@@ -50,9 +50,9 @@ def step_of(dt, shift, SOFTPLUS: tl.constexpr):
 
 @jit
 @no_type_check
-def load_some(x, there):
-    """Load x where the mask `there` is true, or everywhere if it is None."""
-    return tl.load(x) if there is None else tl.load(x, there, 0.0)
+def load_some(x, mask):
+    """Load x where the mask is true, or everywhere if it is None."""
+    return tl.load(x) if mask is None else tl.load(x, mask, 0.0)
 
 
 @jit
@@ -62,7 +62,7 @@ def load_tokens(
 ):
     """Load the inputs of STEPS tokens in their dtypes, starting i tokens after the one that the pointers point to.
 
-    `rest` tokens are left from the pointers on. Beyond them, the inputs of the last one are loaded again, without its
+    `rest` tokens are left from the pointers on. After them, the inputs of the last one are loaded again, without its
     mark.
     """
     all_x, all_dt, all_z, all_B, all_C, marks = (), (), (), (), (), ()

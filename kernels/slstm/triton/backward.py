@@ -41,14 +41,14 @@ def scan_backward(
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
     d = tl.arange(0, BD)
     is_b, is_d = b < B, d < D
-    here = is_b[:, None] & is_d[None, :]
+    mask = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     wide = head * D + d
     # [channel of a gate, channel of y]: loaded transposed
     back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + d[:, None]
     from_i, from_f, from_z, from_o = load_matrices(back, D, is_d[:, None] & is_d[None, :], DOT)
-    out = tl.load(dy1 + cell, here, 0.0)
-    c, n, m = load_state(dc1, dn1, dm1, cell, here)
+    out = tl.load(dy1 + cell, mask, 0.0)
+    c, n, m = load_state(dc1, dn1, dm1, cell, mask)
     plane = tl.cast(B, tl.int64) * S * H * D
     for step in range(S):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
@@ -60,14 +60,14 @@ def scan_backward(
             out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
             S - 1 - step, mark,
         )
-        store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
+        store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, mask)
         out = tl.dot(operand(gi, DOT, PRECISION), from_i, input_precision=PRECISION)
         out += tl.dot(operand(gf, DOT, PRECISION), from_f, input_precision=PRECISION)
         out += tl.dot(operand(gz, DOT, PRECISION), from_z, input_precision=PRECISION)
         out += tl.dot(operand(go, DOT, PRECISION), from_o, input_precision=PRECISION)
         out, c, n, m = all_carried(out, c, n, m, mark, resets)
-    tl.store(dy0 + cell, out, here)
-    store_state(dc0, dn0, dm0, cell, c, n, m, here)
+    tl.store(dy0 + cell, out, mask)
+    store_state(dc0, dn0, dm0, cell, c, n, m, mask)
 
 
 @common.kernel(do_not_specialize=["S", "B"])
@@ -101,25 +101,25 @@ def scan_backward_by_tiles(
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
             is_d = d < D
-            here = is_b[:, None] & is_d[None, :]
+            mask = is_b[:, None] & is_d[None, :]
             cell = row[:, None] + d[None, :]
             at = line[:, None] + d[None, :]
             past = at + (H * D if REVERSE else -H * D)
-            out = tl.load(dy0 + cell, here, 0.0)
+            out = tl.load(dy0 + cell, mask, 0.0)
             out += load_tile(dy, b * gb + t * gs, head * D + d, is_b, is_d).to(tl.float32)
-            c, n, m = load_state(dc0, dn0, dm0, cell, here)
+            c, n, m = load_state(dc0, dn0, dm0, cell, mask)
             gi, gf, gz, go, c, n, m = token_gradients(
                 out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
                 S - 1 - step, mark,
             )
-            store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
+            store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, mask)
             if exchange is not None:
                 store_gate_gradients(
                     read_i, read_f, read_z, read_o, cell, operand(gi, DOT, PRECISION), operand(gf, DOT, PRECISION),
-                    operand(gz, DOT, PRECISION), operand(go, DOT, PRECISION), here,
+                    operand(gz, DOT, PRECISION), operand(go, DOT, PRECISION), mask,
                 )
             c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
-            store_state(dc0, dn0, dm0, cell, c, n, m, here)
+            store_state(dc0, dn0, dm0, cell, c, n, m, mask)
         tl.debug_barrier()  # The products below need the gradients of all channels.
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -150,7 +150,7 @@ def _load_kept(
 ):
     """Load dy of token t, its saved gates, the c, n, m before it, and its mark. rest: number of tokens before it."""
     is_b = b < tl.where(rest >= 0, B, 0)
-    here = is_b[:, None] & is_d[None, :]
+    mask = is_b[:, None] & is_d[None, :]
     mark = load_mark(resets, t, b, is_b, S)
     plane = tl.cast(B, tl.int64) * S * H * D
     at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
@@ -158,11 +158,11 @@ def _load_kept(
     past = tl.where(rest > 0, at + (H * D if REVERSE else -H * D), cell)
     return (
         load_tile(dy, b * gb + t * gs, head * D + d, is_b, is_d),
-        tl.load(gates_if + at, here, 0.0), tl.load(gates_if + plane + at, here, 0.0),
-        tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
-        tl.load(tl.where(rest > 0, states, c0) + past, here, 0.0),
-        tl.load(tl.where(rest > 0, states + N_STATE * plane, n0) + past, here, 1.0),
-        tl.load(tl.where(rest > 0, states + M_STATE * plane, m0) + past, here, 0.0), mark,
+        tl.load(gates_if + at, mask, 0.0), tl.load(gates_if + plane + at, mask, 0.0),
+        tl.load(gates_zo + at, mask, 0.0), tl.load(gates_zo + plane + at, mask, 0.0),
+        tl.load(tl.where(rest > 0, states, c0) + past, mask, 0.0),
+        tl.load(tl.where(rest > 0, states + N_STATE * plane, n0) + past, mask, 1.0),
+        tl.load(tl.where(rest > 0, states + M_STATE * plane, m0) + past, mask, 0.0), mark,
     )
 
 
@@ -234,12 +234,12 @@ def _through(
     return x
 
 
-@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
+@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "polls"])
 @no_type_check
 def scan_backward_by_team(
     dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, exchange, arrived,
-    gave_up, dy0, dc0, dn0, dm0,
-    S, B, H, D, gb, gs, begin, end, first, patience,
+    timed_out, dy0, dc0, dn0, dm0,
+    S, B, H, D, gb, gs, begin, end, first, polls,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):
@@ -253,7 +253,7 @@ def scan_backward_by_team(
     b = (team // H).to(tl.int64) * BB + tl.arange(0, BB)
     d = tl.program_id(0) * BU + tl.arange(0, BU)
     is_b, is_d = b < B, d < D
-    here = is_b[:, None] & is_d[None, :]
+    mask = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     # [channel of a gate, channel of y]: loaded transposed
     if EXACT:
@@ -270,7 +270,7 @@ def scan_backward_by_team(
     line = tl.arange(0, BB) * BD
     exchange += tl.cast(team, tl.int64) * (8 * BB * BD)
     arrived += team * 32
-    dc, dn, dm = load_state(dc0, dn0, dm0, cell, here)
+    dc, dn, dm = load_state(dc0, dn0, dm0, cell, mask)
     late = tl.load(dy1 + cell, (b < tl.where(begin == 0, B, 0))[:, None] & is_d[None, :], 0.0)
     t = tl.cast(begin if REVERSE else S - 1 - begin, tl.int64)
     at_last = ((b * S + t) * H + head)[:, None] * D + d[None, :]
@@ -318,9 +318,9 @@ def scan_backward_by_team(
         )
         mark = next_mark
         if step + 1 < end:
-            patience = wait(arrived, parts * (step + 1 - begin), patience)
-            dc = tl.where(patience > 0, dc, float("nan"))
-    report(gave_up, patience)
+            polls = wait(arrived, parts * (step + 1 - begin), polls)
+            dc = tl.where(polls > 0, dc, float("nan"))
+    report(timed_out, polls)
     if end > S:
-        tl.store(dy0 + cell, tl.where(patience > 0, out, float("nan")), here)
-    store_state(dc0, dn0, dm0, cell, dc, dn, dm, here)
+        tl.store(dy0 + cell, tl.where(polls > 0, out, float("nan")), mask)
+    store_state(dc0, dn0, dm0, cell, dc, dn, dm, mask)

@@ -55,9 +55,9 @@ def advance_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, old_c, old_n, old_m):
     of_write = (dc * value + dn) * write
     of_decay = tl.where(first, 0.0, (dc * old_c + dn * old_n) * decay)
     dm -= of_write + of_decay
-    wins = first | (i >= through)
-    dthrough = of_decay + tl.where(wins, 0.0, dm)
-    di = of_write + tl.where(wins, dm, 0.0)
+    from_input = first | (i >= through)
+    dthrough = of_decay + tl.where(from_input, 0.0, dm)
+    di = of_write + tl.where(from_input, dm, 0.0)
     df = dthrough * sigmoid(-f)
     dz = dc * write * (1.0 - value * value)
     do = dy * (c / n) * gate * (1.0 - gate)
@@ -131,56 +131,56 @@ def load_biases(bias, H, D, wide, is_d):
 
 @jit
 @no_type_check
-def load_matrix(at, GATE: tl.constexpr, D, there, DOT: tl.constexpr):
+def load_matrix(at, GATE: tl.constexpr, D, mask, DOT: tl.constexpr):
     """Load the matrix of a gate as an operand of a dot. at: pointers to the matrix of the input gate."""
-    return tl.load(at + GATE * D, there, 0.0).to(DOT)
+    return tl.load(at + GATE * D, mask, 0.0).to(DOT)
 
 
 @jit
 @no_type_check
-def load_matrices(at, D, there, DOT: tl.constexpr):
+def load_matrices(at, D, mask, DOT: tl.constexpr):
     """Load the matrices of the four gates."""
     return (
-        load_matrix(at, I_GATE, D, there, DOT), load_matrix(at, F_GATE, D, there, DOT),
-        load_matrix(at, Z_GATE, D, there, DOT), load_matrix(at, O_GATE, D, there, DOT),
+        load_matrix(at, I_GATE, D, mask, DOT), load_matrix(at, F_GATE, D, mask, DOT),
+        load_matrix(at, Z_GATE, D, mask, DOT), load_matrix(at, O_GATE, D, mask, DOT),
     )
 
 
 @jit
 @no_type_check
-def load_state(c, n, m, cell, there):
-    return tl.load(c + cell, there, 0.0), tl.load(n + cell, there, 0.0), tl.load(m + cell, there, 0.0)
+def load_state(c, n, m, cell, mask):
+    return tl.load(c + cell, mask, 0.0), tl.load(n + cell, mask, 0.0), tl.load(m + cell, mask, 0.0)
 
 
 @jit
 @no_type_check
-def store_state(c, n, m, cell, c_value, n_value, m_value, there):
-    tl.store(c + cell, c_value, there)
-    tl.store(n + cell, n_value, there)
-    tl.store(m + cell, m_value, there)
+def store_state(c, n, m, cell, c_value, n_value, m_value, mask):
+    tl.store(c + cell, c_value, mask)
+    tl.store(n + cell, n_value, mask)
+    tl.store(m + cell, m_value, mask)
 
 
 @jit
 @no_type_check
-def store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, there):
-    tl.store(di + at, gi.to(di.dtype.element_ty), there)
-    tl.store(df + at, gf.to(df.dtype.element_ty), there)
-    tl.store(dz + at, gz.to(dz.dtype.element_ty), there)
-    tl.store(do + at, go.to(do.dtype.element_ty), there)
+def store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, mask):
+    tl.store(di + at, gi.to(di.dtype.element_ty), mask)
+    tl.store(df + at, gf.to(df.dtype.element_ty), mask)
+    tl.store(dz + at, gz.to(dz.dtype.element_ty), mask)
+    tl.store(do + at, go.to(do.dtype.element_ty), mask)
 
 
 @jit
 @no_type_check
-def store_kept(states, gates_if, gates_zo, at, plane, there, c, n, m, i, f, z, o):
+def store_kept(states, gates_if, gates_zo, at, plane, mask, c, n, m, i, f, z, o):
     """Store the states and gates of a token for the backward pass, if there will be one."""
     if states is not None:
-        tl.store(states + at, c, there)
-        tl.store(states + N_STATE * plane + at, n, there)
-        tl.store(states + M_STATE * plane + at, m, there)
-        tl.store(gates_if + at, i, there)
-        tl.store(gates_if + plane + at, f, there)
-        tl.store(gates_zo + at, z.to(gates_zo.dtype.element_ty), there)
-        tl.store(gates_zo + plane + at, o.to(gates_zo.dtype.element_ty), there)
+        tl.store(states + at, c, mask)
+        tl.store(states + N_STATE * plane + at, n, mask)
+        tl.store(states + M_STATE * plane + at, m, mask)
+        tl.store(gates_if + at, i, mask)
+        tl.store(gates_if + plane + at, f, mask)
+        tl.store(gates_zo + at, z.to(gates_zo.dtype.element_ty), mask)
+        tl.store(gates_zo + plane + at, o.to(gates_zo.dtype.element_ty), mask)
 
 
 @jit
@@ -192,19 +192,19 @@ def token_gradients(
 
     rest: the number of tokens before it; at 0, the old state is c0, n0, m0.
     """
-    here = (b < B)[:, None] & is_d[None, :]
+    mask = (b < B)[:, None] & is_d[None, :]
     old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
     given = (b < tl.where(rest > 0, 0, B))[:, None] & is_d[None, :]
     old_c = tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0)
     old_n = tl.load(states + N_STATE * plane + past, old, 0.0) + tl.load(n0 + cell, given, 0.0)
     old_m = tl.load(states + M_STATE * plane + past, old, 0.0) + tl.load(m0 + cell, given, 0.0)
-    c = tl.load(states + at, here, 0.0)
-    n = tl.load(states + N_STATE * plane + at, here, 1.0)
-    m = tl.load(states + M_STATE * plane + at, here, 0.0)
-    i = tl.load(gates_if + at, here, 0.0)
-    f = tl.load(gates_if + plane + at, here, 0.0)
-    z = tl.load(gates_zo + at, here, 0.0).to(tl.float32)
-    o = tl.load(gates_zo + plane + at, here, 0.0).to(tl.float32)
+    c = tl.load(states + at, mask, 0.0)
+    n = tl.load(states + N_STATE * plane + at, mask, 1.0)
+    m = tl.load(states + M_STATE * plane + at, mask, 0.0)
+    i = tl.load(gates_if + at, mask, 0.0)
+    f = tl.load(gates_if + plane + at, mask, 0.0)
+    z = tl.load(gates_zo + at, mask, 0.0).to(tl.float32)
+    o = tl.load(gates_zo + plane + at, mask, 0.0).to(tl.float32)
     di, df, dz, do, dc, dn, dm = advance_gradients(
         dy, dc, dn, dm, i, f, z, o, c, n, m,
         carried(old_c, mark, resets), carried(old_n, mark, resets), carried(old_m, mark, resets),

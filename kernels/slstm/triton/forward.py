@@ -50,14 +50,14 @@ def scan(
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
     d = tl.arange(0, BD)
     is_b, is_d = b < B, d < D
-    here = is_b[:, None] & is_d[None, :]
+    mask = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     wide = head * D + d
     into = recurrent + head * D * 4 * D + d[:, None] * (4 * D) + d[None, :]
     to_i, to_f, to_z, to_o = load_matrices(into, D, is_d[:, None] & is_d[None, :], DOT)
     biases = load_biases(bias, H, D, wide, is_d)
-    out = tl.load(y0 + cell, here, 0.0)
-    c, n, m = load_state(c0, n0, m0, cell, here)
+    out = tl.load(y0 + cell, mask, 0.0)
+    c, n, m = load_state(c0, n0, m0, cell, mask)
     plane = tl.cast(B, tl.int64) * S * H * D
     t = tl.cast(S - 1 if REVERSE else 0, tl.int64)
     mark = load_mark(resets, t, b, is_b, S)
@@ -78,10 +78,10 @@ def scan(
         xo += tl.dot(read, to_o, input_precision=PRECISION)
         out, c, n, m = advance(xi, xf, xz, xo, c, n, m)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-        tl.store(y + at, out.to(y.dtype.element_ty), here)
-        store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
-    tl.store(y1 + cell, out, here)
-    store_state(c1, n1, m1, cell, c, n, m, here)
+        tl.store(y + at, out.to(y.dtype.element_ty), mask)
+        store_kept(states, gates_if, gates_zo, at, plane, mask, c, n, m, xi, xf, xz, xo)
+    tl.store(y1 + cell, out, mask)
+    store_state(c1, n1, m1, cell, c, n, m, mask)
 
 
 @common.kernel(do_not_specialize=["S", "B"])
@@ -110,7 +110,7 @@ def scan_by_tiles(
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
             is_d = d < D
-            here = is_b[:, None] & is_d[None, :]
+            mask = is_b[:, None] & is_d[None, :]
             wide = head * D + d
             mark = load_mark(resets, t, b, is_b, S)
             own_i, own_f, own_z, own_o = load_gates(
@@ -135,23 +135,23 @@ def scan_by_tiles(
             xz += own_z.to(tl.float32) + load_bias(bias, Z_GATE, H, D, wide, is_d)
             xo += own_o.to(tl.float32) + load_bias(bias, O_GATE, H, D, wide, is_d)
             cell = row[:, None] + d[None, :]
-            c, n, m = load_state(c1, n1, m1, cell, here)
+            c, n, m = load_state(c1, n1, m1, cell, mask)
             c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
             out, c, n, m = advance(xi, xf, xz, xo, c, n, m)
             at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-            tl.store(y + at, out.to(y.dtype.element_ty), here)
-            tl.store(after + cell, operand(out, tl.float32, PRECISION), here)
-            tl.store(y1 + cell, out, here)
-            store_state(c1, n1, m1, cell, c, n, m, here)
-            store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
+            tl.store(y + at, out.to(y.dtype.element_ty), mask)
+            tl.store(after + cell, operand(out, tl.float32, PRECISION), mask)
+            tl.store(y1 + cell, out, mask)
+            store_state(c1, n1, m1, cell, c, n, m, mask)
+            store_kept(states, gates_if, gates_zo, at, plane, mask, c, n, m, xi, xf, xz, xo)
         tl.debug_barrier()  # For the next token, other threads read what was written.
 
 
-@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
+@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "polls"])
 @no_type_check
 def scan_by_team(
-    i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, exchange, arrived, gave_up, y1, c1, n1, m1,
-    S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first, patience,
+    i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, exchange, arrived, timed_out, y1, c1, n1, m1,
+    S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first, polls,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr,
 ):
@@ -163,7 +163,7 @@ def scan_by_team(
     d = tl.program_id(0) * BU + tl.arange(0, BU)
     k = tl.arange(0, BD)
     is_b, is_d = b < B, d < D
-    here = is_b[:, None] & is_d[None, :]
+    mask = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     wide = head * D + d
     # [channel of a gate, channel of y], with the four gates one after the other: one product then has 64 rows.
@@ -176,7 +176,7 @@ def scan_by_team(
     exchange += tl.cast(team, tl.int64) * (2 * BB * BD)
     arrived += team * 32
     out = tl.zeros((BB, BU), tl.float32)
-    c, n, m = load_state(c1, n1, m1, cell, here)
+    c, n, m = load_state(c1, n1, m1, cell, mask)
     plane = tl.cast(B, tl.int64) * S * H * D
     t = tl.cast(S - 1 - begin if REVERSE else begin, tl.int64)
     mark = load_mark(resets, t, b, is_b, S)
@@ -207,14 +207,14 @@ def scan_by_team(
             arrive(arrived)
         # The other programs do not need the following stores.
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-        tl.store(y + at, out.to(y.dtype.element_ty), here)
-        store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
+        tl.store(y + at, out.to(y.dtype.element_ty), mask)
+        store_kept(states, gates_if, gates_zo, at, plane, mask, c, n, m, xi, xf, xz, xo)
         upcoming = load_gates(
             i, f, z, o, t - 1 if REVERSE else t + 1, b, wide, ib, js, fb, fs, zb, zs, ob, os, is_later, is_d
         )
         if step + 1 < end:
-            patience = wait(arrived, parts * (step + 1 - begin), patience)
-            c = tl.where(patience > 0, c, float("nan"))
-    report(gave_up, patience)
-    tl.store(y1 + cell, out, here)
-    store_state(c1, n1, m1, cell, c, n, m, here)
+            polls = wait(arrived, parts * (step + 1 - begin), polls)
+            c = tl.where(polls > 0, c, float("nan"))
+    report(timed_out, polls)
+    tl.store(y1 + cell, out, mask)
+    store_state(c1, n1, m1, cell, c, n, m, mask)

@@ -24,22 +24,22 @@ def arrive(arrived):
 
 @jit
 @no_type_check
-def wait(arrived, wanted, patience):
-    """Wait until `wanted` programs have arrived.
+def wait(arrived, expected, polls):
+    """Wait until the `expected` number of programs has arrived.
 
-    Returns patience, or 0 after that many polls without success, so that the device does not hang.
+    Returns `polls`, or 0 after that many attempts without success, so that the device does not hang.
     """
     count = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
-    looks = 0
-    while (count < wanted) & (looks < patience):
+    attempts = 0
+    while (count < expected) & (attempts < polls):
         count = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
-        looks += 1
+        attempts += 1
     tl.debug_barrier()
-    return tl.where(count < wanted, 0, patience)
+    return tl.where(count < expected, 0, polls)
 
 
 @jit
 @no_type_check
-def report(gave_up, patience):
+def report(timed_out, polls):
     """Report to the host if this program timed out; its results are NaN then."""
-    tl.store(gave_up, 1, patience <= 0)
+    tl.store(timed_out, 1, polls <= 0)
