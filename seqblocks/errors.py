@@ -290,6 +290,7 @@ class Report:
         self.dropped = 0
         self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
         self._suspected: set[tuple[Any, ...]] = set()  # codes with what may be their cause
+        self._wrong: list[frozenset[tuple[str, int, int]]] = []  # places of values, at least one of which is wrong
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Add a diagnostic, unless there is one with the same code and place, or there are too many."""
@@ -302,24 +303,31 @@ class Report:
         span: Span | None,
         notes: Callable[[], Iterable[Note]] = tuple,
         causes: Sequence[Span | None] = (),
-        any_cause: bool = False,
+        values: Sequence[Span] = (),
     ) -> None:
         """Report a fault at `span`, unless it was reported before. Its hint and notes are computed only if it is shown.
 
         causes: where the wrong value was written, then the values that it was computed from.
-        any_cause: whether any of these may be wrong, because the computation itself is correct (a bundled block).
+        values: if the computation itself is correct (a bundled block), those of the causes that are values. One of them
+        is wrong. Faults that depend on all of them are therefore not reported any more.
         """
-        if self._is_new(fault.code, fault.message, causes or [span], any_cause):
+        if self._is_new(fault.code, fault.message, causes or [span], values):
             self._append(fault.as_diagnostic(span, notes()))
 
-    def _is_new(self, code: str, message: str, causes: Sequence[Span | None], any_cause: bool = False) -> bool:
+    def _is_new(
+        self, code: str, message: str, causes: Sequence[Span | None], values: Sequence[Span] = ()
+    ) -> bool:
         """Return whether to show a fault. New faults over the limit are only counted."""
         places = [(code, span.source.name, span.line, span.column) if span else (code, message) for span in causes]
         if not self._seen.isdisjoint(places) or places[0] in self._suspected:
             return False
-        self._seen.add(places[0])
-        if any_cause:
+        if values:
+            places_of_values = frozenset((span.source.name, span.line, span.column) for span in values)
+            if any(wrong <= places_of_values for wrong in self._wrong):
+                return False
+            self._wrong.append(places_of_values)
             self._suspected.update(places)
+        self._seen.add(places[0])
         shown = len(self.diagnostics) < MAX_DIAGNOSTICS
         self.dropped += not shown
         return shown

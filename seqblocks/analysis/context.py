@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.names import Names, names_in, needed_names, shown_value
+from seqblocks.analysis.names import Names, names_in, names_inside, shown_value
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span
@@ -79,9 +79,11 @@ class Context(Record):
             span = where
         inner = span if span and span.source.bundled else None
         own = _own_line(self, inner, node) if inner else span
-        causes = _causes(self, node, own)
+        written, used = _origins(self, node)
+        values = [*written, *used]
+        causes = values if written else [own, *used]
         report = self.run.warnings if fault.severity == "warning" else self.run.report
-        report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, any_cause=inner is not None)
+        report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, values if inner else ())
 
 
 def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:
@@ -110,20 +112,20 @@ def _passed_on(names: Names, node: Node | None) -> Iterator[tuple[Node, Names]]:
         yield node, names
 
 
-def _causes(ctx: Context, node: Node | None, own: Span | None) -> list[Span | None]:
-    """Return the span where a faulty value was written (or of the fault), then those of the values it depends on."""
+def _origins(ctx: Context, node: Node | None) -> tuple[list[Span], list[Span]]:
+    """Return where the user wrote a value, if it is passed on unchanged, and the values that it is computed from."""
     passed_on = list(_passed_on(ctx.names, node))
     written = [source.span for source, _ in passed_on if not source.span.source.bundled]
     last, names = passed_on[-1] if passed_on else (node, ctx.names)
     used = _sources(last, names) if last else []
-    return [written[-1] if written else own, *(node.span for _, node, _ in used if not node.span.source.bundled)]
+    return written[-1:], [node.span for _, node, _ in used if not node.span.source.bundled]
 
 
 def _sources(node: Node, names: Names) -> list[tuple[str, Node, Names]]:
     """Return the named values that a value depends on, nearest first: the name, its node, the names in scope."""
     found: list[tuple[str, Node, Names]] = []
     seen: set[int] = set()
-    waiting = [(name, names) for name in needed_names(node)]
+    waiting = [(name, names) for name in names_inside(node)]
     while waiting and len(found) < MAX_SOURCES:
         name, scope = waiting.pop(0)
         source = scope.source(name)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.document import Node, Scalar, Sequence
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN, parse
 
 Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
 
 
-class Names(Mapping[str, Any]):
+class Names(abc.Mapping[str, Any]):
     """The names of one scope and its enclosing scopes.
 
     `let:` entries are computed on demand, so their order does not matter. A scope is incomplete if some of its names
@@ -107,3 +109,16 @@ def needed_names(node: Node) -> list[str]:
     if isinstance(node, Sequence):
         return [name for item in node.items for name in needed_names(item)]
     return names_in(node.value) if isinstance(node, Scalar) and isinstance(node.value, str) else []
+
+
+def names_inside(node: Node) -> list[str]:
+    """Return the names that any part of a value may depend on, as in an initialiser; possibly including other words."""
+    match node:
+        case Mapping():
+            return [name for _, _, value in node for name in names_inside(value)]
+        case Sequence():
+            return [name for item in node.items for name in names_inside(item)]
+        case Scalar(value=str(text)):
+            numbers = re.fullmatch(r"\w+\((.*)\)", text)  # of an initialiser, which is no expression
+            return names_in(text) or re.findall(r"[A-Za-z_]\w*", numbers[1] if numbers else "")
+    return []

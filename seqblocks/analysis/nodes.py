@@ -196,7 +196,7 @@ def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[
         found=f"{' + '.join(map(str, widths))} = {total}",
         notes=[note] if note else [],
     )
-    ctx.report(fault, node.span)
+    ctx.report(fault, node)
     return labels, None
 
 

@@ -53,7 +53,7 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
     try:
         return read_init(node.value, ctx.names)
     except Fault as fault:
-        ctx.report(fault, node.span)
+        ctx.report(fault, node)
         return None
 
 

@@ -101,7 +101,7 @@ def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
 def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False) -> Any:
     """Return a number, or the value of an expression."""
     value: Any = node.value if isinstance(node, Scalar) else UNKNOWN
-    if isinstance(node, Scalar) and isinstance(value, str):
+    if isinstance(node, Scalar) and isinstance(value, str) and not _is_pattern(value):
         value = evaluate(ctx, value, node)
         if value is UNKNOWN:
             return UNKNOWN
@@ -115,7 +115,7 @@ def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False
 
 def _report_no_number(ctx: Context, node: Node, value: Any) -> None:
     """Report an argument that is no number, or an expression whose value is none."""
-    if isinstance(node, Scalar) and isinstance(node.value, str):
+    if isinstance(node, Scalar) and isinstance(node.value, str) and value != node.value:
         found = f"{quote(node.value)}, which is {shown_value(value)}"
         ctx.report(Fault("E203", "expected a number", found=found), node)
     else:
@@ -166,7 +166,7 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
             if hint and node.text not in ctx.names:
                 ctx.report(Fault("E203", "true or false is needed here", found=found, hint=hint), node.span)
                 return UNKNOWN
-            value = evaluate(ctx, node.text, node)
+            value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node)
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
     ctx.report(Fault("E203", "true or false is needed here", found=kind_of(node)), node)

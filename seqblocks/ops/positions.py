@@ -93,7 +93,8 @@ class PositionEmbed(Op):
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
         # Only on a CPU: on other devices this would synchronise, and they check the index themselves.
         if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
-            raise RunError(f"position {int(index.max())} is past the {count} of position_embed")
+            first = int(index[index >= count].min())
+            raise RunError(f"position {first} is past the {count} of position_embed")
         return x + weight[0][index], {"position": after}
 
 

@@ -475,6 +475,8 @@ model: {input: {features: 4}, steps: [{position_embed: {length: 8}}]}
     torch.testing.assert_close(model.step(x[:, 0], state)[0], table[[2, 6]])
     with pytest.raises(seqblocks.RunError, match="position 8 is past the 8"):
         model(torch.zeros(1, 9, 4, dtype=torch.float64))
+    with pytest.raises(seqblocks.RunError, match="position 8 is past the 8"):  # the first one, not the last
+        model(x, state=state)
 
 
 def test_parameter_groups_separate_weights_from_gains_and_biases() -> None:
