@@ -55,12 +55,27 @@ def _read(ctx: Context, item: Node) -> Step:
 def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     first, *others = item.entries
     hint = "one verb per step"
-    if _find_verb(ctx, first):
-        steps = [other for other in others if _find_verb(ctx, other)]
+    if found := _find_verb(ctx, first):
+        steps = [other for other in others if other not in found.keys and _find_verb(ctx, other)]
         hint = f"put '- ' before {listing(steps)}: this is a separate step" if steps else ""
-        hint = hint or f"indent {listing(others)} below `{first}:`"
+        hint = hint or _long_form(item, found) or f"indent {listing(others)} below `{first}:`"
     message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
     ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
+
+
+def _long_form(item: Mapping, found: Verb) -> str | None:
+    """Return a step in short form (`linear: 64`) and the arguments next to it as one mapping, or None."""
+    (verb, _, only), *others = item
+    key = found.steps if isinstance(only, Sequence) else None
+    if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
+        key = found.required[0]
+    shown = [f"{key}: {_shown(only)}", *(f"{name}: {_shown(node)}" for name, _, node in others)]
+    return key and f"{verb}: {{{', '.join(shown)}}}"
+
+
+def _shown(node: Node) -> str:
+    """Return the text of a short scalar, or an ellipsis."""
+    return node.text if isinstance(node, Scalar) and len(node.text) < 40 else "…"
 
 
 def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: Node) -> Step:
@@ -110,7 +125,7 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
     if not found.keys:
         hint = f"remove the value: `{verb}` has no arguments"
     elif found.steps:
-        hint = f"{verb}: [{node.text if isinstance(node, Scalar) and len(node.text) < 40 else '…'}]"
+        hint = f"{verb}: [{_shown(node)}]"
     elif not found.required:
         hint = f"name the argument: {verb} takes {listing(found.own)}"
     message = f"the arguments of {quote(verb)} must be a mapping"

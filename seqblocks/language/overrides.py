@@ -177,8 +177,11 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
             if depth == 0:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
-            elsewhere = _elsewhere(root, parts)
-            hint = elsewhere or did_you_mean(part, known) or NOT_THERE
+            elsewhere, exists = _elsewhere(root, parts)
+            misspelt = did_you_mean(part, known)
+            if depth == len(parts) - 1 and not exists:  # a misspelt argument is likelier than a default elsewhere
+                elsewhere = misspelt or elsewhere
+            hint = elsewhere or misspelt or NOT_THERE
             if part.isdecimal() and "pattern" in choices:
                 hint = "in a path through a pattern, use the word instead of the layer number"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
@@ -195,19 +198,23 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
     return slots[-1]
 
 
-def _elsewhere(root: Node, parts: list[str]) -> str | None:
-    """Return a hint with the full path if only its end was given, or if it contains a layer number."""
+def _elsewhere(root: Node, parts: list[str]) -> tuple[str | None, bool]:
+    """Return a hint with the full path if only its end was given, if it has a layer number, or continues in a block.
+
+    Also return whether the path exists; otherwise it is an argument that a step leaves at its default.
+    """
     names = [part for part in parts if not part.isdecimal()]
     section = names[0] if names[:1] in (["model"], ["blocks"]) else None
     names = names[1:] if section else names
-    paths = list(islice(_paths(root, []), 2000)) if names else []
-    for path, of_step in sorted(paths, key=lambda each: each[0][0] != section):
-        found = path if path[-len(names) :] == names else None
-        if of_step and len(names) > 1 and path[1 - len(names) :] == names[:-1]:
-            found = [*path, names[-1]]  # an argument that the step leaves at its default
-        if found:
-            return f"did you mean '{'.'.join(found)}'?"
-    return None
+    paths = sorted(islice(_paths(root, []), 2000), key=lambda each: each[0][0] != section) if names else []
+    blocks = root.get("blocks") if isinstance(root, Mapping) else None
+    inside = [at for at, name in enumerate(names) if at and isinstance(blocks, Mapping) and name in blocks.entries]
+    for end in [names, *(names[at:] for at in inside)]:
+        for path, of_step in paths:
+            exists = path[-len(end) :] == end
+            if exists or (of_step and len(end) > 1 and path[1 - len(end) :] == end[:-1]):
+                return f"did you mean '{'.'.join(path if exists else [*path, end[-1]])}'?", exists
+    return None, False
 
 
 def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:

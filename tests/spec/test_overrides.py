@@ -71,6 +71,8 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("features", "did you mean 'model.input.features'?"),
         ("dmi", "did you mean 'dim'?"),
         ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
+        ("blocks.b.kk", "did you mean 'k'?"),  # not an argument that steps leave at its default
+        ("model.repeat.b.causal_conv.bias", "did you mean 'blocks.b.causal_conv.bias'?"),
         ("nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
         ("model.nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
     ],
