@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqblocks
 from seqblocks.kernels import products
@@ -128,7 +129,7 @@ def test_transforms_modes_and_autocast_see_one_product(calls: list[list[int]]) -
         built().float()(x[0].float())
     with torch.no_grad():
         model(x[0])
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(x[0])
     assert counter.get_total_flops() == 2 * 10 * (8 * 32 + 16 * 8)
     assert not calls
