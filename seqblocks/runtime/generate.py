@@ -74,24 +74,24 @@ def generate(
 
 
 def _continue(
-    model: SequenceModel, logits: Tensor, state: States, made: list[list[int]], most: int, sampler: _Sampler,
+    model: SequenceModel, logits: Tensor, state: States, made: list[list[int]], limit: int, sampler: _Sampler,
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
     """Append tokens to `made`. Sequences that have ended leave the batch."""
     rows = list(range(len(made)))
-    for count in range(1, most + 1):
+    for count in range(1, limit + 1):
         tokens = sampler(logits)
         numbers = tokens.tolist()
         for row, token in zip(rows, numbers, strict=True):
             made[row].append(token)
             if on_token:
                 on_token(row, token)
-        going = [at for at, token in enumerate(numbers) if token not in stops]
-        if not going or count == most:
+        unfinished = [at for at, token in enumerate(numbers) if token not in stops]
+        if not unfinished or count == limit:
             return
-        if len(going) < len(rows):
-            index = torch.tensor(going, device=tokens.device)
-            rows, tokens, state = [rows[at] for at in going], tokens[index], index_select(state, index)
+        if len(unfinished) < len(rows):
+            index = torch.tensor(unfinished, device=tokens.device)
+            rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
         y, state = model.step(tokens, state)
         logits = _logits(y, output)
 

@@ -28,7 +28,7 @@ class Holder(nn.Module):
 
 def shared_parameters(holder: Holder) -> dict[str, Any]:
     """Return the parameters of a module that other modules own."""
-    return {name: getattr(owner, there) for name, (owner, there) in holder._owners.items()}
+    return {name: getattr(owner, original) for name, (owner, original) in holder._owners.items()}
 
 
 def tie(model: nn.Module, body: Graph) -> None:
@@ -43,7 +43,7 @@ def connect(model: nn.Module, shared: Iterable[Named]) -> None:
     """Connect modules that share parameters to the modules that own them."""
     for item in shared:
         path, _, name = item.name.rpartition(".")
-        owner, _, there = str(item.tied).rpartition(".")
+        owner, _, original = str(item.tied).rpartition(".")
         holder = model.get_submodule(path)
         assert isinstance(holder, Holder)
-        holder._owners = {**holder._owners, name: (model.get_submodule(owner), there)}
+        holder._owners = {**holder._owners, name: (model.get_submodule(owner), original)}

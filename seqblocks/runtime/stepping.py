@@ -55,8 +55,8 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
     """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
-    alike = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
-    if model.training or is_hooked(model) or not alike or any(x.is_inference() for x in parameters):
+    is_uniform = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
+    if model.training or is_hooked(model) or not is_uniform or any(x.is_inference() for x in parameters):
         return None
     return (kind or Stepper)(model, spec, declared)
 
@@ -114,8 +114,8 @@ class Stepper:
 
         Return None for many tokens, if a step needs a whole sequence, or if the state does not match its declaration.
         """
-        few = x.shape[1] <= MOST_TOKENS and x.numel() <= MOST_ROWS
-        if not self._source.splits or not few or x.dtype not in self._dtypes:
+        is_short = x.shape[1] <= MOST_TOKENS and x.numel() <= MOST_ROWS
+        if not self._source.splits or not is_short or x.dtype not in self._dtypes:
             return None
         self._reading = self._reading or self._write_reading()
         batch = x.shape[0]
@@ -196,8 +196,8 @@ class Stepper:
             self._note_parameters(child, derived=True)
 
         def prepare() -> Callable[[Tensor], Tensor] | None:
-            again = [_matrix(child, node, call) for child, node in children]
-            return None if None in again else prepare_joined([matrix for matrix in again if matrix])
+            matrices = [_matrix(child, node, call) for child, node in children]
+            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix])
 
         run = self._source.prepared(prepare)
         assert run is not None
@@ -300,10 +300,10 @@ class Stepper:
         A cache of all tokens is read faster by all new tokens at once.
         """
         assert node.op is not None
-        alone = node.op.reads == "token" or bool(node.state)
+        is_local = node.op.reads == "token" or bool(node.state)
         cached = any(state.per_token for state in node.state.values())
         values = *node.reads, *node.outputs[:1]
-        return alone and not cached and all(_is_sequence(self._types[value]) for value in values)
+        return is_local and not cached and all(_is_sequence(self._types[value]) for value in values)
 
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
         """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""
@@ -436,7 +436,7 @@ def _as_declared(module: Primitive, node: Node) -> bool:
 
 def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
-    shared = {name: (owner._parameters, there) for name, (owner, there) in module._owners.items()}
+    shared = {name: (owner._parameters, original) for name, (owner, original) in module._owners.items()}
     return {name: (module._parameters, name) for name in module._parameters} | shared
 
 

@@ -70,8 +70,8 @@ class TracedStepper(Stepper):
         if not (prepared or is_pointwise(op)):
             return None
         self._note_parameters(module, derived=False)
-        tables = ((name, source.constant(table), there) for name, (table, there) in holders(module).items())
-        parameters = "{" + ", ".join(f"{name!r}: {table}[{there!r}]" for name, table, there in tables) + "}"
+        tables = ((name, source.constant(table), key) for name, (table, key) in holders(module).items())
+        parameters = "{" + ", ".join(f"{name!r}: {table}[{key!r}]" for name, table, key in tables) + "}"
         given = source.at_ports(node, inputs)
         if prepared:
             run = source.assign(f"{source.constant(op)}.prepare_step({parameters})")
