@@ -142,7 +142,8 @@ class Op(BaseModel):
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
         """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 
-        A token computed from several tokens has the position of the first. Default: according to `reads`.
+        A token computed from several tokens has the position of the first. A negative number: the op reads only tokens
+        that are at least so many earlier. Default: according to `reads`.
         """
         return math.inf if self.reads == "all" else 0
 

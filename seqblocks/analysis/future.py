@@ -23,7 +23,8 @@ def _seen(model: ModelSpec, ahead: lookahead.Ahead, path: str, node: Node) -> tu
     """Return the warning and its span: the step that introduces the lookahead, or the user's step around it."""
     notes = [Note(f"the lookahead is introduced by {path}", node.span)] if node.span.source.bundled else []
     own = node if not notes else next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
-    many = "the whole sequence" if ahead.tokens == lookahead.WHOLE else f"{ahead.tokens:g} later tokens"
+    many = f"{ahead.tokens:g} later token{'s' if ahead.tokens > 1 else ''}"
+    many = "the whole sequence" if ahead.tokens == lookahead.WHOLE else many
     message = f"the model predicts tokens but is not causal: from here on, an output depends on {many}"
     declaration = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
     hint = f"if that is intended, as in a masked language model, declare it: {declaration}"

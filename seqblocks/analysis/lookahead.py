@@ -25,6 +25,8 @@ SEQUENCES = ("sequence", "tokens")
 class Ahead(Record):
     """The lookahead of a value: the rest of a window of `window` input tokens, and `extra` further tokens.
 
+    A negative number means that only earlier tokens are read, as after a shift.
+
     A second bound is the rest of a frame of `frame` tokens, a multiple of all windows so far, and `later` further
     tokens. It is the smaller one if windows do not end together.
 
@@ -43,6 +45,11 @@ class Ahead(Record):
     @property
     def tokens(self) -> float:
         """Return the number of later tokens that the value may depend on."""
+        return max(self.bound, 0)
+
+    @property
+    def bound(self) -> float:
+        """Return the position of the last token that the value may depend on, relative to its own."""
         return min(self.window - 1 + self.extra, self.frame - 1 + self.later)
 
 
@@ -155,11 +162,16 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
     window, extra = most.window, most.extra
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
         window = max(window, made)
+    elif adds < 0 and adds % window == 0:  # windows still end together
+        extra += adds
     elif adds:
-        window, extra = 1, most.tokens + adds
+        window, extra = 1, most.bound + adds
     frame, later = math.lcm(most.frame, made), most.later + max(adds - max(made - rate, 0), 0)
+    later += -(-adds // frame) * frame if adds < 0 else 0
     mixes = most.mixes or node.op.reads != "token"
     found = Ahead(window, extra, most.first, mixes, frame=frame, later=later)
+    if not found.tokens:
+        return found._replace(first=None)
     enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
     return found._replace(first=(path, node)) if enters else found
 
@@ -178,11 +190,12 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
 def _most(read: list[Ahead]) -> Ahead:
     """Return the lookahead of a value that depends on all of these: the largest, mixed if any of them is."""
     read = [ahead for ahead in read if not ahead.context]
-    most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
+    most = max(read, key=lambda ahead: ahead.bound, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)
     extra = max((ahead.extra for ahead in read), default=0.0)
-    if any(window % ahead.window for ahead in read):  # the windows do not end together
-        window, extra = 1, most.tokens
+    apart = any(window % ahead.window for ahead in read)  # whether windows do not end together
+    if apart or window + extra > max((ahead.window + ahead.extra for ahead in read), default=1):
+        window, extra = 1, most.bound
     frame, later = math.lcm(*(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
     return Ahead(window, extra, most.first, mixes, frame=frame, later=later)

@@ -93,6 +93,9 @@ class Shift(_Shifted):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return window_after(x, self.by, call)
 
+    def looks_ahead(self, x: Wire) -> int:
+        return -self.by * x.rate
+
     def prepare_step(self, p: Any) -> Any:
         return lambda window, x: (window.select(1, 0).clone(), next_window(window, x))
 

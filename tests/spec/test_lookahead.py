@@ -58,6 +58,18 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         (f"{CONV % '10, stride: 5, causal: false'}", 6, "conv1d"),
         (f"{DOWN % (4, '')}, {CONV % '3, stride: 2'}, {TURNED % '4, stride: 8'}", 7, "down"),
         (f"{DOWN % (4, '')}, {TURNED % '8, stride: 4, causal: false'}", 5, "down"),
+        # A shift reads earlier tokens, so what looks ahead before it may look ahead less, or not at all.
+        ("{shift: 2}", 0, None),
+        (f"{HOURGLASS}, {{shift: 2}}", 1, "down"),
+        (f"{HOURGLASS}, {{shift: 4}}", 0, None),
+        (f"{DOWN % (4, '')}, {{shift: 1}}, {UP % (4, '')}", 0, None),
+        (f"{{residual: [{HOURGLASS}, {{shift: 4}}]}}, {{causal_conv: {{kernel: 3}}}}", 0, None),
+        (f"{{shift: 2}}, {CONV % '9, dilation: 3, causal: false'}", 10, "conv1d"),
+        (f"{{shift: 20}}, {CONV % '9, dilation: 3, causal: false'}", 0, None),
+        (f"{{residual: [{HOURGLASS}, {{shift: 4}}]}}, {DOWN % (4, 'more')}, {UP % (4, 'more')}", 3, "downmore"),
+        (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {{shift: 3}}, {DOWN % (2, 2)}, {UP % (2, 2)}", 0, None),
+        ("{scan: {order: reverse, steps: [{shift: 2}]}}", "all", "scan"),
+        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [{{shift: 9}}]}}}}", "all", "scan"),
         # attention
         ("{attention: {q: input, k: input, v: input, heads: 2}}", 0, None),
         ("{attention: {q: input, k: input, v: input, heads: 2, causal: false}}", "all", "attention"),
