@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqblocks.errors import RunError
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
@@ -72,9 +73,14 @@ class Experts(StepModule):
 
     @property
     def _router(self) -> Primitive:
+        """Return the router, also if a module wraps it. Raises RunError if another module replaces it."""
         router = self._modules["router"]
-        assert isinstance(router, Primitive)
-        return router
+        assert router is not None
+        found = next((each for each in router.modules() if isinstance(each, Primitive)), None)
+        if found is None:
+            name = f"{self._path}.router"
+            raise RunError(f"{name}: the {type(router).__name__} that replaces it has no correction of the scores")
+        return found
 
     def _choose(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return scores and indices [tokens, top] of the chosen experts. Ties go to the first expert."""

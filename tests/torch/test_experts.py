@@ -13,6 +13,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis.translation import official_name
 from seqblocks.checkpoint import load_official
+from seqblocks.errors import RunError
 from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
@@ -61,6 +62,25 @@ def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: b
 
 
 @pytest.mark.parametrize("training", [True, False])
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_a_router_with_a_correction_may_be_wrapped_but_not_replaced() -> None:
+    model, x = build("count: 5, top: 2, corrected: true").eval(), torch.ones(1, 3, 4, dtype=torch.float64)
+    expected = model(x)
+    model.experts.router = Wrapper(model.experts.router)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    model.experts.router = nn.Linear(4, 5).double()
+    with pytest.raises(RunError, match=r"experts.router: the Linear that replaces it has no correction of the scores"):
+        model(x)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_values_and_gradients(route: str, training: bool) -> None:
     model = build(route).train(training)
