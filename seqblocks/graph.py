@@ -326,6 +326,18 @@ def walk(graph: Graph) -> Iterator[Node]:
             yield from walk(body)
 
 
+def bodies(graph: Graph) -> Iterator[Graph]:
+    """Yield a graph and the bodies inside it, each once, even if several layers share it."""
+    found = {id(graph): graph}
+    waiting = [graph]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        new = {id(body): body for node in each.nodes for body in node.bodies.values() if id(body) not in found}
+        found |= new
+        waiting += new.values()
+
+
 def is_context(node: Node) -> bool:
     """Return whether a step depends on no streaming input, so that a stream runs it once."""
     return node.type is not None and node.type.context

@@ -27,7 +27,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
     `open`: the body could differ (a block has arguments, or something is overridden), so a key may match a parameter,
     a layer or a direction that this body does not have.
     """
-    parted = not open and any(node.directions for node in graph.walk(body))
+    parted = not open and any(node.directions for each in graph.bodies(body) for node in each.nodes)
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:

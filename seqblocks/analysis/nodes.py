@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.context import Context
@@ -49,16 +49,16 @@ def make_node(
     if type and type.context:
         more["state"] = {}  # computed once, before the first token
     name = _unique_name(ctx, step)
-    outputs = _outputs(ctx, step, type, origin)
+    types, labels, split = _outputs(ctx, step, type, origin)
     first = len(run.types)
-    values = tuple(range(first, first + len(outputs.types)))
-    run.types |= zip(values, outputs.types, strict=True)
-    run.labels |= zip(values, outputs.labels, strict=True)
+    values = tuple(range(first, first + len(types)))
+    run.types |= zip(values, types, strict=True)
+    run.labels |= zip(values, labels, strict=True)
     run.makers |= dict.fromkeys(values, origin)
     if "as" in step.common:
-        for label, value in zip(outputs.labels, values, strict=True):
+        for label, value in zip(labels, values, strict=True):
             body.wires.setdefault(label, value)
-    made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, outputs.split, **more)
+    made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, split, **more)
     if name not in body.nodes or body.nodes[name].kind == "unknown":
         body.nodes[name] = made
     return made
@@ -121,21 +121,20 @@ def _other_name(ctx: Context, step: Step, name: str) -> str:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class _Outputs(NamedTuple):
-    types: list[Wire | None]
-    labels: list[str]
-    split: tuple[int, ...] = ()  # widths, if the result is split
+def _outputs(
+    ctx: Context, step: Step, type: Wire | None, origin: Origin
+) -> tuple[list[Wire | None], list[str], tuple[int, ...]]:
+    """Return the types and labels of a step's outputs: its result, or the parts into which `as:` splits it.
 
-
-def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Outputs:
-    """Return the outputs of a step: its result, or the parts into which `as:` splits it."""
+    The third value has the widths of the parts.
+    """
     entry = step.common.get("as")
     if entry is None:
-        return _Outputs([type], [step.verb])
+        return [type], [step.verb], ()
     node = entry[1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         define_wire(ctx, node.value, node.span)
-        return _Outputs([type], [node.value])
+        return [type], [node.value], ()
     if type and type.kind == "tokens" and isinstance(node, Sequence | Mapping):
         ctx.report(ids_are_no_numbers(type, "split", "the result"), node.span)
         type = None
@@ -147,10 +146,10 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
         expected = "a name, a list of names (equal parts), or a mapping name: width"
         ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
         ctx.body.incomplete = True
-        return _Outputs([None], ["?"])
+        return [None], ["?"], ()
     if type is None or widths is None:
-        return _Outputs([None] * len(labels), labels)
-    return _Outputs([type.part(width).made_by(origin) for width in widths], labels, tuple(widths))
+        return [None] * len(labels), labels, ()
+    return [type.part(width).made_by(origin) for width in widths], labels, tuple(widths)
 
 
 def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:

@@ -8,6 +8,7 @@ so the limits are enforced while reading, before any large structure is built.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,8 +180,9 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def decode(data: bytes, name: str, report: Report) -> str | None:
     """Decode bytes as UTF-8, or report an error and return None."""
+    data = data.removeprefix(BOM_UTF8)
     try:
-        return data.decode("utf-8-sig")
+        return data.decode()
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
         line, column = _place(before)

@@ -1,6 +1,6 @@
 """Normalisation within each head."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Normalisation of the features of each token: the base of the norms, and layer normalisation."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
 from typing import Any, ClassVar, Literal
 

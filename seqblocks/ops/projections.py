@@ -1,6 +1,6 @@
 """Projections to the inner width of a block, and back."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.linear import Linear
