@@ -21,7 +21,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -197,6 +197,18 @@ class Op(BaseModel):
         (None for absent ones), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
         are valid until a parameter changes; the function is then prepared again.
+        """
+        return None
+
+    def block_weights(self, p: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """Return W [G, O, I] and b [G * O] (or None) if the output for a token is a block-diagonal map of the input."""
+        return None
+
+    def prepare_step_of_maps(self, p: Mapping[str, Any], maps: Sequence[tuple[Any, Any, int]]) -> Any:
+        """Return a function like that of `prepare_step` that also computes its inputs, or None.
+
+        The input at each port is then a block-diagonal map of another value, which no other step reads: W and b as in
+        `block_weights`, and the index of that value. The function is called with the state and then these values.
         """
         return None
 

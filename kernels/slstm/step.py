@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gates = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
+Map = tuple[Tensor, Tensor | None, int]  # W [H, D, I], b [H * D], and the index of the value that is mapped
 
 
 def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -20,7 +21,22 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
     recurrent [H, D, 4, D], biases [H, D] of i, f, z, o. f computes the same values as `slstm` for one token, without
     gradients.
     """
-    gates = (_gates_to_compile if torch.compiler.is_compiling() else _gates)(recurrent.flatten(2), biases)
+    return _cell((_gates_to_compile if torch.compiler.is_compiling() else _gates)(recurrent.flatten(2), biases))
+
+
+def prepare_of_maps(
+    recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[Map]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the function of `prepare` with other inputs, the values whose maps are i, f, z, o.
+
+    The recurrence is added to the product of the maps where that product is, and copied once.
+    """
+    biases = [bias if b is None else bias + b.view_as(bias) for bias, (_, b, _) in zip(biases, maps, strict=True)]
+    return _cell(_gates_of_parts([_Part(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]))
+
+
+def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a step whose gates, with recurrence and bias, are computed from the last output and the inputs."""
 
     def step(y: Tensor, c: Tensor, n: Tensor, m: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         i, f, z, o = gates(y, inputs)
@@ -58,5 +74,36 @@ def _gates_to_compile(matrix: Tensor, biases: Sequence[Tensor]) -> Gates:
         recurrent = torch.bmm(y.transpose(0, 1), matrix).transpose(0, 1).split(D, -1)  # [B, H, D] each
         each = zip(inputs, recurrent, biases, strict=True)
         return [x.view(-1, H, D) + part + bias for x, part, bias in each]
+
+    return gates
+
+
+class _Part:
+    """The P gates that are maps of the same value, which is the one at `at`. places: theirs among i, f, z, o.
+
+    weight [H, I, P * D], recurrent [H, D, P * D], bias [H, 1, P * D].
+    """
+
+    def __init__(self, recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[Map], at: int) -> None:
+        self.at, self.places = at, [place for place, (*_, source) in enumerate(maps) if source == at]
+        self.weight = torch.cat([maps[place][0].mT for place in self.places], -1)
+        self.recurrent = recurrent[:, :, self.places].flatten(2)
+        self.bias = torch.cat([biases[place] for place in self.places], -1).unsqueeze(1)
+
+    def __call__(self, y: Tensor, x: Tensor) -> Sequence[Tensor]:
+        """Return the gates [B, H, D] of the last output y [B, H, D] and the value x [B, H * I]."""
+        H, I, _ = self.weight.shape
+        gates = torch.baddbmm(self.bias, x.view(-1, H, I).transpose(0, 1), self.weight)  # [H, B, P * D]
+        gates = gates.baddbmm_(y.transpose(0, 1), self.recurrent).view(H, -1, len(self.places), y.shape[2])
+        return gates.permute(2, 1, 0, 3).contiguous().unbind(0)
+
+
+def _gates_of_parts(parts: Sequence[_Part]) -> Gates:
+    places = [place for part in parts for place in part.places]
+    order = [places.index(place) for place in range(len(places))]
+
+    def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        made = [gate for part in parts for gate in part(y, inputs[part.at])]
+        return [made[place] for place in order]
 
     return gates

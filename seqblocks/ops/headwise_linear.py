@@ -61,6 +61,9 @@ class HeadwiseLinear(Op):
 
         return None if self.shared else matrix(p["weight"], p.get("bias"))
 
+    def block_weights(self, p: Any) -> Any:
+        return None if self.shared else (p["weight"], p.get("bias"))
+
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.headwise_linear.step import prepare
 

@@ -58,6 +58,13 @@ class SLSTM(Op):
 
         return prepare(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"])
 
+    def prepare_step_of_maps(self, p: Any, maps: Any) -> Any:
+        from seqblocks.kernels.slstm.step import prepare_of_maps
+
+        if any(weight.shape[0] != self.heads for weight, *_ in maps):
+            return None
+        return prepare_of_maps(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"], maps)
+
     def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
         import torch
 

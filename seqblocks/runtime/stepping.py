@@ -31,6 +31,7 @@ from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.guard import Guard, Updates
 from seqblocks.runtime.joined import prepare_joined_steps
+from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
@@ -148,11 +149,19 @@ class Stepper:
         for node in filter(is_context, body.nodes):
             values |= self._context_outputs(node, (*path, node.name))
         nodes = [node for node in body.nodes if not is_context(node)]
+        with_maps = dict(self._with_maps(module, body, nodes))
+        replaced = {node.outputs[0] for reader, _ in with_maps.values() for node in reader.maps}
+        nodes = [node for node in nodes if node.outputs[0] not in replaced]
         for at, node in enumerate(nodes):
             if node.name == getattr(module, "_first_of_tail", None):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
                 self._source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
+                continue
+            if found := with_maps.get(node.outputs[0]):
+                reader, run = found
+                inputs = [values[value] for value in reader.sources]
+                values[node.outputs[0]] = self._source.call(run, inputs, (*path, node.name), [*node.state])
                 continue
             read = [values[value] for value in node.reads]
             alike = [other for other in nodes[at:] if other.reads == node.reads and not other.split]
@@ -205,6 +214,25 @@ class Stepper:
         widths = tuple(matrix.weight.shape[0] for _, matrix in found)
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
+
+    def _with_maps(self, module: nn.Module, body: Graph, nodes: list[Node]) -> Iterator[tuple[int, tuple[Reader, str]]]:
+        """Yield the output of each step that computes its inputs, with the step and the variable of its function."""
+        modules: dict[str, Any] = module._modules
+        call = self._call  # a function that referred to the plan would be a cycle
+
+        def parameters(node: Node) -> dict[str, Tensor]:
+            held: dict[str, Tensor] = modules[node.name].parameters_by_name(call)
+            return held
+
+        for reader in readers(body, nodes, lambda node: is_plain(modules[node.name], node)):
+            run = self._source.prepared(partial(reader.prepare, parameters))
+            if run is None:
+                continue
+            for node in (reader.node, *reader.maps):
+                child: Any = self._child(module, node.name)
+                self._guard.note_bypassed(child)
+                self._note_parameters(child, derived=True)
+            yield reader.node.outputs[0], (reader, run)
 
     def _joined_steps(
         self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path

@@ -7,7 +7,7 @@ computed in the graph, since compiled code continues to run after the parameters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class TracedStepper(Stepper):
             return False
         assert isinstance(module, Primitive)
         return is_own_matrix(module.op, module.parameters_by_name(self._call))
+
+    def _with_maps(self, *_: Any) -> Iterator[Any]:
+        return iter(())  # it would copy their weights
 
     def _joined_steps(self, *_: Any) -> dict[int, str] | None:
         return None  # so would concatenating other parameters

@@ -4,90 +4,41 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import pickle
 import re
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import seqblocks
 from seqblocks.errors import RunError, SpecWarning
-from seqblocks.kernels import use_backend
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
-
-SPEC = """
-seqblocks: 1
-use: [xlstm, mamba, transformer, memoroid]
-model:
-  input: {tokens: 11}
-  steps:
-    - embed: {features: 16}
-    - mlstm_block: {dim: 16, heads: 2}
-    - slstm_block: {dim: 16, heads: 2}
-    - mamba_block: {dim: 16}
-    - attention_layer: {dim: 16, heads: 2, window: 3}
-    - swiglu_layer: {dim: 16}
-    - parallel:
-        merge: concat
-        branches:
-          - a: [rms_norm, token_shift]
-          - b: [{repeat: {times: 2, steps: [layer_norm, {causal_conv: {kernel: 3}}]}}]
-    - headwise_linear: {block: 8, features: 16}
-    - unembed
-"""
-
-
-SMALL = """
-seqblocks: 1
-use: [xlstm]
-model:
-  input: {tokens: 11}
-  steps:
-    - embed: {features: 32}
-    - mlstm_block: {dim: 32, heads: 2}
-    - headwise_linear: {block: 8, features: 16}
-    - unembed
-"""
-
-
-def build(spec: str = SPEC, **options: Any) -> SequenceModel:
-    model = seqblocks.build_model(seqblocks.load_text(spec)[1], **({"dtype": torch.float64} | options)).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(4))
-
-
-def steps(model: SequenceModel, resets: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Return outputs token by token without gradients, and the last state."""
-    outputs, state, x = [], None, tokens()
-    with torch.no_grad():
-        for t in range(x.shape[1]):
-            y, state = model.step(x[:, t], state, resets=None if resets is None else resets[:, t])
-            outputs.append(y)
-    return torch.stack(outputs, 1), state
-
-
-def assert_follows(model: SequenceModel, resets: Tensor | None = None) -> None:
-    found, state = steps(model, resets)
-    with torch.no_grad():
-        expected, last = model(tokens(), return_state=True, resets=resets)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    for one, other in zip(torch.utils._pytree.tree_leaves(state), torch.utils._pytree.tree_leaves(last), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+from tests.torch.planned import (
+    CONVOLUTIONS,
+    GATES,
+    SPEC,
+    add_to_all,
+    assert_compiled_follows,
+    assert_follows,
+    assign_others,
+    benchmark,
+    build,
+    compiled,
+    hook_block,
+    hook_inside,
+    load_others,
+    parametrize_last,
+    replace_last,
+    set_data,
+    steps,
+    tokens,
+)  # fmt: skip
 
 
 def test_the_same_numbers_as_the_whole_sequence() -> None:
@@ -213,23 +164,6 @@ def test_an_expert_that_is_replaced_or_hooked_is_called() -> None:
     assert (hooked - replaced).abs().min() > 1e-6
 
 
-CONVOLUTIONS = """
-seqblocks: 1
-model:
-  input: {tokens: 11}
-  steps:
-    - embed: {features: 12, as: x}
-    - linear: {features: 6, name: a}
-    - causal_conv: {activation: silu, as: p}
-    - linear: {from: x, features: 4, name: b}
-    - causal_conv: {activation: silu, as: q}
-    - linear: {from: x, features: 8, name: c}
-    - causal_conv: {activation: silu, as: r}
-    - causal_conv: {kernel: 3, activation: silu, as: s}
-    - linear: {from: [p, q, r, s], features: 11}
-"""
-
-
 @pytest.mark.parametrize(("most", "calls"), [(1 << 12, 2), (0, 4)])
 def test_convolutions_of_different_inputs_run_as_one(
     most: int, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +187,39 @@ def test_convolutions_of_different_inputs_run_as_one(
     assert_follows(model)
 
 
+@pytest.mark.parametrize(
+    ("block", "read", "products"),
+    [(12, "w", 3), (12, "f", 0), (6, "w", 0)],  # all maps; one that another step reads; one with other blocks
+)
+def test_gates_that_only_the_cell_reads_are_computed_with_its_recurrence(block: int, read: str, products: int) -> None:
+    """One product of blocks for each value that the gates are maps of, to which the recurrence is added."""
+    model = build(GATES.replace("BLOCK", str(block)).replace("READ", read))
+    assert_follows(model)
+    assert_follows(model, torch.arange(7).expand(2, 7) % 3 == 1)
+    _, state = steps(model)
+    for part in torch.utils._pytree.tree_leaves(state):
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model.step(tokens()[:, 0], state)
+    assert sum(event.count for event in recorded.key_averages() if event.key == "aten::baddbmm_") == products
+
+
+def test_a_changed_map_of_a_gate_is_seen() -> None:
+    model = build(GATES.replace("BLOCK", "12").replace("READ", "w"))
+    step = compiled(model)
+    assert_follows(model)
+    assert_compiled_follows(model, step)
+    with torch.no_grad():
+        model.z.bias += 1.0
+        assert_follows(model)
+        assert_compiled_follows(model, step)
+        model.o.weight = nn.Parameter(2 * model.o.weight)
+        assert_follows(model)
+    model.f.register_forward_hook(lambda module, inputs, out: (2 * out[0], out[1]))
+    assert_follows(model)
+
+
 def test_resets() -> None:
     resets = torch.zeros(2, 7, dtype=torch.bool)
     resets[0, 3] = resets[1, 0] = resets[1, 5] = True
@@ -268,45 +235,7 @@ def test_a_state_of_the_past_is_not_changed() -> None:
     torch.testing.assert_close(state, before, rtol=0, atol=0)
 
 
-def _add(model: SequenceModel) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1)
-
-
-def _load(model: SequenceModel) -> None:
-    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()})
-
-
-def _assign(model: SequenceModel) -> None:
-    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()}, assign=True)
-
-
-def _replace(model: SequenceModel) -> None:
-    model.headwise_linear = nn.Linear(32, 16, bias=False, dtype=torch.float64)
-
-
-def _parametrize(model: SequenceModel) -> None:
-    nn.utils.parametrizations.weight_norm(model.headwise_linear, "weight")
-    with torch.no_grad():
-        model.headwise_linear.parametrizations.weight.original0.mul_(1.5)
-
-
-def _hook(model: SequenceModel) -> None:
-    model.mlstm_block.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
-
-
-def _hook_inside(model: SequenceModel) -> None:
-    layer = model.mlstm_block.residual.mlstm_layer
-    layer.q.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
-
-
-def _set_data(model: SequenceModel) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 0.1
-
-
-CHANGES = [_add, _load, _assign, _replace, _parametrize, _hook, _hook_inside, _set_data]
+CHANGES = [add_to_all, load_others, assign_others, replace_last, parametrize_last, hook_block, hook_inside, set_data]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -403,7 +332,7 @@ def test_copies_and_pickles() -> None:
     model = build()
     steps(model)
     twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    _add(model)
+    add_to_all(model)
     assert_follows(twin)
     assert_follows(again)
     assert_follows(model)
@@ -591,13 +520,7 @@ def test_a_stream_holds_its_state() -> None:
 
 @pytest.fixture(scope="module")
 def by_hand() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "steps.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_steps", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark()
 
 
 @pytest.mark.parametrize(
@@ -635,135 +558,3 @@ def test_transforms_of_functions_do_not_use_the_plan() -> None:
         state = model.init_state(1)
         found = torch.func.vmap(lambda token: model.step(token[None], state)[0][0])(x)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def compiled(model: SequenceModel) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(model.step, backend="eager", fullgraph=True)
-
-
-def assert_compiled_follows(model: SequenceModel, step: Any) -> None:
-    x, state = tokens(), model.init_state(2)
-    with torch.no_grad():
-        expected, last = model.step(x[:, 0], state)
-        expected, _ = model.step(x[:, 1], last)
-        y, after = step(x[:, 0], _reversed(state))
-        y, _ = step(x[:, 1], after)
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-
-
-def _reversed(state: Any) -> Any:
-    """Return the same state, with the entries of all dicts in another order."""
-    return {name: _reversed(x) for name, x in reversed(state.items())} if isinstance(state, dict) else state
-
-
-def test_a_compiled_step_follows_a_changed_model() -> None:
-    """It reads the current parameters, and is compiled again if a step was replaced."""
-    model = build(SMALL)
-    step = compiled(model)
-    assert_compiled_follows(model, step)
-    assert isinstance(model._traced, Stepper)
-    for change in (_add, _set_data, _load, _assign, _parametrize, _replace):
-        change(model)
-        assert_compiled_follows(model, step)
-
-
-def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
-    """Experts break the graph: what is read before the break has to be guarded there."""
-    experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"
-    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{{experts}}}, {{linear: 4}}]}}"
-    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
-    step = torch.compile(model.step, backend="eager")
-    with torch.no_grad():
-        torch.testing.assert_close(step(x), model.step(x))
-        model.linear = nn.Linear(8, 4, dtype=torch.float64)
-        torch.testing.assert_close(step(x), model.step(x))
-
-
-class Breaks(nn.Linear):
-    """A user's module that breaks the graph."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + 0 * x.sum().item())
-
-
-def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
-    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: {features: 8, name: a}}, {linear: 4}]}"
-    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
-    model.a = Breaks(8, 8, dtype=torch.float64)
-    step = torch.compile(model.step, backend="eager")
-    with torch.no_grad():
-        torch.testing.assert_close(step(x), model.step(x))
-        model.linear = nn.Linear(8, 4, dtype=torch.float64)
-        torch.testing.assert_close(step(x), model.step(x))
-
-
-def test_a_compiled_step_calls_hooks() -> None:
-    model = build(SMALL)
-    _hook(model)
-    _hook_inside(model)
-    assert_compiled_follows(model, compiled(model))
-
-
-def test_a_compiled_step_marks_new_sequences() -> None:
-    model = build(SMALL)
-    step, x, resets = compiled(model), tokens(), torch.tensor([False, True])
-    with torch.no_grad():
-        _, state = model.step(x[:, 0])
-        expected, _ = model.step(x[:, 1], state, resets=resets)
-        found, _ = step(x[:, 1], state, resets=resets)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
-    """It multiplies states as matrices, which autocast would round."""
-    model = build(SMALL, dtype=torch.float32)
-    state, x = model.init_state(2), tokens()[:, 0]
-    with torch.no_grad(), use_backend("reference"):
-        compiled(model)(x, state)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        compiled(model)(x, state)
-    assert model._traced is None
-
-
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
-def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
-    """One graph serves all tokens. The number of its nodes determines the compile time."""
-    ours = by_hand.graphs_of(name, True, lambda graph, _: graph.forward, calls=3)
-    hand = by_hand.graphs_of(name, False, lambda graph, _: graph.forward)
-    nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]
-    assert len(ours) == 1
-    assert nodes[0] <= 1.35 * nodes[1]
-
-
-@pytest.mark.parametrize("name", ["slstm", "gla", "gated_deltanet"])
-def test_a_compiled_step_calls_no_library_for_one_row(name: str, by_hand: Any) -> None:
-    """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
-    (graph,) = by_hand.graphs_of(name, True, lambda graph, _: graph.forward)
-    assert torch.baddbmm not in {node.target for node in graph.graph.nodes}
-    assert torch.bmm in {node.target for node in graph.graph.nodes}
-
-
-def test_compiled_products_of_one_input_run_next_to_each_other(by_hand: Any) -> None:
-    """A compiler calls a library for each product and makes a kernel of what lies between two calls."""
-    (graph,) = by_hand.graphs_of("gated_deltanet", True, lambda graph, _: graph.forward)
-    nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
-    products = [at for at, node in enumerate(nodes) if node.target is torch._C._nn.linear]
-    by_input: dict[Any, list[int]] = {}
-    for at in products:
-        by_input.setdefault(nodes[at].args[0], []).append(at)
-    joined = [places for places in by_input.values() if len(places) > 1]
-    assert [len(places) for places in joined] == [6, 6, 6]
-    assert all(places == [*range(places[0], places[0] + 6)] for places in joined)
-
-
-def test_a_compiled_step_with_products_of_one_input_follows_a_changed_model() -> None:
-    model = build(CONVOLUTIONS)
-    step = compiled(model)
-    assert_compiled_follows(model, step)
-    with torch.no_grad():
-        model.b.weight += 1.0
-        model.q.weight += 1.0
-    assert_compiled_follows(model, step)
-    model.b.register_forward_hook(lambda module, inputs, out: (2 * out[0], out[1]))
-    assert_compiled_follows(model, compiled(model))

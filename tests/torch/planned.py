@@ -1,0 +1,177 @@
+"""Models whose steps are planned, and what must hold for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqblocks
+from seqblocks.runtime.model import SequenceModel
+
+SPEC = """
+seqblocks: 1
+use: [xlstm, mamba, transformer, memoroid]
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 16}
+    - mlstm_block: {dim: 16, heads: 2}
+    - slstm_block: {dim: 16, heads: 2}
+    - mamba_block: {dim: 16}
+    - attention_layer: {dim: 16, heads: 2, window: 3}
+    - swiglu_layer: {dim: 16}
+    - parallel:
+        merge: concat
+        branches:
+          - a: [rms_norm, token_shift]
+          - b: [{repeat: {times: 2, steps: [layer_norm, {causal_conv: {kernel: 3}}]}}]
+    - headwise_linear: {block: 8, features: 16}
+    - unembed
+"""
+CONVOLUTIONS = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 12, as: x}
+    - linear: {features: 6, name: a}
+    - causal_conv: {activation: silu, as: p}
+    - linear: {from: x, features: 4, name: b}
+    - causal_conv: {activation: silu, as: q}
+    - linear: {from: x, features: 8, name: c}
+    - causal_conv: {activation: silu, as: r}
+    - causal_conv: {kernel: 3, activation: silu, as: s}
+    - linear: {from: [p, q, r, s], features: 11}
+"""
+GATES = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 12, as: x}
+    - linear: {features: 24, as: w}
+    - headwise_linear: {from: x, block: 6, features: 8, as: i, bias: true}
+    - headwise_linear: {from: w, block: 12, features: 8, as: f}
+    - causal_conv: {from: w, as: c}
+    - headwise_linear: {from: c, block: BLOCK, features: 8, as: z, bias: true}
+    - headwise_linear: {from: x, block: 6, features: 8, as: o, name: o}
+    - slstm: {i: i, f: f, z: z, o: o, heads: 2, as: y}
+    - linear: {from: [y, READ], features: 11}
+"""
+
+SMALL = """
+seqblocks: 1
+use: [xlstm]
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 32}
+    - mlstm_block: {dim: 32, heads: 2}
+    - headwise_linear: {block: 8, features: 16}
+    - unembed
+"""
+
+
+def build(spec: str = SPEC, **options: Any) -> SequenceModel:
+    model = seqblocks.build_model(seqblocks.load_text(spec)[1], **({"dtype": torch.float64} | options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(4))
+
+
+def steps(model: SequenceModel, resets: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Return outputs token by token without gradients, and the last state."""
+    outputs, state, x = [], None, tokens()
+    with torch.no_grad():
+        for t in range(x.shape[1]):
+            y, state = model.step(x[:, t], state, resets=None if resets is None else resets[:, t])
+            outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def assert_follows(model: SequenceModel, resets: Tensor | None = None) -> None:
+    found, state = steps(model, resets)
+    with torch.no_grad():
+        expected, last = model(tokens(), return_state=True, resets=resets)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(torch.utils._pytree.tree_leaves(state), torch.utils._pytree.tree_leaves(last), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def add_to_all(model: SequenceModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+
+
+def load_others(model: SequenceModel) -> None:
+    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()})
+
+
+def assign_others(model: SequenceModel) -> None:
+    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()}, assign=True)
+
+
+def replace_last(model: SequenceModel) -> None:
+    model.headwise_linear = nn.Linear(32, 16, bias=False, dtype=torch.float64)
+
+
+def parametrize_last(model: SequenceModel) -> None:
+    nn.utils.parametrizations.weight_norm(model.headwise_linear, "weight")
+    with torch.no_grad():
+        model.headwise_linear.parametrizations.weight.original0.mul_(1.5)
+
+
+def hook_block(model: SequenceModel) -> None:
+    model.mlstm_block.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+def hook_inside(model: SequenceModel) -> None:
+    layer = model.mlstm_block.residual.mlstm_layer
+    layer.q.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+def set_data(model: SequenceModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.1
+
+
+def compiled(model: SequenceModel) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model.step, backend="eager", fullgraph=True)
+
+
+def assert_compiled_follows(model: SequenceModel, step: Any) -> None:
+    x, state = tokens(), model.init_state(2)
+    with torch.no_grad():
+        expected, last = model.step(x[:, 0], state)
+        expected, _ = model.step(x[:, 1], last)
+        y, after = step(x[:, 0], _reversed(state))
+        y, _ = step(x[:, 1], after)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+
+
+def _reversed(state: Any) -> Any:
+    """Return the same state, with the entries of all dicts in another order."""
+    return {name: _reversed(x) for name, x in reversed(state.items())} if isinstance(state, dict) else state
+
+
+def benchmark() -> Any:
+    """Return the module `benchmarks/steps.py`."""
+    path = Path(__file__).parents[2] / "benchmarks" / "steps.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_steps", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,147 @@
+"""Steps under torch.compile (seqblocks/runtime/traced.py): one graph, no stale weights, few operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqblocks
+from seqblocks.kernels import use_backend
+from seqblocks.runtime.stepping import Stepper
+from tests.torch.planned import (
+    CONVOLUTIONS,
+    SMALL,
+    add_to_all,
+    assert_compiled_follows,
+    assign_others,
+    benchmark,
+    build,
+    compiled,
+    hook_block,
+    hook_inside,
+    load_others,
+    parametrize_last,
+    replace_last,
+    set_data,
+    tokens,
+)  # fmt: skip
+
+
+def test_a_compiled_step_follows_a_changed_model() -> None:
+    """It reads the current parameters, and is compiled again if a step was replaced."""
+    model = build(SMALL)
+    step = compiled(model)
+    assert_compiled_follows(model, step)
+    assert isinstance(model._traced, Stepper)
+    for change in (add_to_all, set_data, load_others, assign_others, parametrize_last, replace_last):
+        change(model)
+        assert_compiled_follows(model, step)
+
+
+def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
+    """Experts break the graph: what is read before the break has to be guarded there."""
+    experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{{experts}}}, {{linear: 4}}]}}"
+    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
+    step = torch.compile(model.step, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model.step(x))
+        model.linear = nn.Linear(8, 4, dtype=torch.float64)
+        torch.testing.assert_close(step(x), model.step(x))
+
+
+class Breaks(nn.Linear):
+    """A user's module that breaks the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0 * x.sum().item())
+
+
+def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: {features: 8, name: a}}, {linear: 4}]}"
+    model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)
+    model.a = Breaks(8, 8, dtype=torch.float64)
+    step = torch.compile(model.step, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model.step(x))
+        model.linear = nn.Linear(8, 4, dtype=torch.float64)
+        torch.testing.assert_close(step(x), model.step(x))
+
+
+def test_a_compiled_step_calls_hooks() -> None:
+    model = build(SMALL)
+    hook_block(model)
+    hook_inside(model)
+    assert_compiled_follows(model, compiled(model))
+
+
+def test_a_compiled_step_marks_new_sequences() -> None:
+    model = build(SMALL)
+    step, x, resets = compiled(model), tokens(), torch.tensor([False, True])
+    with torch.no_grad():
+        _, state = model.step(x[:, 0])
+        expected, _ = model.step(x[:, 1], state, resets=resets)
+        found, _ = step(x[:, 1], state, resets=resets)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
+    """It multiplies states as matrices, which autocast would round."""
+    model = build(SMALL, dtype=torch.float32)
+    state, x = model.init_state(2), tokens()[:, 0]
+    with torch.no_grad(), use_backend("reference"):
+        compiled(model)(x, state)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        compiled(model)(x, state)
+    assert model._traced is None
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Any:
+    return benchmark()
+
+
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
+def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
+    """One graph serves all tokens. The number of its nodes determines the compile time."""
+    ours = by_hand.graphs_of(name, True, lambda graph, _: graph.forward, calls=3)
+    hand = by_hand.graphs_of(name, False, lambda graph, _: graph.forward)
+    nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]
+    assert len(ours) == 1
+    assert nodes[0] <= 1.35 * nodes[1]
+
+
+@pytest.mark.parametrize("name", ["slstm", "gla", "gated_deltanet"])
+def test_a_compiled_step_calls_no_library_for_one_row(name: str, by_hand: Any) -> None:
+    """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
+    (graph,) = by_hand.graphs_of(name, True, lambda graph, _: graph.forward)
+    assert torch.baddbmm not in {node.target for node in graph.graph.nodes}
+    assert torch.bmm in {node.target for node in graph.graph.nodes}
+
+
+def test_compiled_products_of_one_input_run_next_to_each_other(by_hand: Any) -> None:
+    """A compiler calls a library for each product and makes a kernel of what lies between two calls."""
+    (graph,) = by_hand.graphs_of("gated_deltanet", True, lambda graph, _: graph.forward)
+    nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
+    products = [at for at, node in enumerate(nodes) if node.target is torch._C._nn.linear]
+    by_input: dict[Any, list[int]] = {}
+    for at in products:
+        by_input.setdefault(nodes[at].args[0], []).append(at)
+    joined = [places for places in by_input.values() if len(places) > 1]
+    assert [len(places) for places in joined] == [6, 6, 6]
+    assert all(places == [*range(places[0], places[0] + 6)] for places in joined)
+
+
+def test_a_compiled_step_with_products_of_one_input_follows_a_changed_model() -> None:
+    model = build(CONVOLUTIONS)
+    step = compiled(model)
+    assert_compiled_follows(model, step)
+    with torch.no_grad():
+        model.b.weight += 1.0
+        model.q.weight += 1.0
+    assert_compiled_follows(model, step)
+    model.b.register_forward_hook(lambda module, inputs, out: (2 * out[0], out[1]))
+    assert_compiled_follows(model, compiled(model))
