@@ -22,6 +22,7 @@ from seqblocks.runtime.stepping import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
     GATES,
+    SMALL,
     SPEC,
     add_to_all,
     assert_compiled_follows,
