@@ -16,7 +16,7 @@ SAVED = 1 << 22  # bytes; larger tensors, saved in each layer, determine the pea
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context that turns autocast off, so that gates, stabilisers and states keep their dtype."""
-    if _autocast_available(device):
+    if _autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 

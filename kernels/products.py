@@ -202,29 +202,41 @@ def multiply(
 ) -> list[Tensor]:
     """Return alpha a b for each pair of matrices [R, I], [I, C] or of batches [N, R, I], [N, I, C].
 
-    They are written to `out` if given, or added to it with `add`. Without gradients.
+    All pairs have the same shapes and layouts. The products are written to `out` if given, or added to it with `add`.
+    Without gradients.
     """
+    a, b = list(a), list(b)
+    first, columns = a[0], b[0].shape[-1]
+    product = _by_torch
+    if first.dim() == 2 and _is_dense(first) and _is_dense(b[0]):
+        if prefers_onednn(first, *first.shape, columns, first.stride(1) != 1):
+            product = _matrix_by_onednn
     targets: Iterable[Tensor | None] = repeat(None) if out is None else out
-    return [_product(left, right, target, add, alpha) for left, right, target in zip(a, b, targets, strict=False)]
+    return [product(left, right, target, add, alpha) for left, right, target in zip(a, b, targets, strict=False)]
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:
-    if a.dim() == 2 and _is_dense(a) and _is_dense(b) and prefers_onednn(a, *a.shape, b.shape[1], a.stride(1) != 1):
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-        if out is None:
-            return y if alpha == 1.0 else y.mul_(alpha)
-        if add:
-            return out.add_(y, alpha=alpha)
-        return out.copy_(y) if alpha == 1.0 else torch.mul(y, alpha, out=out)
+def _matrix_by_onednn(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    if out is None:
+        return y if alpha == 1.0 else y.mul_(alpha)
+    return _put(y, out, add, alpha)
+
+
+def _by_torch(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:
+    batched = a.dim() == 3
     if out is None and alpha == 1.0:
-        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+        return torch.bmm(a, b) if batched else torch.mm(a, b)
     out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
     if _is_split(out):
-        y = torch.bmm(a, b)
-        if add:
-            return out.add_(y, alpha=alpha)
-        return out.copy_(y) if alpha == 1.0 else torch.mul(y, alpha, out=out)
-    return (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b, beta=int(add), alpha=alpha)
+        return _put(torch.bmm(a, b), out, add, alpha)
+    return (out.baddbmm_ if batched else out.addmm_)(a, b, beta=int(add), alpha=alpha)
+
+
+def _put(y: Tensor, out: Tensor, add: bool, alpha: float) -> Tensor:
+    """Write alpha y to out, or add it."""
+    if add:
+        return out.add_(y, alpha=alpha)
+    return out.copy_(y) if alpha == 1.0 else torch.mul(y, alpha, out=out)
 
 
 def _is_split(out: Tensor) -> bool:

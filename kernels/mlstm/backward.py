@@ -241,7 +241,7 @@ def _chunk_backward(
         _write_backward(grads, given, dC, dn, g.write, options)
         _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
     _fill_k_and_v(grads, q, dnum, zip(chunk.blocks, W, dS, strict=True), dC is not None, options)
-    de = row_dots(parts(k), parts(grads.k))  # the sums over queries of weights times their gradients
+    de = row_dots((k,), (grads.k,))  # the sums over queries of weights times their gradients
     if C is not None and n is not None and us is not None and g.keep is not None:
         read = (q * us).transpose(1, 2)
         dC = outer(read, dnum, None if dC is None else dC.mul_(g.keep), options)
