@@ -91,8 +91,18 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
             if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
                 fault.hint = f"set `bias: false`, or tie only the weight: `tie: {{weight: {stem}.weight}}`"
             ctx.report(fault, tie.span)
+    _report_initialised(ctx, step, found)
     ctx.run.ties += len(found)
     return found
+
+
+def _report_initialised(ctx: Context, step: Step, ties: dict[str, str]) -> None:
+    """Report initialisers of tied parameters (E322), which have the initial values of another step's."""
+    node = step.get("init")
+    for key, span, _ in node if isinstance(node, Mapping) else ():
+        if key in ties:
+            message = f"{key} is tied to {ties[key]}, so it has no initial values of its own"
+            ctx.report(Fault("E322", message, hint="move the initialiser to that step, or remove the tie"), span)
 
 
 def _check_step(ctx: Context, step: Step) -> None:

@@ -29,7 +29,7 @@ _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a patt
 def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
     """Return the node. Raises Fault if the pattern is invalid (E601, E602, E604), or `steps` is missing (E202)."""
     words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
-    pattern = _read_pattern(arguments.pattern or "")
+    pattern = [] if arguments.pattern is None else _read_pattern(arguments.pattern)
     _check_words(ctx, step, arguments, words, {word for word, _ in pattern})
     if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
         return None
@@ -105,8 +105,6 @@ def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list
         layers += [(word, words[word])] * count
         if len(layers) * arguments.times > MAX_REPEATS:
             raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
-    if not layers:
-        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
     return layers * arguments.times
 
 
@@ -120,6 +118,8 @@ def _read_pattern(pattern: str) -> Pattern:
             message = f"{quote(text)} is not a word of a pattern"
             raise Fault("E601", message, at="pattern", expected="m, or m*7", hint=hint)
         found.append((match[1], int(match[2] or 1)))
+    if not found:
+        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
     return found
 
 
