@@ -78,7 +78,7 @@ def _continue(
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
     """Append tokens to `made`. Sequences that have ended leave the batch."""
-    rows = list(range(len(made)))
+    rows, step = list(range(len(made))), None
     for count in range(1, limit + 1):
         tokens = sampler(logits)
         numbers = tokens.tolist()
@@ -92,8 +92,17 @@ def _continue(
         if len(unfinished) < len(rows):
             index = torch.tensor(unfinished, device=tokens.device)
             rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
-        y, state = model.step(tokens, state)
+        if step is None:
+            step = _step_of(model, tokens) if on_token is None else model.step
+        y, state = step(tokens, state)
         logits = _logits(y, output)
+
+
+def _step_of(model: Any, tokens: Tensor) -> Callable[[Tensor, States], tuple[Any, States]]:
+    """Return `step` of a model that does not change until the last token, without a comparison of it at each token."""
+    if type(model) is not SequenceModel or "step" in model.__dict__:
+        return model.step  # type: ignore[no-any-return]
+    return model._unguarded_step(tokens) or model.step
 
 
 def _read(

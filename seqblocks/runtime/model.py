@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -252,6 +253,17 @@ class SequenceModel(Body):
         except (KeyError, TypeError, AttributeError):
             check_state(self._declared_state, state, x.shape[0], x.device)
             raise
+
+    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States], tuple[Any, States]] | None:
+        """Return `step` for tokens like x while the model does not change, or None if user code may run in a step.
+
+        `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
+        this takes 2 to 4 % of a token's time.
+        """
+        planned = self._stepper_for(x) if self.frame_size == 1 else None
+        if planned is None or planned.calls_modules or not planned.takes(x):
+            return None
+        return lambda x, state: planned.run(state, x) or self.step(x, state)
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
         """Return the stepper for a token like x without gradients, rebuilt if the model has changed, or None."""

@@ -127,6 +127,11 @@ class Stepper:
             return {name: each[-batch:].unsqueeze(1) for name, each in y.items()}, states
         return y[-batch:].unsqueeze(1), states
 
+    @property
+    def calls_modules(self) -> bool:
+        """Return whether the function calls modules, such as replaced and hooked ones, or code of a user."""
+        return self._source.calls_modules
+
     def takes(self, x: Tensor) -> bool:
         """Return whether x is a valid token for each sequence, so that no other check is needed."""
         return x.dtype in self._dtypes and x.shape[1:] == self._sizes and x.dim() > 0
@@ -309,8 +314,8 @@ class Stepper:
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
-        if not self._runs_on_tokens(node):
-            self._source.splits = False
+        self._source.splits &= self._runs_on_tokens(node)
+        self._source.calls_modules |= not op.builtin
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
         derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
@@ -484,6 +489,7 @@ class _Source:
 
     def __init__(self) -> None:
         self.splits = True  # whether several tokens can be read
+        self.calls_modules = False
         self._lines: list[tuple[str, str]] = []  # for one token, and for several
         self._names: dict[str, Any] = {"cat": torch.cat}
         self._constants: dict[int, str] = {}  # names of constants by the id of the value
@@ -630,7 +636,7 @@ class _Source:
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
         """Call a function with the whole state at a path, a dict, or None if there is no state."""
         y, made = self.variable(), self.variable()
-        self.splits = False
+        self.splits, self.calls_modules = False, True
         self._made[path] = made
         self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
         return y
