@@ -295,7 +295,10 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
 
 
 class _Blocks:
-    """A matrix [O, I] as a stack of equal blocks of rows, and the rows that remain."""
+    """A matrix [O, I] as a stack of equal blocks of rows, and the rows that remain.
+
+    Their views are made once for the memory that the matrix is in, which `parameter.data` may replace.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         rows, self.width = weight.shape
@@ -303,15 +306,23 @@ class _Blocks:
         self.rest = rows % BLOCKS if count == 1 else 0
         self.blocks, self.rows = BLOCKS if self.rest else count, rows - self.rest
         self._weight = weight
+        self._make_views()
+
+    def _make_views(self) -> None:
+        weight = self._weight.detach()
+        self._address = weight.data_ptr()
+        self._stack = weight.narrow(0, 0, self.rows).view(self.blocks, -1, self.width)
+        self._remainder = weight.narrow(0, self.rows, self.rest)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W' + b [N, O] for x [N, I], with N at most FEW."""
+        if self._weight.data_ptr() != self._address:
+            self._make_views()
         tokens, blocks = x.shape[0], self.blocks
-        weight = self._weight.narrow(0, 0, self.rows) if self.rest else self._weight
-        y = torch.bmm(weight.view(blocks, -1, self.width), x.t().expand(blocks, self.width, tokens))
+        y = torch.bmm(self._stack, x.t().expand(blocks, self.width, tokens))
         y = y.view(1, -1) if tokens == 1 else y.view(-1, tokens).t().contiguous()
         if self.rest:
-            y = torch.cat([y, F.linear(x, self._weight.narrow(0, self.rows, self.rest))], 1)
+            y = torch.cat([y, F.linear(x, self._remainder)], 1)
         return y if bias is None else y.add_(bias)
 
 

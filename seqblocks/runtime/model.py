@@ -294,6 +294,11 @@ class SequenceModel(Body):
         if self._stepper is not None:
             self._stepper.expire()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move or convert all parameters. The stepper is deleted, so that it does not keep the old ones in memory."""
+        self._stepper = None
+        return super()._apply(fn, recurse)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without steppers and results of the latest call, which cannot be copied."""
         return {**self.__dict__, "_stepper": None, "_traced": None, "_routed": None}

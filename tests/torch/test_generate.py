@@ -337,3 +337,38 @@ def test_models_that_do_not_generate() -> None:
     state = model.init_state(2)
     with pytest.raises(UsageError, match="prompts that continue a state must have equal lengths"):
         seqblocks.generate(model, [[1, 2], [3]], 3, state=state)
+
+
+def test_weights_that_a_callback_changes_are_used_from_the_next_token_on() -> None:
+    model, other, x = build("mamba_small"), build("mamba_small"), prompt(1)
+
+    @torch.no_grad()
+    def halve(changed: seqblocks.SequenceModel) -> None:
+        for parameter in changed.parameters():
+            parameter.mul_(0.5)
+
+    found = seqblocks.generate(model, x, 4, on_token=lambda *_: halve(model))
+    expected = []
+    with torch.no_grad():
+        y, state = other(x, return_state=True)
+        y = y[:, -1]
+        for _ in range(4):
+            expected.append(int(y.argmax()))
+            halve(other)
+            y, state = other.step(torch.tensor(expected[-1:]), state)
+    assert found[0].tolist() == expected
+
+
+def test_the_model_is_compared_with_its_plan_once_for_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, count = build("mamba_small"), []
+    find = type(model)._stepper_for
+    monkeypatch.setattr(type(model), "_stepper_for", lambda self, x: count.append(1) or find(self, x))
+    seqblocks.generate(model, prompt(), 9)
+    assert len(count) == 2  # for the prompt, and for the tokens
+
+
+def test_moving_a_model_frees_its_old_weights() -> None:
+    model = build("mamba_small")
+    seqblocks.generate(model, prompt(), 3)
+    assert model._stepper is not None
+    assert model.float()._stepper is None
