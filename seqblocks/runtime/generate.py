@@ -101,7 +101,7 @@ def _continue(
 def _step_of(model: Any, tokens: Tensor) -> Callable[[Tensor, States], tuple[Any, States]]:
     """Return `step` of a model that does not change until the last token, without a comparison of it at each token."""
     if type(model) is not SequenceModel or "step" in model.__dict__:
-        return model.step  # type: ignore[no-any-return]
+        return model.step
     return model._unguarded_step(tokens) or model.step
 
 
