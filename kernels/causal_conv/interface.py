@@ -211,7 +211,7 @@ class _Depthwise(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs, and the values before the activation if they are saved."""
-        with numerics.without_autocast(x.device.type):  # The backward pass runs outside of autocast.
+        with numerics.without_autocast(x.device.type):
             parts = _parts(x)
             if len(parts) == 1:
                 before = _depthwise_part(x, state, weight, bias, reverse, parts[0])
@@ -235,38 +235,45 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With activation checkpointing, saved tensors can be read only once.
-        x, state, weight, bias, saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # With activation checkpointing, they can be read only once.
         if dy is None:
             return (None,) * 7
-        if torch.is_grad_enabled() or is_batch(dy):
-            needed = ctx.needs_input_grad[:4]
-            return *_from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse), None, None, None
-        S, later, parts = x.shape[1], state.shape[1], _parts(x)
-        dwindow = x.new_empty(x.shape[0], S + later, x.shape[2]) if len(parts) > 1 else None
-        before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
-        of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
-        for a, b in parts:
-            grad = dy[:, a:b]
-            if ctx.activation == "silu":
-                y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b)) if saved is None else saved[:, a:b]
-                grad = torch.ops.aten.silu_backward(grad, y)
-            if ctx.needs_input_grad[2]:
-                of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
-            if ctx.needs_input_grad[3]:
-                of_bias = of_bias + grad.sum((0, 1), dtype=of_weight.dtype)
-            if dwindow is None:
-                dwindow = _convolve(grad, weight.flip(-1), None, later)
-                break
-            near = torch.cat([before, grad] if b < S else [before, grad, zeros], 1)
-            dwindow[:, a : a + near.shape[1] - later] = _convolve(near, weight.flip(-1), None, 0)
-            before = near[:, b - a : b - a + later]
-        assert dwindow is not None
-        dx, dstate = dwindow[:, later:], dwindow[:, :later]
-        if ctx.reverse:
-            dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
-        dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None, None, None, None
+        with numerics.without_autocast(dy.device.type):
+            return *_gradients(ctx, dy, *saved), None, None, None
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None
+) -> list[Tensor | None]:
+    """Return the needed gradients of x, state, weight and bias of `_Depthwise`."""
+    if torch.is_grad_enabled() or is_batch(dy):
+        needed = ctx.needs_input_grad[:4]
+        return _from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse)
+    S, later, parts = x.shape[1], state.shape[1], _parts(x)
+    dwindow = x.new_empty(x.shape[0], S + later, x.shape[2]) if len(parts) > 1 else None
+    before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
+    of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
+    for a, b in parts:
+        grad = dy[:, a:b]
+        if ctx.activation == "silu":
+            y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b)) if saved is None else saved[:, a:b]
+            grad = torch.ops.aten.silu_backward(grad, y)
+        if ctx.needs_input_grad[2]:
+            of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
+        if ctx.needs_input_grad[3]:
+            of_bias = of_bias + grad.sum((0, 1), dtype=of_weight.dtype)
+        if dwindow is None:
+            dwindow = _convolve(grad, weight.flip(-1), None, later)
+            break
+        near = torch.cat([before, grad] if b < S else [before, grad, zeros], 1)
+        dwindow[:, a : a + near.shape[1] - later] = _convolve(near, weight.flip(-1), None, 0)
+        before = near[:, b - a : b - a + later]
+    assert dwindow is not None
+    dx, dstate = dwindow[:, later:], dwindow[:, :later]
+    if ctx.reverse:
+        dx, dstate = dwindow[:, :S], dwindow[:, S:].flip(1)
+    dweight = of_weight.total().to(weight.dtype) if ctx.needs_input_grad[2] else None
+    return [dx, dstate, dweight, of_bias.to(weight.dtype) if ctx.needs_input_grad[3] else None]
 
 
 def _from_reference(

@@ -173,3 +173,16 @@ def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypa
     assert torch.equal(dstate, whole[2])
     for found, expected in zip(sums, whole[3:], strict=True):  # sums of 300 products, each rounded by up to 2^-24
         torch.testing.assert_close(found, expected, rtol=0, atol=300 * 2**-24 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("tokens", [40, 3000])
+def test_a_backward_pass_within_autocast_is_computed_like_the_forward_pass(tokens: int) -> None:
+    x, weight = (torch.randn(1, tokens, 64, requires_grad=True), torch.randn(64, 1, 4, requires_grad=True))
+    for activation in (None, "silu"):
+        y = causal_conv(x, weight, activation=activation)
+        assert isinstance(y, Tensor)
+        dy = torch.randn_like(y)
+        expected = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(y, (x, weight), dy)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
