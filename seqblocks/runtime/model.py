@@ -115,7 +115,8 @@ class SequenceModel(Body):
 
     def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
         """Return the output of at least the last token and the state after these tokens; a head runs on the last."""
-        if self.training or is_hooked(self) or type(self) is not SequenceModel or self._relay:
+        observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
+        if self.training or observed or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)

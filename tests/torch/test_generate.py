@@ -246,6 +246,17 @@ def test_the_logits_of_several_outputs() -> None:
         seqblocks.generate(model, [1, 2], 4)
 
 
+def test_hooks_of_all_modules_are_called_for_a_prompt() -> None:
+    model = build("mlstm_small")
+    called: list[torch.nn.Module] = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        seqblocks.generate(model, [1, 2], 1)
+    finally:
+        hook.remove()
+    assert called.count(model) == 1
+
+
 def test_a_model_is_trained_on_generated_tokens() -> None:
     model = build("mlstm_small")
     row, = seqblocks.generate(model, [1, 2], 4)
