@@ -250,6 +250,11 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         if x is None:
             raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
         context = self._context(given)
+        missing = [name for name in self._inputs[1:] if name not in context]
+        if missing and cache is None:
+            given_by = f"pass {', '.join(f'{name}=…' for name in missing)}"
+            columns = "the Trainer passes such columns with TrainingArguments(remove_unused_columns=False)"
+            raise RunError(f"{self.model.spec.name} also needs {listing(missing)}: {given_by}; {columns}")
         streams = cache is not None or bool(use_cache)
         resets = None
         if mask is not None or positions is not None:

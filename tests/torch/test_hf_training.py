@@ -117,3 +117,27 @@ def test_images_are_classified(tmp_path: Path) -> None:
     run.train()
     assert len(losses(run)) == 2
     assert run.predict(data).predictions.shape == (4, 10)
+
+
+def test_columns_of_other_inputs(tmp_path: Path) -> None:
+    """The Trainer drops columns that are not arguments of `forward` by name, unless it is set not to."""
+    text = """
+    seqblocks: 1
+    model:
+      inputs: {text: {tokens: 16}, mood: {vector: 3}}
+      steps:
+        - linear: {from: mood, features: 8, as: m}
+        - embed: {from: text, features: 8}
+        - multiply: {by: m}
+        - unembed
+    """
+    data = [{**row, "mood": torch.ones(3)} for row in DATA]
+    options: dict[str, Any] = {"max_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    for kept in (False, True):
+        model = hf.wrap(seqblocks.build_text(text, seed=0))
+        run = Trainer(model, TrainingArguments(str(tmp_path), remove_unused_columns=not kept, **options), None, data)
+        if kept:
+            assert run.train().global_step == 1
+        else:
+            with pytest.raises(seqblocks.RunError, match=r"also needs mood: pass mood=….*remove_unused_columns=False"):
+                run.train()
