@@ -13,6 +13,7 @@ An FFT mixes all tokens, so its rounding error (2^-24 of the largest value in fl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
 CHUNK = 64
 CHUNK_WITH_RESETS = 16  # one product per pair of tokens and sequence replaces a matrix product
+PART = 1 << 19  # elements of the channels of a part of the tokens: their temporaries stay in the cache
+PART_WITH_GRADIENTS = 1 << 20  # The gradients of matrices are computed for each part and added.
 WORKING_SET = 1 << 22  # elements of one such product
 
 # Cost of a multiply-accumulate in an FFT, relative to one in a matrix product (measured on two CPU cores).
@@ -187,8 +190,39 @@ def _chunks(
         v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
     else:
         T = -(-S // -(-S // T))  # chunks of about equal length: 65 tokens are 33 + 32, not 64 + 1
-        v, state = _chunk_by_chunk(_enter(bank, x), state, _chunk(bank, T, reverse), resets, reverse)
+        return _part_by_part(bank, x, state, _chunk(bank, T, reverse), resets, reverse)
     return _leave(bank, v, H), state
+
+
+def _part_by_part(
+    bank: Bank, x: Tensor, state: Tensor, chunk: Chunk, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y and the last state, computed for some chunks at a time.
+
+    The channels of a part stay in the cache; those of a long sequence would be in fresh memory pages.
+    """
+    size, H = _part(x, chunk), x.shape[2]
+    marks = repeat(None) if resets is None else resets.split(size, 1)
+    parts = list(enumerate(zip(x.split(size, 1), marks, strict=False)))
+    ys: list[Tensor] = []
+    whole: Tensor | None = None
+    for at, (part, begins) in reversed(parts) if reverse else parts:
+        v, state = _chunk_by_chunk(_enter(bank, part), state, chunk, begins, reverse)
+        y = _leave(bank, v, H)
+        if len(parts) == 1 or torch.is_grad_enabled():
+            ys.append(y)
+            continue
+        whole = y.new_empty(x.shape[0], x.shape[1], y.shape[2]) if whole is None else whole
+        whole[:, at * size : at * size + y.shape[1]] = y
+    if whole is None:
+        whole = torch.cat(ys[::-1] if reverse else ys, 1) if len(ys) > 1 else ys[0]
+    return whole, state
+
+
+def _part(x: Tensor, chunk: Chunk) -> int:
+    """Return the number of tokens of a part, a multiple of those of a chunk; on other devices than CPUs, all tokens."""
+    (N, T, _), most = chunk.within.shape, PART_WITH_GRADIENTS if torch.is_grad_enabled() else PART
+    return max(1, most // (N * x.shape[0] * T)) * T if x.is_cpu else x.shape[1]
 
 
 def _chunk(bank: Bank, T: int, reverse: bool) -> Chunk:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqblocks.kernels import centaurus
+from seqblocks.kernels.centaurus import torch as centaurus_torch
 from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.centaurus.interface import _bank
 from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _chunk_by_chunk, _scan, cheapest, counts, fast_length
@@ -64,6 +65,30 @@ def test_the_plans_agree(mode: str, seq: int) -> None:
         for found in results[1:]:
             # float64, decays below 1: a few roundings of 2^-52 a step and for the sums over N and M.
             torch.testing.assert_close(found, results[0], rtol=1e-10, atol=1e-10 * 100)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_in_parts_of_the_tokens(
+    mode: str, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    S = 200
+    marks = reset_marks(2, S) if resets else None
+    options = {"resets": marks, "reverse": reverse, "plan": "chunks", "return_state": True}
+    subject, calls, run = TORCH._replace(variant=mode), [], centaurus_torch._chunk_by_chunk
+    x = {name: t.requires_grad_() for name, t in subject.inputs(batch=2, S=S).items()}
+    results = []
+    for part in (1 << 40, 1):
+        for name in ("PART", "PART_WITH_GRADIENTS"):
+            monkeypatch.setattr(centaurus_torch, name, part)
+        monkeypatch.setattr(centaurus_torch, "_chunk_by_chunk", lambda *given: calls.append(given) or run(*given))
+        out = subject(x, **options)
+        with torch.no_grad():
+            torch.testing.assert_close(subject(x, **options), out)
+        results.append(with_gradients(out, x))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-8)
+    assert len(calls) == 2 + 2 * (13 if resets else 4)  # chunks of 50 tokens, with resets of 16
 
 
 @pytest.mark.parametrize("plan", ["project", "fold"])
