@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gates = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
+PADDED = 1 << 16  # elements of the weights of a token's single product, half of them zeros: more take longer to read
 Map = tuple[Tensor, Tensor | None, int]  # W [H, D, I], b [H * D], and the index of the value that is mapped
 
 
@@ -32,7 +33,12 @@ def prepare_of_maps(
     The recurrence is added to the product of the maps where that product is, and copied once.
     """
     biases = [bias if b is None else bias + b.view_as(bias) for bias, (_, b, _) in zip(biases, maps, strict=True)]
-    return _cell(_gates_of_parts([_Part(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]))
+    parts = [_Part(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]
+    of_parts, rows = _gates_of_parts(parts), recurrent.shape[1] + sum(part.weight.shape[1] for part in parts)
+    if rows * recurrent[:, 0].numel() > PADDED:
+        return _cell(of_parts)
+    of_one = _gates_of_one(_padded(recurrent, parts), torch.cat([*biases], -1).unsqueeze(1), [part.at for part in parts])
+    return _cell(lambda y, inputs: (of_one if y.shape[0] == 1 else of_parts)(y, inputs))
 
 
 def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
@@ -105,5 +111,26 @@ def _gates_of_parts(parts: Sequence[_Part]) -> Gates:
     def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         made = [gate for part in parts for gate in part(y, inputs[part.at])]
         return [made[place] for place in order]
+
+    return gates
+
+
+def _padded(recurrent: Tensor, parts: Sequence[_Part]) -> Tensor:
+    """Return the weights [H, D + the sum of I, 4 D] of the last output and of all values, padded with zeros."""
+    rows = [recurrent]
+    for part in parts:
+        weight = recurrent.new_zeros(*part.weight.shape[:2], *recurrent.shape[2:])
+        weight[:, :, part.places] = part.weight.unflatten(-1, (-1, recurrent.shape[3]))
+        rows.append(weight)
+    return torch.cat(rows, 1).flatten(2)
+
+
+def _gates_of_one(matrix: Tensor, bias: Tensor, places: Sequence[int]) -> Gates:
+    """Return the function of `_gates_of_parts` for one sequence: a single product, as calls take most of the time."""
+
+    def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        _, H, D = y.shape
+        whole = torch.cat([y, *(inputs[at].view(1, H, -1) for at in places)], -1)
+        return torch.baddbmm(bias, whole.transpose(0, 1), matrix).transpose(0, 1).split(D, -1)
 
     return gates

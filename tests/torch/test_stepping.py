@@ -201,9 +201,15 @@ def test_gates_that_only_the_cell_reads_are_computed_with_its_recurrence(block: 
     for part in torch.utils._pytree.tree_leaves(state):
         assert part.is_contiguous()
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as recorded:
-        model.step(tokens()[:, 0], state)
+    with torch.no_grad():
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            both, after = model.step(tokens()[:, 0], state)
+        one, first = model.step(tokens()[:1, 0], seqblocks.state.map_state(lambda x: x[:1], state))
     assert sum(event.count for event in recorded.key_averages() if event.key == "aten::baddbmm_") == products
+    torch.testing.assert_close(one, both[:1], rtol=1e-10, atol=1e-10)
+    for found, part in zip(*map(torch.utils._pytree.tree_leaves, (first, after)), strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, part[:1], rtol=1e-10, atol=1e-10)
 
 
 def test_a_changed_map_of_a_gate_is_seen() -> None:
