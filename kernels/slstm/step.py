@@ -37,7 +37,8 @@ def prepare_of_maps(
     of_parts, rows = _gates_of_parts(parts), recurrent.shape[1] + sum(part.weight.shape[1] for part in parts)
     if rows * recurrent[:, 0].numel() > PADDED:
         return _cell(of_parts)
-    of_one = _gates_of_one(_padded(recurrent, parts), torch.cat([*biases], -1).unsqueeze(1), [part.at for part in parts])
+    bias = torch.cat([*biases], -1).unsqueeze(1)
+    of_one = _gates_of_one(_padded(recurrent, parts), bias, [part.at for part in parts])
     return _cell(lambda y, inputs: (of_one if y.shape[0] == 1 else of_parts)(y, inputs))
 
 
