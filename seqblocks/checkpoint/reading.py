@@ -17,6 +17,7 @@ from seqblocks.checkpoint.record import safetensors
 from seqblocks.errors import UnavailableError, UsageError, listing
 
 INDEX = ".index.json"
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # with the suffix INDEX, they list shards
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -74,9 +75,9 @@ def _shards(path: Path) -> Weights:
     found = {name: _file(path.parent / name) for name in files}
     absent = [name for name, file in table.items() if name not in found[file].headers]
     more = [name for file, weights in found.items() for name in weights.headers if table.get(name) != file]
-    for names, what in ((absent, "are not in the listed file"), (more, "are in a file but not in the index")):
+    for names, what in ((absent, "not in the listed file"), (more, "in a file but not in the index")):
         if names:
-            raise UsageError(f"{path} does not describe its files: {listing(names, 4)} {what}")
+            raise UsageError(f"{path} does not describe its files: {what}: {listing(names, 4)}")
     headers = {name: found[file].headers[name] for name, file in table.items()}
     lazy = any(weights.lazy for weights in found.values())
     return Weights(headers, lambda name: found[table[name]].read(name), lazy, str(path.parent))
@@ -86,7 +87,10 @@ def _file(path: Path) -> Weights:
     try:
         size = os.stat(path).st_size
     except (OSError, ValueError):
-        raise UsageError(f"there is no file {path}") from None
+        name = path.as_posix()
+        is_repository = name.count("/") == 1 and not path.parent.exists() and path.suffix not in ENDINGS
+        hint = f". To load a release of the Hub, download it first: hf download {name} --local-dir DIR"
+        raise UsageError(f"there is no file {path}{hint if is_repository else ''}") from None
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file")
     try:

@@ -143,7 +143,7 @@ def test_exchanged_shards_are_detected(path: Path) -> None:
     (path / SHARDS[0]).rename(path / "x")
     (path / SHARDS[2]).rename(path / SHARDS[0])
     (path / "x").rename(path / SHARDS[2])
-    with pytest.raises(seqblocks.UsageError, match=r"does not describe its files: up\.weight, .* not in the listed"):
+    with pytest.raises(seqblocks.UsageError, match=r"its files: not in the listed file: up\.weight, "):
         load(path)
 
 

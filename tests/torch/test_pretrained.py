@@ -530,6 +530,15 @@ def test_without_a_spec_and_without_a_config(tmp_path: Path) -> None:
         seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", tensors()))
 
 
+def test_the_name_of_a_release_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(seqblocks.UsageError, match=r"first: hf download RWKV/v6-1\.6B --local-dir DIR$"):
+        seqblocks.from_pretrained("RWKV/v6-1.6B")
+    for path in ("runs/last.pt", "model", "a/b/c"):
+        with pytest.raises(seqblocks.UsageError, match=f"^there is no file {path}$"):
+            seqblocks.from_pretrained(path)
+
+
 def test_only_one_tensor_is_read_at_a_time(tmp_path: Path, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = write(tmp_path / "w", "safetensors shards", tensors())
     alive: list[Any] = []
