@@ -206,13 +206,16 @@ def multiply(
     Without gradients.
     """
     a, b = list(a), list(b)
-    first, columns = a[0], b[0].shape[-1]
-    product = _by_torch
-    if first.dim() == 2 and _is_dense(first) and _is_dense(b[0]):
-        if prefers_onednn(first, *first.shape, columns, first.stride(1) != 1):
-            product = _matrix_by_onednn
+    product = _matrix_by_onednn if _suits_onednn(a[0], b[0]) else _by_torch
     targets: Iterable[Tensor | None] = repeat(None) if out is None else out
     return [product(left, right, target, add, alpha) for left, right, target in zip(a, b, targets, strict=False)]
+
+
+def _suits_onednn(a: Tensor, b: Tensor) -> bool:
+    if a.dim() != 2 or not _is_dense(a) or not _is_dense(b):
+        return False
+    (R, I), C = a.shape, b.shape[1]
+    return prefers_onednn(a, R, I, C, transposed=a.stride(1) != 1)
 
 
 def _matrix_by_onednn(a: Tensor, b: Tensor, out: Tensor | None, add: bool, alpha: float) -> Tensor:

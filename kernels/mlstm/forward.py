@@ -93,7 +93,8 @@ class Kept(NamedTuple):
     def of(cls, plan: Plan, counts: tuple[int, int], tensors: Sequence[Any]) -> Kept:
         rest = iter(tensors)
         gates, scan, m = Gates(*islice(rest, len(Gates._fields))), Scan(*islice(rest, len(Scan._fields))), next(rest)
-        return cls(plan, gates, scan, m, *(list(islice(rest, count)) for count in counts), list(rest))
+        D, den = (list(islice(rest, count)) for count in counts)
+        return cls(plan, gates, scan, m, D, den, list(rest))
 
 
 def forward(
@@ -120,7 +121,8 @@ def forward(
     with without_autocast(q.device.type):
         plan = make_plan(q, v, chunk_size, reverse)
         enters = C0 is not None or len(plan.chunks) > 1
-        kept = Kept(plan, *prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [], [])
+        gates, scan, m = prepare(i, f, m0, resets, plan, reverse, input_gate, enters)
+        kept = Kept(plan, gates, scan, m, [], [], [])
         options = Options(reverse, eps, input_gate == "exp", normalize, plan.singly)
         weights = kept if save and plan.pairs <= S * DV else None  # if W is at most as large as an input
         for group in plan.groups:
