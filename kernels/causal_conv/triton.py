@@ -95,20 +95,20 @@ def _pushed(window, value, COUNT: tl.constexpr, FROM: tl.constexpr):
 
 @jit
 @no_type_check
-def _taps(w, d, live, K: tl.constexpr):
+def _taps(w, d, is_channel, K: tl.constexpr):
     """Load the taps by lag, in float32."""
     out = ()
     for lag in tl.static_range(K):
-        out = out + (tl.load(w + d * K + K - 1 - lag, live, 0.0).to(tl.float32),)
+        out = out + (tl.load(w + d * K + K - 1 - lag, is_channel, 0.0).to(tl.float32),)
     return out
 
 
 @jit
 @no_type_check
-def _offset(bias, d, live, like):
+def _offset(bias, d, is_channel, like):
     out = like * 0.0
     if bias is not None:
-        out = tl.load(bias + d, live, 0.0).to(tl.float32)
+        out = tl.load(bias + d, is_channel, 0.0).to(tl.float32)
     return out
 
 
@@ -152,9 +152,9 @@ def _conv(
     b = (tl.program_id(0) // runs).to(tl.int64)
     first = (tl.program_id(0) % runs).to(tl.int64) * T
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    live = d < D
-    taps = _taps(w, d, live, K)
-    offset = _offset(bias, d, live, taps[0])
+    is_channel = d < D
+    taps = _taps(w, d, is_channel, K)
+    offset = _offset(bias, d, is_channel, taps[0])
     window = _window_before(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, False)
     for i in range(0, T, STEPS):
         values, marks = (), ()
@@ -236,9 +236,9 @@ def _conv_backward(
     b = (tl.program_id(0) // runs).to(tl.int64)
     first = (tl.program_id(0) % runs).to(tl.int64) * T - (K - 1)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    live = d < D
-    taps = _taps(w, d, live, K)
-    offset = _offset(bias, d, live, taps[0])
+    is_channel = d < D
+    taps = _taps(w, d, is_channel, K)
+    offset = _offset(bias, d, is_channel, taps[0])
     window = _window_before(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, True)
     waiting = _blank(taps[0], K - 1)
     reaches = _copies(first == first, K - 1)
@@ -284,9 +284,9 @@ def _conv_backward(
         _write(dx, dstate, spread[K - 1], b, at - (K - 1), first, S, D, d, K, REVERSE)
     part = tl.program_id(0).to(tl.int64)
     for lag in tl.static_range(K):
-        tl.store(dw + (part * K + K - 1 - lag) * D + d, sums[lag], live)
+        tl.store(dw + (part * K + K - 1 - lag) * D + d, sums[lag], is_channel)
     if bias is not None:
-        tl.store(dbias + part * D + d, total, live)
+        tl.store(dbias + part * D + d, total, is_channel)
 
 
 # ------------------------------------------------------------------------------

@@ -108,21 +108,21 @@ def _power(p_re, p_im, n, bits):
 
 @jit
 @no_type_check
-def _tokens(x, step, i, live, COUNT: tl.constexpr):
+def _tokens(x, step, i, is_channel, COUNT: tl.constexpr):
     """Load COUNT tokens from the ith on. All loads come before the first use, so that their latencies overlap."""
     out = ()
     for j in tl.static_range(COUNT):
-        out = out + (tl.load(x + (i + j) * step, live, 0),)
+        out = out + (tl.load(x + (i + j) * step, is_channel, 0),)
     return out
 
 
 @jit
 @no_type_check
-def _marks(resets, sign: tl.constexpr, i, live, COUNT: tl.constexpr):
+def _marks(resets, sign: tl.constexpr, i, is_channel, COUNT: tl.constexpr):
     out = ()
     if resets is not None:
         for j in tl.static_range(COUNT):
-            out = out + (tl.load(resets + (i + j) * sign, live, 0),)
+            out = out + (tl.load(resets + (i + j) * sign, is_channel, 0),)
     return out
 
 
@@ -169,7 +169,7 @@ def _walk(
     WAY: tl.constexpr = -1 if ADJOINT != REVERSE else 1
     b, k, length, t = _span(S, K, T, ADJOINT, REVERSE)
     n, bound, own, cell = _cells(N, M, fan, none, BN, BM, BF)
-    live = n < bound
+    is_channel = n < bound
     turn_re, turn_im = _pair(bank, bank + N * M, cell, own)
     to_re, to_im = _pair(bank + 2 * N * M, bank + 3 * N * M, cell, own)
     if ADJOINT:
@@ -184,7 +184,7 @@ def _walk(
     u += b * ub + t * us + n % F
     if resets is not None:
         resets += b * S + t
-    mask = live
+    mask = is_channel
     width = N
     if not ENDS:
         if BF > 1:
@@ -210,7 +210,7 @@ def _walk(
         xs = next_xs
         fresh = next_fresh
     for i in range(full, length):
-        x = _tokens(u, step, i, live, 1)
+        x = _tokens(u, step, i, is_channel, 1)
         mark = _marks(resets, WAY, i, True, 1)
         re, im, whole = _go(
             re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, v, wide, mask, i,
@@ -307,7 +307,7 @@ def _sums(
     WAY: tl.constexpr = -1 if REVERSE else 1
     b, _, length, t = _span(S, K, T, False, REVERSE)
     n, bound, own, cell = _cells(N, M, 1, none, BN, BM, 1)
-    live = n < bound
+    is_channel = n < bound
     turn_re, turn_im = _pair(bank, bank + N * M, cell, own)
     mine = tl.program_id(0).to(tl.int64) * N * M * 2
     re, im = _pair(starts + mine, starts + mine + N * M, cell, own)
@@ -341,8 +341,8 @@ def _sums(
         grads = next_grads
         fresh = next_fresh
     for i in range(full, length):
-        x = _tokens(u, step, i, live, 1)
-        grad = _tokens(dv, wide, i, live, 1)
+        x = _tokens(u, step, i, is_channel, 1)
+        grad = _tokens(dv, wide, i, is_channel, 1)
         mark = _marks(resets, WAY, i, True, 1)
         re, im, w_re, w_im, sum_re, sum_im, read_re, read_im = _add(
             re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, x, grad, mark,

@@ -31,9 +31,9 @@ TILES = 4  # tiles of tokens per program of the backward pass, which limits the 
 
 @jit
 @no_type_check
-def _normalised(value, live, D, eps):
+def _normalised(value, mask, D, eps):
     """Return (x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
-    centred = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    centred = tl.where(mask, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     spread = tl.sum(centred * centred, 1) / D + eps
     scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # In rows out of bounds, spread is 0 if eps is 0.
     return centred * scale[:, None], scale
@@ -41,14 +41,14 @@ def _normalised(value, live, D, eps):
 
 @jit
 @no_type_check
-def _row(x, c, live):
-    return tl.load(x + c, live, 0.0).to(tl.float32)[None, :]
+def _row(x, c, mask):
+    return tl.load(x + c, mask, 0.0).to(tl.float32)[None, :]
 
 
 @jit
 @no_type_check
-def _gain(weight, c, live, ONE_PLUS: tl.constexpr):
-    gain = _row(weight, c, live)
+def _gain(weight, c, mask, ONE_PLUS: tl.constexpr):
+    gain = _row(weight, c, mask)
     if ONE_PLUS:
         gain += 1.0
     return gain
@@ -69,14 +69,14 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @jit
 @no_type_check
-def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, ss, ONE_PLUS: tl.constexpr):
+def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, mask, ss, ONE_PLUS: tl.constexpr):
     """Apply gain, bias and skip to normalised rows [BT, BD]; the gate multiplies the result."""
     if weight is not None:
         out *= _gain(weight, c, is_d, ONE_PLUS)
     if bias is not None:
         out += _row(bias, c, is_d)
     if skip is not None:
-        added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+        added = tl.load(skip + r[:, None] * ss + c[None, :], mask, 0.0).to(tl.float32)
         out += _row(skip_weight, c, is_d) * added
     return out
 
@@ -89,15 +89,15 @@ def _norm(
 ):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)
-    live = (r < R)[:, None] & (d < D)[None, :]
+    mask = (r < R)[:, None] & (d < D)[None, :]
     c = tl.program_id(1) * D + d
-    value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
-    out, _ = _normalised(value, live, D, eps)
-    out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, live, ss, ONE_PLUS)
+    value = tl.load(x + r[:, None] * xs + c[None, :], mask, 0.0).to(tl.float32)
+    out, _ = _normalised(value, mask, D, eps)
+    out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, mask, ss, ONE_PLUS)
     if gate is not None:
-        factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32), ACTIVATION)
+        factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], mask, 0.0).to(tl.float32), ACTIVATION)
         out *= factor
-    tl.store(y + r[:, None] * (tl.num_programs(1) * D) + c[None, :], out.to(y.dtype.element_ty), live)
+    tl.store(y + r[:, None] * (tl.num_programs(1) * D) + c[None, :], out.to(y.dtype.element_ty), mask)
 
 
 @common.kernel(do_not_specialize=["R"])
@@ -116,27 +116,27 @@ def _norm_backward(
     ds_sum = tl.zeros((BD,), tl.float32)
     for tile in range(TILES):
         r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
-        live = (r < R)[:, None] & (d < D)[None, :]
+        mask = (r < R)[:, None] & (d < D)[None, :]
         to = r[:, None] * width + c[None, :]
-        value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
-        g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
-        unit, scale = _normalised(value, live, D, eps)
+        value = tl.load(x + r[:, None] * xs + c[None, :], mask, 0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * gs + c[None, :], mask, 0.0).to(tl.float32)
+        unit, scale = _normalised(value, mask, D, eps)
         if gate is not None:
-            z = tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32)
+            z = tl.load(gate + r[:, None] * zs + c[None, :], mask, 0.0).to(tl.float32)
             factor, slope = _activated(z, ACTIVATION)
-            out = _with_gain_and_skip(unit, weight, bias, skip, skip_weight, r, c, d < D, live, ss, ONE_PLUS)
-            tl.store(dgate + to, (g * out * slope).to(dgate.dtype.element_ty), live)
+            out = _with_gain_and_skip(unit, weight, bias, skip, skip_weight, r, c, d < D, mask, ss, ONE_PLUS)
+            tl.store(dgate + to, (g * out * slope).to(dgate.dtype.element_ty), mask)
             g *= factor
         if skip is not None:
-            added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+            added = tl.load(skip + r[:, None] * ss + c[None, :], mask, 0.0).to(tl.float32)
             ds_sum += tl.sum(g * added, 0)
-            tl.store(dskip + to, (g * _row(skip_weight, c, d < D)).to(dskip.dtype.element_ty), live)
+            tl.store(dskip + to, (g * _row(skip_weight, c, d < D)).to(dskip.dtype.element_ty), mask)
         dw_sum += tl.sum(g * unit, 0)
         db_sum += tl.sum(g, 0)
         if weight is not None:
             g *= _gain(weight, c, d < D, ONE_PLUS)
         grad = (g - (tl.sum(g, 1) / D)[:, None] - unit * (tl.sum(g * unit, 1) / D)[:, None]) * scale[:, None]
-        tl.store(dx + to, grad.to(dx.dtype.element_ty), live)
+        tl.store(dx + to, grad.to(dx.dtype.element_ty), mask)
     part = tl.program_id(0).to(tl.int64) * width + c
     if dweight is not None:
         tl.store(dweight + part, dw_sum, d < D)

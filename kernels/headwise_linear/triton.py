@@ -41,10 +41,10 @@ def _product(
     """Return [BT, BC], whose channel c = g P + p is the sum over q of w[g P Q + p SP + q SQ] x[g Q + q]."""
     total = tl.zeros((BT, BC), tl.float32)
     block = c // P
-    live = (r < R)[:, None] & (c < C)[None, :]
+    mask = (r < R)[:, None] & (c < C)[None, :]
     for q in tl.static_range(Q):
         weight = tl.load(w + block * (P * Q) + c % P * SP + q * SQ, c < C, 0.0).to(tl.float32)
-        value = tl.load(x + r[:, None] * xs + (block * Q + q)[None, :], live, 0.0).to(tl.float32)
+        value = tl.load(x + r[:, None] * xs + (block * Q + q)[None, :], mask, 0.0).to(tl.float32)
         total += weight[None, :] * value
     return total
 
@@ -55,8 +55,8 @@ def _linear(x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexp
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     out = _product(x, w, r, c, R, G * O, xs, O, I, I, 1, BT, BC)
-    live = (r < R)[:, None] & (c < G * O)[None, :]
-    tl.store(y + r[:, None] * (G * O) + c[None, :], out.to(y.dtype.element_ty), live)
+    mask = (r < R)[:, None] & (c < G * O)[None, :]
+    tl.store(y + r[:, None] * (G * O) + c[None, :], out.to(y.dtype.element_ty), mask)
 
 
 @common.kernel(do_not_specialize=["R"])
@@ -79,11 +79,11 @@ def _linear_backward(
         grad = _product(dy, w, r, c, R, G * I, gs, I, O, 1, I, BT, BC)
         inside = (r < R)[:, None] & (c < G * I)[None, :]
         tl.store(dx + r[:, None] * (G * I) + c[None, :], grad.to(dx.dtype.element_ty), inside)
-        live = (r < R)[:, None] & (c < G * O)[None, :]
-        g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
+        mask = (r < R)[:, None] & (c < G * O)[None, :]
+        g = tl.load(dy + r[:, None] * gs + c[None, :], mask, 0.0).to(tl.float32)
         added = ()
         for i in tl.static_range(I):
-            value = tl.load(x + r[:, None] * xs + (c // O * I + i)[None, :], live, 0.0).to(tl.float32)
+            value = tl.load(x + r[:, None] * xs + (c // O * I + i)[None, :], mask, 0.0).to(tl.float32)
             added = added + (sums[i] + g * value,)
         sums = added
     part = dw + (tl.program_id(0).to(tl.int64) * (G * O) + c) * I

@@ -28,10 +28,10 @@ TILES = 4  # per program of the backward pass, to limit the number of parts
 
 @jit
 @no_type_check
-def _normalised(value, live, D, eps, CENTRED: tl.constexpr):
+def _normalised(value, mask, D, eps, CENTRED: tl.constexpr):
     """Return rows [BT, BD] scaled to mean square 1, and the scales."""
     if CENTRED:
-        value = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+        value = tl.where(mask, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     spread = tl.sum(value * value, 1) / D + eps
     # With eps = 0, a row after the end would divide by its mean square of 0.
     scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))
@@ -40,8 +40,8 @@ def _normalised(value, live, D, eps, CENTRED: tl.constexpr):
 
 @jit
 @no_type_check
-def _gain(weight, d, live, ONE_PLUS: tl.constexpr):
-    gain = tl.load(weight + d, live, 0.0).to(tl.float32)
+def _gain(weight, d, mask, ONE_PLUS: tl.constexpr):
+    gain = tl.load(weight + d, mask, 0.0).to(tl.float32)
     if ONE_PLUS:
         gain += 1.0
     return gain[None, :]
@@ -55,20 +55,20 @@ def _norm(
 ):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)
-    live = (r < R)[:, None] & (d < D)[None, :]
+    mask = (r < R)[:, None] & (d < D)[None, :]
     to = r[:, None] * D + d[None, :]
-    value = tl.load(x + r[:, None] * xs + d[None, :], live, 0.0).to(tl.float32)
+    value = tl.load(x + r[:, None] * xs + d[None, :], mask, 0.0).to(tl.float32)
     if residual is not None:
-        value += tl.load(residual + r[:, None] * rs + d[None, :], live, 0.0).to(tl.float32)
+        value += tl.load(residual + r[:, None] * rs + d[None, :], mask, 0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
-        tl.store(total + to, rounded, live)
+        tl.store(total + to, rounded, mask)
         value = rounded.to(tl.float32)  # normalise the rounded value, which later steps read
-    out, _ = _normalised(value, live, D, eps, CENTRED)
+    out, _ = _normalised(value, mask, D, eps, CENTRED)
     if weight is not None:
         out *= _gain(weight, d, d < D, ONE_PLUS)
     if bias is not None:
         out += tl.load(bias + d, d < D, 0.0).to(tl.float32)[None, :]
-    tl.store(y + to, out.to(y.dtype.element_ty), live)
+    tl.store(y + to, out.to(y.dtype.element_ty), mask)
 
 
 @common.kernel(do_not_specialize=["R"])
@@ -83,10 +83,10 @@ def _norm_backward(
     db_sum = tl.zeros((BD,), tl.float32)
     for tile in range(TILES):
         r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
-        live = (r < R)[:, None] & (d < D)[None, :]
-        value = tl.load(total + r[:, None] * ts + d[None, :], live, 0.0).to(tl.float32)
-        g = tl.load(dy + r[:, None] * gs + d[None, :], live, 0.0).to(tl.float32)
-        unit, scale = _normalised(value, live, D, eps, CENTRED)
+        mask = (r < R)[:, None] & (d < D)[None, :]
+        value = tl.load(total + r[:, None] * ts + d[None, :], mask, 0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * gs + d[None, :], mask, 0.0).to(tl.float32)
+        unit, scale = _normalised(value, mask, D, eps, CENTRED)
         dw_sum += tl.sum(g * unit, 0)
         db_sum += tl.sum(g, 0)
         if weight is not None:
@@ -96,8 +96,8 @@ def _norm_backward(
             grad -= (tl.sum(g, 1) / D)[:, None]
         grad *= scale[:, None]
         if dtotal is not None:
-            grad += tl.load(dtotal + r[:, None] * hs + d[None, :], live, 0.0).to(tl.float32)
-        tl.store(dx + r[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), live)
+            grad += tl.load(dtotal + r[:, None] * hs + d[None, :], mask, 0.0).to(tl.float32)
+        tl.store(dx + r[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), mask)
     part = tl.program_id(0).to(tl.int64) * D + d
     if dweight is not None:
         tl.store(dweight + part, dw_sum, d < D)

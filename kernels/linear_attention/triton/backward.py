@@ -81,12 +81,12 @@ def state_gradients(
     for back in range(chunks):
         c = chunks - 1 - back
         at = wide * chunks + c
-        live = j < S - c * L
+        is_t = j < S - c * L
         kept = operand(grad, dC.dtype.element_ty, PRECISION)
         tl.store(dC + at * K * V + cell, kept, own)
-        outs = load_rows(dy, n, H, c, S, gb, gs, gh, dv, live, is_v, REVERSE, L)
+        outs = load_rows(dy, n, H, c, S, gb, gs, gh, dv, is_t, is_v, REVERSE, L)
         outs = operand(outs, DOT, PRECISION)
-        queries = load_columns(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, dk, live, is_k, REVERSE, L)
+        queries = load_columns(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, dk, is_t, is_k, REVERSE, L)
         queries = queries.to(tl.float32) * scale
         if since is not None:
             queries *= weight_across(since + c * L * W, blocks + c * (L // 16) * W, j, dk, is_k, W)
@@ -96,17 +96,17 @@ def state_gradients(
                 grad *= exp(tl.load(through + c * W + dk, is_k, 0.0))[:, None]
         grad += tl.dot(operand(queries, DOT, PRECISION), outs, input_precision=PRECISION)
         if beta is not None:
-            keys = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+            keys = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, is_t, is_k, REVERSE, L)
             if until is not None:
                 keys = keys.to(tl.float32)
                 keys *= weight_down(until + c * L * W, blocks + after + c * (L // 16) * W, j, dk, is_k, W)
             x = tl.dot(operand(keys, DOT, PRECISION), kept.to(DOT), input_precision=PRECISION)
             read = tl.load(weights + at * L * L + j[None, :] * L + j[:, None], j[None, :] >= j[:, None], 0.0)
             x += tl.dot(operand(read, DOT, PRECISION), outs, input_precision=PRECISION)
-            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
+            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, is_t, 0.0)
             tl.store(dx + (at * L + j)[:, None] * V + dv[None, :], x.to(dx.dtype.element_ty), is_v[None, :])
             x *= gain.to(tl.float32)[:, None]
-            read = load_tile(of_state + at * L * K, dk, j * K, is_k, live)
+            read = load_tile(of_state + at * L * K, dk, j * K, is_k, is_t)
             grad -= tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
         if flows is not None:
             flow = grad * tl.load(C + at * K * V + cell, own, 0.0).to(tl.float32)
@@ -135,29 +135,29 @@ def value_gradients(
     d = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
     is_d = inside(d, V, BV)
     j = tl.arange(0, L)
-    live = j < S - c * L
+    is_t = j < S - c * L
     t, s = j[None, :], j[:, None]
     if beta is not None:
-        gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
-        x = load_tile(dx + at * L * V, j * V, d, live, is_d).to(tl.float32) * gain.to(tl.float32)[:, None]
+        gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, is_t, 0.0)
+        x = load_tile(dx + at * L * V, j * V, d, is_t, is_d).to(tl.float32) * gain.to(tl.float32)[:, None]
         read = tl.load(solved + at * L * L + t * L + s, t >= s, 0.0)
         total = tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
     else:
         if until is not None:
             until += at * L * W
             blocks += ((tl.num_programs(0) // ACROSS).to(tl.int64) * AFTER + at) * (L // 16) * W
-        x = load_rows(dy, n, H, c, S, gb, gs, gh, d, live, is_d, REVERSE, L)
+        x = load_rows(dy, n, H, c, S, gb, gs, gh, d, is_t, is_d, REVERSE, L)
         read = tl.load(weights + at * L * L + t * L + s, t >= s, 0.0)
         total = tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
         for first in range(0, K, BK):
             dk = first + tl.arange(0, BK)
             is_k = inside(dk, K, BK)
-            b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+            b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, is_t, is_k, REVERSE, L)
             if until is not None:
                 b = b.to(tl.float32) * weight_down(until, blocks, j, dk, is_k, W)
             state = load_tile(dC + at * K * V, dk * V, d, is_k, is_d)
             total += tl.dot(operand(b, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
-    store_rows(dv, total, n, H, c, S, d, live, is_d, V, REVERSE, L)
+    store_rows(dv, total, n, H, c, S, d, is_t, is_d, V, REVERSE, L)
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -177,28 +177,28 @@ def weight_gradients(
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
     j = tl.arange(0, L)
-    live = j < S - c * L
+    is_t = j < S - c * L
     t, s = j[:, None], j[None, :]
     place = at * L * L + t * L + s
     gain = tl.full((L,), 1.0, tl.float32)
     if beta is not None:
         betas = start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs
-        gain = tl.load(betas, live, 0.0).to(tl.float32)
+        gain = tl.load(betas, is_t, 0.0).to(tl.float32)
     read = tl.zeros((L, L), tl.float32)
     keys = tl.zeros((L, L), tl.float32)
     own = tl.zeros((L,), tl.float32)
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         is_d = inside(d, V, BV)
-        a = load_rows(dy, n, H, c, S, gb, gs, gh, d, live, is_d, REVERSE, L)
+        a = load_rows(dy, n, H, c, S, gb, gs, gh, d, is_t, is_d, REVERSE, L)
         if beta is None:
-            x = load_columns(v, n, H, c, S, vb, vs, vh, d, live, is_d, REVERSE, L)
+            x = load_columns(v, n, H, c, S, vb, vs, vh, d, is_t, is_d, REVERSE, L)
         else:
-            x = load_tile(errors + at * L * V, d, j * V, is_d, live)
-            b = load_rows(dv, n, H, c, S, eb, es, eh, d, live, is_d, REVERSE, L)
+            x = load_tile(errors + at * L * V, d, j * V, is_d, is_t)
+            b = load_rows(dv, n, H, c, S, eb, es, eh, d, is_t, is_d, REVERSE, L)
             b = operand(b, DOT, PRECISION)
             keys += tl.dot(b, operand(x, DOT, PRECISION), input_precision=PRECISION)
-            of_x = load_tile(dx + at * L * V, d, j * V, is_d, live)
+            of_x = load_tile(dx + at * L * V, d, j * V, is_d, is_t)
             own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
         read += tl.dot(operand(a, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
     read = tl.where(t >= s, read * gain[None, :] * scale, 0.0)
@@ -207,7 +207,7 @@ def weight_gradients(
         keys = tl.where(t > s, keys, 0.0)
         own -= tl.sum(keys * tl.load(between_keys + place, t > s, 0.0), 0)
         to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, L) + sign(REVERSE) * j * H
-        tl.store(dbeta + to, own.to(dbeta.dtype.element_ty), live)
+        tl.store(dbeta + to, own.to(dbeta.dtype.element_ty), is_t)
         tl.store(of_keys + place, operand(-keys * gain[None, :], of_keys.dtype.element_ty, PRECISION))
 
 
@@ -255,11 +255,11 @@ def key_gradients(
     is_d = inside(d, K, BK)
     j = tl.arange(0, 16)
     left = S - (tile + block) * 16
-    live = j < left
+    is_t = j < left
     own_tile = at * BLOCKS + block
     every = (tl.num_programs(0) // COLUMNS).to(tl.int64)
-    a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16).to(tl.float32)
-    b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
+    a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
+    b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
     # Contributions of the state.
     of_q = tl.zeros((16, BK), tl.float32)
     of_read = tl.zeros((16, BK), tl.float32)  # gradient of k through its reads of S' and earlier keys
@@ -268,12 +268,12 @@ def key_gradients(
         e = first + tl.arange(0, BV)
         is_e = inside(e, V, BV)
         state = load_tile(C + at * K * V, e, d * V, is_e, is_d).to(DOT)
-        outs = load_rows(dy, n, H, tile + block, S, yb, ys, yh, e, live, is_e, REVERSE, 16)
+        outs = load_rows(dy, n, H, tile + block, S, yb, ys, yh, e, is_t, is_e, REVERSE, 16)
         of_q += tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
         if beta is not None:
-            outs = load_rows(dv, n, H, tile + block, S, eb, es, eh, e, live, is_e, REVERSE, 16)
+            outs = load_rows(dv, n, H, tile + block, S, eb, es, eh, e, is_t, is_e, REVERSE, 16)
             of_read -= tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
-        x = written(v, beta, errors, n, H, tile + block, own_tile, S, vb, vs, vh, bb, bs, bh, e, live, is_e, V,
+        x = written(v, beta, errors, n, H, tile + block, own_tile, S, vb, vs, vh, bb, bs, bh, e, is_t, is_e, V,
                     REVERSE, 16)
         state = load_tile(dC + at * K * V, e, d * V, is_e, is_d).to(DOT)
         of_write += tl.dot(operand(x, DOT, PRECISION), state, input_precision=PRECISION)
@@ -394,8 +394,8 @@ def key_gradients(
         read *= tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)[None, :]
     of_q += read * b
     of_write += read * a
-    store_rows(dq, of_q, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
-    store_rows(dk, of_read + of_write, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
+    store_rows(dq, of_q, n, H, tile + block, S, d, is_t, is_d, K, REVERSE, 16)
+    store_rows(dk, of_read + of_write, n, H, tile + block, S, d, is_t, is_d, K, REVERSE, 16)
 
 
 @common.kernel(do_not_specialize=["S"])

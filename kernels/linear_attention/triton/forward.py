@@ -124,7 +124,7 @@ def pairs(
     HK = H // GROUP
     j = tl.arange(0, 16)
     left = S - (tile + block) * 16
-    live = j < left
+    is_t = j < left
     whole = at * BLOCKS
     if since is not None:
         plane = tl.num_programs(0).to(tl.int64) * W * WHOLE
@@ -139,8 +139,8 @@ def pairs(
         for first in range(0, K, BK):
             d = first + tl.arange(0, BK)
             is_d = inside(d, K, BK)
-            a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16).to(tl.float32)
-            b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
+            a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
+            b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
             c = load_columns(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
             if W > 1:
                 since_start = exp(within_block(since, j, d, is_d, W))
@@ -157,7 +157,7 @@ def pairs(
                 keys += tl.dot(operand(b, DOT, PRECISION), c, input_precision=PRECISION)
         if since is not None and W == 1:
             weight = tl.load(since + j)[:, None] + tl.load(until + other * 16 + j)[None, :]
-            weight = exp(weight + between(blocks, other + 1, block, j, live, 1))
+            weight = exp(weight + between(blocks, other + 1, block, j, is_t, 1))
             read *= weight
             keys *= weight
         tl.store(weights + row + other * 16, operand(read * scale, weights.dtype.element_ty, PRECISION))
@@ -179,8 +179,8 @@ def pairs(
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
         is_d = inside(d, K, BK)
-        a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16)
-        b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16)
+        a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16)
+        b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
         if bonus is not None:
             u = tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)
             own += tl.sum(a.to(tl.float32) * b.to(tl.float32) * u[None, :], 1)
@@ -197,7 +197,7 @@ def pairs(
                 if beta is not None:
                     keys += tl.where(j[None, :] == s, tl.sum(b.to(tl.float32) * c, 1)[:, None], 0.0)
         else:
-            c = load_columns(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16)
+            c = load_columns(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
             c = operand(c, DOT, PRECISION)
             read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
             if beta is not None:
@@ -215,7 +215,7 @@ def pairs(
         keys = tl.where(j[:, None] > j[None, :], keys, 0.0)
         if between_keys is not None:
             tl.store(between_keys + row + block * 16, keys)
-        gain = tl.load(start(beta, n, H, tile + block, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs, live, 0.0)
+        gain = tl.load(start(beta, n, H, tile + block, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs, is_t, 0.0)
         tl.store(solved + row + block * 16, _inverse(keys * gain.to(tl.float32)[None, :]))
 
 
@@ -288,7 +288,7 @@ def solve(
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
     j = tl.arange(0, L)
-    live = j < S - c * L
+    is_t = j < S - c * L
     t, s = j[:, None], j[None, :]
     found = operand(tl.load(solved + at * L * L + t * L + s, t >= s, 0.0), DOT, PRECISION)
     if since is not None:
@@ -297,7 +297,7 @@ def solve(
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
         is_d = inside(d, K, BK)
-        b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, d, live, is_d, REVERSE, L)
+        b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, d, is_t, is_d, REVERSE, L)
         if since is not None:
             b = b.to(tl.float32) * weight_down(since, blocks, j, d, is_d, W)
         b = tl.dot(found, operand(b, DOT, PRECISION), input_precision=PRECISION)
@@ -307,7 +307,7 @@ def solve(
         for first in range(0, V, BV):
             d = first + tl.arange(0, BV)
             is_d = inside(d, V, BV)
-            b = load_rows(v, n, H, c, S, vb, vs, vh, d, live, is_d, REVERSE, L)
+            b = load_rows(v, n, H, c, S, vb, vs, vh, d, is_t, is_d, REVERSE, L)
             b = tl.dot(found, operand(b, DOT, PRECISION), input_precision=PRECISION)
             tl.store(given + (at * L + j)[:, None] * V + d[None, :], b.to(given.dtype.element_ty), is_d[None, :])
 
@@ -349,18 +349,18 @@ def states(
         at = wide * chunks + c
         kept = operand(total, C.dtype.element_ty, PRECISION)
         tl.store(C + at * K * V + cell, kept, own)
-        live = j < S - c * L
+        is_t = j < S - c * L
         if beta is not None:
-            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
+            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, is_t, 0.0)
             places = (at * L + j)[:, None]
-            read = load_tile(of_state + at * L * K, j * K, dk, live, is_k)
+            read = load_tile(of_state + at * L * K, j * K, dk, is_t, is_k)
             x = tl.load(errors + places * V + dv[None, :], is_v[None, :], 0.0).to(tl.float32)
             x -= tl.dot(operand(read, DOT, PRECISION), kept.to(DOT), input_precision=PRECISION)
             tl.store(errors + places * V + dv[None, :], x.to(errors.dtype.element_ty), is_v[None, :])
             x *= gain.to(tl.float32)[:, None]
         else:
-            x = load_rows(v, n, H, c, S, vb, vs, vh, dv, live, is_v, REVERSE, L)
-        keys = load_columns(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+            x = load_rows(v, n, H, c, S, vb, vs, vh, dv, is_t, is_v, REVERSE, L)
+        keys = load_columns(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, is_t, is_k, REVERSE, L)
         if until is not None:
             weight = weight_across(until + c * L * W, blocks + c * (L // 16) * W, j, dk, is_k, W)
             keys = keys.to(tl.float32) * weight
@@ -389,7 +389,7 @@ def outputs(
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
     is_v = inside(dv, V, BV)
     j = tl.arange(0, L)
-    live = j < S - c * L
+    is_t = j < S - c * L
     if since is not None:
         since += at * L * W
         blocks += at * (L // 16) * W
@@ -397,24 +397,24 @@ def outputs(
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
         is_d = inside(d, K, BK)
-        a = load_rows(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, d, live, is_d, REVERSE, L)
+        a = load_rows(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, d, is_t, is_d, REVERSE, L)
         if since is not None and W > 1:
             a = a.to(tl.float32) * weight_down(since, blocks, j, d, is_d, W)
         state = load_tile(C + at * K * V, d * V, dv, is_d, is_v)
         total += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
     total *= scale
     if since is not None and W == 1:
-        total *= weight_down(since, blocks, j, j, live, 1)
+        total *= weight_down(since, blocks, j, j, is_t, 1)
     read = tl.load(weights + at * L * L + j[:, None] * L + j[None, :], j[:, None] >= j[None, :], 0.0)
-    x = written(v, beta, errors, n, H, c, at, S, vb, vs, vh, bb, bs, bh, dv, live, is_v, V, REVERSE, L)
+    x = written(v, beta, errors, n, H, c, at, S, vb, vs, vh, bb, bs, bh, dv, is_t, is_v, V, REVERSE, L)
     total += tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
-    store_rows(y, total, n, H, c, S, dv, live, is_v, V, REVERSE, L)
+    store_rows(y, total, n, H, c, S, dv, is_t, is_v, V, REVERSE, L)
 
 
 @jit
 @no_type_check
 def written(
-    v, beta, errors, n, H, tile, at, S, vb, vs, vh, bb, bs, bh, d, live, is_d, V: tl.constexpr, REVERSE: tl.constexpr,
+    v, beta, errors, n, H, tile, at, S, vb, vs, vh, bb, bs, bh, d, is_t, is_d, V: tl.constexpr, REVERSE: tl.constexpr,
     BT: tl.constexpr,
 ):
     """Return the values that keys are written with, one token per row: v, or beta (v - S'^T k) for a delta rule.
@@ -423,8 +423,8 @@ def written(
     """
     j = tl.arange(0, BT)
     if beta is None:
-        return load_rows(v, n, H, tile, S, vb, vs, vh, d, live, is_d, REVERSE, BT)
+        return load_rows(v, n, H, tile, S, vb, vs, vh, d, is_t, is_d, REVERSE, BT)
     else:
-        gain = tl.load(start(beta, n, H, tile, S, bb, bs, bh, REVERSE, BT) + sign(REVERSE) * j * bs, live, 0.0)
-        x = load_tile(errors + at * BT * V, j * V, d, live, is_d)
+        gain = tl.load(start(beta, n, H, tile, S, bb, bs, bh, REVERSE, BT) + sign(REVERSE) * j * bs, is_t, 0.0)
+        x = load_tile(errors + at * BT * V, j * V, d, is_t, is_d)
         return x.to(tl.float32) * gain.to(tl.float32)[:, None]

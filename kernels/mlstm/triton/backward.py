@@ -62,7 +62,7 @@ def factors(
     base = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    is_t = j < S - c * BT
     sign = -1 if REVERSE else 1
     grads = start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
     outs = start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
@@ -70,20 +70,20 @@ def factors(
     for first in range(0, DV, BV):
         dv = first + tl.arange(0, BV)
         is_v = inside(dv, DV, BV)
-        a = load_tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
-        r += tl.sum(a * load_tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
+        a = load_tile(grads, sign * j * gs, dv, is_t, is_v).to(tl.float32)
+        r += tl.sum(a * load_tile(outs, sign * j * H * DV, dv, is_t, is_v).to(tl.float32), 1)
     floor = load_plane(gates, FLOOR, plane, base, j)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
     if NORMALIZE:
         den = load_plane(gates, DEN, plane, base, j)
         wins = tl.abs(den) >= floor
-        inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
+        inverse = tl.where(is_t, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
         dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
         if EXP:
             dm = -eps * r * inverse
     else:
-        inverse = tl.where(live, 1.0 / floor, 0.0)
+        inverse = tl.where(is_t, 1.0 / floor, 0.0)
     store_plane(planes, INVERSE, plane, base, j, inverse)
     store_plane(planes, D_DEN, plane, base, j, dden)
     store_plane(planes, D_M, plane, base, j, dm)
@@ -151,9 +151,9 @@ def state_gradients(
                     goes_on = tl.load(links + all_chunks + at)
                     given = tl.load(links + at) + goes_on * given
                     passes *= goes_on
-        live = j < S - tile * BT
-        queries = load_columns(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, dk, live, is_k, REVERSE, BT)
-        outs = load_rows(dh, n, H, tile, S, gb, gs, gh, dv, live, is_v, REVERSE, BT)
+        is_t = j < S - tile * BT
+        queries = load_columns(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, dk, is_t, is_k, REVERSE, BT)
+        outs = load_rows(dh, n, H, tile, S, gb, gs, gh, dv, is_t, is_v, REVERSE, BT)
         read = queries.to(tl.float32) * load_plane(factors, READ_C, plane, base, j)[None, :]
         grad += tl.dot(operand(read, DOT, PRECISION), operand(outs, DOT, PRECISION), input_precision=PRECISION)
         if norm is not None:
@@ -184,7 +184,7 @@ def _query_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dq of a tile. Weights are [t, s]: reading tokens are rows, the tokens they read are columns."""
-    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, is_t = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
@@ -193,7 +193,7 @@ def _query_gradients(
     for first in range(0, DV, BD):
         dv = first + tl.arange(0, BD)
         is_v = inside(dv, DV, BD)
-        a = operand(load_tile(grads, sign * j * gs, dv, live, is_v), DOT, PRECISION)
+        a = operand(load_tile(grads, sign * j * gs, dv, is_t, is_v), DOT, PRECISION)
         state = load_tile(C + at * DK * DV, dv, d * DV, is_v, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     inverse = load_plane(factors, INVERSE, plane, base, j)
@@ -208,7 +208,7 @@ def _query_gradients(
         seen = j < S - other * BT
         values = start(v, n, H, other, S, vb, vs, vh, REVERSE, BT)
         weights = products(
-            grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BD
+            grads, values, sign * j * gs, sign * j * vs, is_t, seen, DV, DOT, PRECISION, BT, BD
         )
         weights = weights * inverse[:, None] + dden[:, None]
         weights *= weights_read(
@@ -216,8 +216,8 @@ def _query_gradients(
         )
         b = load_rows(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
-    store_rows(dq, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
-    a = load_rows(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    store_rows(dq, total, n, H, tile, S, d, is_t, is_d, DK, REVERSE, BT)
+    a = load_rows(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, is_t, is_d, REVERSE, BT).to(tl.float32)
     tl.store(rows + column * plane + base + j, tl.sum(a * total, 1))
 
 
@@ -231,7 +231,7 @@ def _key_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dk of a tile. Weights are [s, t]: the tokens that are read are rows, reading tokens are columns."""
-    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, is_t = own_tile(S, SHARING, L, BT)
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
@@ -240,7 +240,7 @@ def _key_gradients(
     for first in range(0, DV, BD):
         dv = first + tl.arange(0, BD)
         is_v = inside(dv, DV, BD)
-        a = operand(load_tile(values, sign * j * vs, dv, live, is_v), DOT, PRECISION)
+        a = operand(load_tile(values, sign * j * vs, dv, is_t, is_v), DOT, PRECISION)
         state = load_tile(dC + at * DK * DV, dv, d * DV, is_v, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     if dnorm is not None:
@@ -254,7 +254,7 @@ def _key_gradients(
         there = base + ahead * BT
         grads = start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT)
         weights = products(
-            values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BD
+            values, grads, sign * j * vs, sign * j * gs, is_t, reads, DV, DOT, PRECISION, BT, BD
         )
         inverse = load_plane(factors, INVERSE, plane, there, j)
         dden = load_plane(factors, D_DEN, plane, there, j)
@@ -264,8 +264,8 @@ def _key_gradients(
         )
         a = load_rows(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
-    store_rows(dk, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
-    b = load_rows(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    store_rows(dk, total, n, H, tile, S, d, is_t, is_d, DK, REVERSE, BT)
+    b = load_rows(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, d, is_t, is_d, REVERSE, BT).to(tl.float32)
     tl.store(columns + column * plane + base + j, tl.sum(b * total, 1))
 
 
@@ -279,7 +279,7 @@ def _value_gradients(
     L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dv of a tile. Weights are [s, t], as for dk."""
-    n, tile, part, at, base, plane, j, live = own_tile(S, SHARING, L, BT)
+    n, tile, part, at, base, plane, j, is_t = own_tile(S, SHARING, L, BT)
     d = column * BV + tl.arange(0, BV)
     is_d = inside(d, DV, BV)
     sign = -1 if REVERSE else 1
@@ -288,7 +288,7 @@ def _value_gradients(
     for first in range(0, DK, BD):
         dk = first + tl.arange(0, BD)
         is_k = inside(dk, DK, BD)
-        a = operand(load_tile(keys, sign * j * ks, dk, live, is_k), DOT, PRECISION)
+        a = operand(load_tile(keys, sign * j * ks, dk, is_t, is_k), DOT, PRECISION)
         state = load_tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total *= load_plane(gates, WRITE, plane, base, j)[:, None]
@@ -300,7 +300,7 @@ def _value_gradients(
         there = base + ahead * BT
         queries = start(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, REVERSE, BT)
         weights = products(
-            keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
+            keys, queries, sign * j * ks, sign * j * qs, is_t, reads, DK, DOT, PRECISION, BT, BD
         )
         weights *= weights_written(
             gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, base, DOT
@@ -308,7 +308,7 @@ def _value_gradients(
         weights *= load_plane(factors, INVERSE, plane, there, j)[None, :]
         grads = load_rows(dh, n, H, other, S, gb, gs, gh, d, reads, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(grads, DOT, PRECISION), input_precision=PRECISION)
-    store_rows(dv, total, n, H, tile, S, d, live, is_d, DV, REVERSE, BT)
+    store_rows(dv, total, n, H, tile, S, d, is_t, is_d, DV, REVERSE, BT)
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -369,7 +369,7 @@ def gate_gradients(
     base = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     j = BT - 1 - tl.arange(0, BT)
-    live = j < S - c * BT
+    is_t = j < S - c * BT
     sign = -1 if REVERSE else 1
     read = _sum_of_parts(rows, plane, row_tiles, ROWS, base, j)
     dlog_i = _sum_of_parts(columns, plane, column_tiles, COLUMNS, base, j)
@@ -407,10 +407,10 @@ def gate_gradients(
             tl.store(dm0 + n, enters)
     dlog_f = sums(segment, read - dlog_i, segments is not None) + reaches
     if i is not None and not EXP:
-        raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+        raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, is_t, 0.0).to(tl.float32)
         dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     if i is not None:
-        raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+        raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, is_t, 0.0).to(tl.float32)
         dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     if i is None:  # The decay of a first token has no effect, so its gradient is zero up to rounding errors.
@@ -420,5 +420,5 @@ def gate_gradients(
         if FRESH:
             dlog_f = tl.where((j == 0) & (j == c), 0.0, dlog_f)
     if di is not None:
-        tl.store(di + to, dlog_i, live)
-    tl.store(df + to, dlog_f, live)
+        tl.store(di + to, dlog_i, is_t)
+    tl.store(df + to, dlog_f, is_t)

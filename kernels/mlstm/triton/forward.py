@@ -58,10 +58,10 @@ def states(
             kept = load_plane(gates, KEEP, plane, base, L - 1)
             state *= kept
             total *= kept
-        live = j < S - tile * BT
+        is_t = j < S - tile * BT
         weight = load_plane(gates, WRITE, plane, base, j)
-        keys = load_columns(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, dk, live, is_k, REVERSE, BT)
-        values = load_rows(v, n, H, tile, S, vb, vs, vh, dv, live, is_v, REVERSE, BT)
+        keys = load_columns(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, dk, is_t, is_k, REVERSE, BT)
+        values = load_rows(v, n, H, tile, S, vb, vs, vh, dv, is_t, is_v, REVERSE, BT)
         # The dot and n each multiply keys by weights in their own layout, because a common product would have to be
         # exchanged between threads. n uses a fused multiply-add, so that compilers do not merge the two products.
         written = operand(keys.to(tl.float32) * weight[None, :], DOT, PRECISION)
@@ -85,7 +85,7 @@ def outputs(
 ):
     """Compute h, and q . n. One program per tile of tokens and of values."""
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
-    n, tile, part, at, base, plane, j, live = own_tile(S, ACROSS, L, BT)
+    n, tile, part, at, base, plane, j, is_t = own_tile(S, ACROSS, L, BT)
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
     is_v = inside(dv, DV, BV)
     sign = -1 if REVERSE else 1
@@ -95,7 +95,7 @@ def outputs(
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = inside(dk, DK, BK)
-        a = load_tile(queries, sign * j * qs, dk, live, is_k)
+        a = load_tile(queries, sign * j * qs, dk, is_t, is_k)
         state = load_tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
         num += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
         if norm is not None:
@@ -110,7 +110,7 @@ def outputs(
         seen = j < S - other * BT
         keys = start(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, REVERSE, BT)
         weights = products(
-            queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
+            queries, keys, sign * j * qs, sign * j * ks, is_t, seen, DK, DOT, PRECISION, BT, BK
         )
         weights *= weights_read(
             gates, segments, plane, base - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
@@ -123,7 +123,7 @@ def outputs(
         num *= (1.0 / (tl.maximum(tl.abs(den), load_plane(gates, FLOOR, plane, base, j)) + eps))[:, None]
     else:  # m should be 0, but x is rounded: the floor corrects the scale.
         num *= (1.0 / load_plane(gates, FLOOR, plane, base, j))[:, None]
-    store_rows(h, num, n, H, tile, S, dv, live, is_v, DV, REVERSE, BT)
+    store_rows(h, num, n, H, tile, S, dv, is_t, is_v, DV, REVERSE, BT)
 
 
 @common.kernel()

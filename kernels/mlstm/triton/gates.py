@@ -75,21 +75,21 @@ def _chunk_gates(
     whose weight may be larger.
     """
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    is_t = j < S - c * BT
     sign = -1 if REVERSE else 1
     # Places after S neither write nor forget, so that the last place has the values of the last token.
     if i is None:
         log_f = tl.zeros((BT,), tl.float32)
         if f is not None:
-            log_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+            log_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, is_t, 0.0).to(tl.float32)
         log_i = tl.zeros((BT,), tl.float32)
     else:
-        raw_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-        log_i = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
+        raw_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, is_t, 0.0).to(tl.float32)
+        log_i = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, is_t, 0.0).to(tl.float32)
+        log_f = tl.where(is_t, log_sigmoid(raw_f), 0.0)
         if not EXP:
             log_i = log_sigmoid(log_i)
-    log_i = tl.where(live, log_i, float("-inf"))
+    log_i = tl.where(is_t, log_i, float("-inf"))
     least = tl.maximum(log_i - tl.max(log_i, 0) - NEGLIGIBLE, LEAST_LOG_F)
     closed = log_f < least
     rest = tl.where(closed, binary(log_f - least), 0.0)
@@ -97,7 +97,7 @@ def _chunk_gates(
     log_i = binary(log_i.to(tl.float64))
     segment = tl.zeros((BT,), tl.int32)
     if resets is not None:
-        marks = tl.load(start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
+        marks = tl.load(start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, is_t, 0).to(tl.int32)
         segment = tl.cumsum(marks, 0)
     b = sums(segment, log_f, resets is not None)
     rest = sums(segment, rest, resets is not None)

@@ -62,31 +62,31 @@ def start(x, n, H, c, S, xb, xs, xh, REVERSE: tl.constexpr, BT: tl.constexpr):
 
 @jit
 @no_type_check
-def load_rows(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
+def load_rows(x, n, H, tile, S, xb, xs, xh, d, is_t, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
     """Load channels d of a tile of tokens: [tokens, channels]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
-    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), sign * j * xs, d, live, is_d)
+    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), sign * j * xs, d, is_t, is_d)
 
 
 @jit
 @no_type_check
-def load_columns(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
+def load_columns(x, n, H, tile, S, xb, xs, xh, d, is_t, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
     """Load channels d of a tile of tokens transposed: [channels, tokens]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
-    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), d, sign * j * xs, is_d, live)
+    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), d, sign * j * xs, is_d, is_t)
 
 
 @jit
 @no_type_check
-def store_rows(out, x, n, H, tile, S, d, live, is_d, D: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr):
+def store_rows(out, x, n, H, tile, S, d, is_t, is_d, D: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr):
     """Store x [tokens, channels d] into a contiguous tensor [B, S, H, D]."""
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
     to = start(out, n, H, tile, S, tl.cast(S, tl.int64) * H * D, H * D, D, REVERSE, BT)
     to += (sign * j * H * D)[:, None] + d[None, :]
-    tl.store(to, x.to(out.dtype.element_ty), live[:, None] & is_d[None, :])
+    tl.store(to, x.to(out.dtype.element_ty), is_t[:, None] & is_d[None, :])
 
 
 @jit

@@ -41,7 +41,7 @@ def _has_gradient(resets, t, mask):
 @jit
 @no_type_check
 def _prepare(
-    u, dt, dy, z, B, C, resets, shift, planes, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+    u, dt, dy, z, B, C, resets, shift, planes, rows, count, is_channel, n, N, us, ds, gs, zs, Bs, Cs,
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
 ):
@@ -58,7 +58,7 @@ def _prepare(
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
             mask = _has_gradient(resets, SIGN * i, i < count)
             if not EVEN:
-                mask = mask & live[None, :]
+                mask = mask & is_channel[None, :]
             xs = xs + (_load_tile(u, SIGN * i * us, mask),)
             dts = dts + (_load_tile(dt, SIGN * i * ds, mask),)
             gs_ = gs_ + (_load_tile(dy, SIGN * i * gs, mask),)
@@ -66,7 +66,7 @@ def _prepare(
                 gates = gates + (_load_tile(z, SIGN * i * zs, mask),)
         for j in tl.static_range(2):
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
-            mask = i < count if EVEN else (i < count) & live[None, :]
+            mask = i < count if EVEN else (i < count) & is_channel[None, :]
             step = dts[j].to(tl.float32)
             if shift is not None:
                 step += shift[None, :]
@@ -93,7 +93,7 @@ def _prepare(
 @jit
 @no_type_check
 def _finish(
-    u, dt, dy, z, resets, shift, skip, planes, du, ddt, dz, dD, dbias, count, live, E, us, ds, gs, zs,
+    u, dt, dy, z, resets, shift, skip, planes, du, ddt, dz, dD, dbias, count, is_channel, E, us, ds, gs, zs,
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -102,7 +102,7 @@ def _finish(
     for first in tl.range(0, count, ROWS, num_stages=1):
         i = first + tl.arange(0, ROWS)[:, None]
         t = SIGN * i
-        inside = i < count if EVEN else (i < count) & live[None, :]
+        inside = i < count if EVEN else (i < count) & is_channel[None, :]
         mask = _has_gradient(resets, t, inside)
         x = _load_tile(u, t * us, mask).to(tl.float32)
         through = tl.load(tile + (THROUGH * CHUNK + first) * BE, mask, 0.0)
@@ -178,16 +178,16 @@ def scan_backward(
     b, begin, end, group, within, e = program_share(S, K, L, W, BE)
     groups = tl.num_programs(1) // tl.cdiv(W, BE)
     block = tl.program_id(1) % tl.cdiv(W, BE)
-    live = within < W
+    is_channel = within < W
     n = tl.arange(0, BN)
-    inside = (n < N)[:, None] & live[None, :]
+    inside = (n < N)[:, None] & is_channel[None, :]
     along = cells_of(n, e, E) + zero  # As in `scan`, each thread holds one channel.
     rate = load_rates(A, along, inside)
     shift, skip, writes, reads = None, None, None, None
     if bias is not None:
-        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+        shift = tl.load(bias + e, is_channel, 0.0).to(tl.float32)
     if D is not None:
-        skip = tl.load(D + e, live, 0.0).to(tl.float32)
+        skip = tl.load(D + e, is_channel, 0.0).to(tl.float32)
     if Bs is None:
         writes = tl.load(B + n[:, None] + e[None, :] * N, inside, 0.0).to(tl.float32)
         dB_sum = tl.zeros((BN, BE), tl.float32)
@@ -230,7 +230,7 @@ def scan_backward(
         if Cs is not None:
             dC_ = dC + part + t * (groups * N)
         _prepare(
-            x_, dt_, dy_, z_, B_, C_, resets_, shift, scratch, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+            x_, dt_, dy_, z_, B_, C_, resets_, shift, scratch, rows, count, is_channel, n, N, us, ds, gs, zs, Bs, Cs,
             SIGN, SOFTPLUS, EVEN, CHUNK, BE, BN, ROWS, LINES,
         )
         tl.debug_barrier()  # Other threads read what was written above; likewise below.
@@ -294,7 +294,7 @@ def scan_backward(
 
         dD_sum, dbias_sum = _finish(
             x_, dt_, dy_, z_, resets_, shift, skip, scratch, du + line, ddt + line, dz_, dD_sum, dbias_sum,
-            count, live, E, us, ds, gs, zs, SIGN, SOFTPLUS, EVEN, CHUNK, BE, ROWS,
+            count, is_channel, E, us, ds, gs, zs, SIGN, SOFTPLUS, EVEN, CHUNK, BE, ROWS,
         )
         tl.debug_barrier()
 
@@ -307,6 +307,6 @@ def scan_backward(
     if Cs is None:
         tl.store(dC + mine * E * N + at, dC_sum, inside)
     if D is not None:
-        tl.store(dD + mine * E + e, tl.sum(dD_sum, 0), live)
+        tl.store(dD + mine * E + e, tl.sum(dD_sum, 0), is_channel)
     if bias is not None:
-        tl.store(dbias + mine * E + e, tl.sum(dbias_sum, 0), live)
+        tl.store(dbias + mine * E + e, tl.sum(dbias_sum, 0), is_channel)

@@ -34,13 +34,13 @@ def scan_ends(
     it.
     """
     b, first, end, group, within, e = program_share(S, K, L, W, BE)
-    live = within < W
+    is_channel = within < W
     n = tl.arange(0, BN)
-    own = (n < N)[:, None] & live[None, :]
+    own = (n < N)[:, None] & is_channel[None, :]
     at = n[:, None] + e[None, :] * N
     rate = load_rates(A, cells_of(n, e, E) + zero, own)
-    shift = load_shift(bias, e, live)
-    mask, known = (None, None) if EVEN else (live, n < N)
+    shift = load_shift(bias, e, is_channel)
+    mask, is_n = (None, None) if EVEN else (is_channel, n < N)
     if ws is None:
         weights = tl.load(w + at, own, 0.0).to(tl.float32)
     h = tl.zeros((BN, BE), tl.float32)
@@ -54,11 +54,11 @@ def scan_ends(
         z_, w_ = token_pointers(z, b, t, e, zb, zs), matrix_pointers(w, b, t, group, n, wb, ws, wg)
         resets_ = mark_pointer(resets, b, t, S)
         rest = end - first - start
-        ahead = load_tokens(x_, dt_, z_, w_, None, resets_, 0, rest, mask, known, xs, ds, zs, ws, None, SIGN, STEPS)
+        ahead = load_tokens(x_, dt_, z_, w_, None, resets_, 0, rest, mask, is_n, xs, ds, zs, ws, None, SIGN, STEPS)
         for i in range(0, min(CHUNK, rest), STEPS):
             xs_, dts, zs_, ws_, _, fresh = ahead
             ahead = load_tokens(
-                x_, dt_, z_, w_, None, resets_, i + STEPS, rest, mask, known, xs, ds, zs, ws, None, SIGN, STEPS
+                x_, dt_, z_, w_, None, resets_, i + STEPS, rest, mask, is_n, xs, ds, zs, ws, None, SIGN, STEPS
             )
             for j in tl.static_range(STEPS):
                 step = tl.where(i + j < rest, step_of(dts[j], shift, SOFTPLUS), 0.0)
@@ -82,7 +82,7 @@ def scan_ends(
                 total += step
     to = tl.program_id(0).to(tl.int64)
     tl.store(ends + to * E * N + cells_of(n, e, E), h, own)
-    tl.store(sums + to * E + e, total, live)
+    tl.store(sums + to * E + e, total, is_channel)
     if resets is not None:
         tl.store(broken + to, breaks)
 
@@ -155,23 +155,23 @@ def scan(
     block.
     """
     b, begin, end, group, within, e = program_share(S, K, L, W, BE)
-    live = within < W
+    is_channel = within < W
     n = tl.arange(0, BN)
-    own = (n < N)[:, None] & live[None, :]
+    own = (n < N)[:, None] & is_channel[None, :]
     at = n[:, None] + e[None, :] * N
     # The layouts of A and h0 determine the layout of all states over the threads: one channel per thread. For this, A
     # and h0 have adjacent channels, and adding `zero` prevents the compiler from loading four elements at a time.
     along = cells_of(n, e, E) + zero
     rate = load_rates(A, along, own)
-    shift = load_shift(bias, e, live)
+    shift = load_shift(bias, e, is_channel)
     skip, writes, reads = None, None, None
     if D is not None:
-        skip = tl.load(D + e, live, 0.0).to(tl.float32)
+        skip = tl.load(D + e, is_channel, 0.0).to(tl.float32)
     if Bs is None:
         writes = tl.load(B + at, own, 0.0).to(tl.float32)
     if Cs is None:
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
-    mask, known = (None, None) if EVEN else (live, n < N)
+    mask, is_n = (None, None) if EVEN else (is_channel, n < N)
     h = tl.zeros((BN, BE), tl.float32)
     if h0 is not None:
         h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + along, own, 0.0)
@@ -187,15 +187,15 @@ def scan(
         if between is not None:
             tl.store(between + (b * tl.cdiv(S, CHUNK) + start // CHUNK) * E * N + along, h, own)
         rest = end - start
-        this = load_tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS)
+        this = load_tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, mask, is_n, us, ds, zs, Bs, Cs, SIGN, STEPS)
         for i in range(0, min(CHUNK, rest), 2 * STEPS):
             # Tokens are loaded before the previous ones are used, alternately into two variables, which saves moves.
             other = load_tokens(
-                u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+                u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, mask, is_n, us, ds, zs, Bs, Cs, SIGN, STEPS
             )
             h = _advance(h, this, i, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS)
             this = load_tokens(
-                u_, dt_, z_, B_, C_, resets_, i + 2 * STEPS, rest, mask, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+                u_, dt_, z_, B_, C_, resets_, i + 2 * STEPS, rest, mask, is_n, us, ds, zs, Bs, Cs, SIGN, STEPS
             )
             h = _advance(
                 h, other, i + STEPS, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS

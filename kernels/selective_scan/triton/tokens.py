@@ -31,11 +31,11 @@ def cells_of(n, e, E):
 
 @jit
 @no_type_check
-def load_shift(bias, e, live):
+def load_shift(bias, e, is_channel):
     """Load the bias of the steps, [BE]."""
-    out = live.to(tl.float32) * 0.0
+    out = is_channel.to(tl.float32) * 0.0
     if bias is not None:
-        out = tl.load(bias + e, live, 0.0).to(tl.float32)
+        out = tl.load(bias + e, is_channel, 0.0).to(tl.float32)
     return out
 
 
@@ -58,7 +58,7 @@ def load_some(x, mask):
 @jit
 @no_type_check
 def load_tokens(
-    x, dt, z, B, C, resets, i, rest, live, known, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
+    x, dt, z, B, C, resets, i, rest, is_channel, is_n, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
 ):
     """Load the inputs of STEPS tokens in their dtypes, starting i tokens after the one that the pointers point to.
 
@@ -68,14 +68,14 @@ def load_tokens(
     all_x, all_dt, all_z, all_B, all_C, marks = (), (), (), (), (), ()
     for j in tl.static_range(STEPS):
         t = SIGN * min(i + j, rest - 1)
-        all_x = all_x + (load_some(x + t * xs, live),)
-        all_dt = all_dt + (load_some(dt + t * ds, live),)
+        all_x = all_x + (load_some(x + t * xs, is_channel),)
+        all_dt = all_dt + (load_some(dt + t * ds, is_channel),)
         if z is not None:
-            all_z = all_z + (load_some(z + t * zs, live),)
+            all_z = all_z + (load_some(z + t * zs, is_channel),)
         if Bs is not None:
-            all_B = all_B + (load_some(B + t * Bs, known),)
+            all_B = all_B + (load_some(B + t * Bs, is_n),)
         if Cs is not None:
-            all_C = all_C + (load_some(C + t * Cs, known),)
+            all_C = all_C + (load_some(C + t * Cs, is_n),)
         if resets is not None:
             marks = marks + (tl.load(resets + t, i + j < rest, 0).to(tl.int32),)
     return all_x, all_dt, all_z, all_B, all_C, marks

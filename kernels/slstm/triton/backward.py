@@ -286,8 +286,8 @@ def scan_backward_by_team(
     out = tl.zeros((BB, BU), tl.float32)
     for step in range(begin, end):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
-        is_live = b < tl.where(step < S, B, 0)
-        live = is_live[:, None] & is_d[None, :]
+        is_step = b < tl.where(step < S, B, 0)
+        step_mask = is_step[:, None] & is_d[None, :]
         before = exchange + (step % 2) * (4 * BB * BD)
         out = _through(before, from_i, from_f, from_z, from_o, PRECISION, BB, BD, BU, AHEAD, EXACT)
         out += late + next_dy.to(tl.float32)
@@ -296,9 +296,9 @@ def scan_backward_by_team(
             out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
             carried(old_c, mark, resets), carried(old_n, mark, resets), carried(old_m, mark, resets),
         )
-        dc = tl.where(live, carried(of_c, mark, resets), dc)
-        dn = tl.where(live, carried(of_n, mark, resets), dn)
-        dm = tl.where(live, carried(of_m, mark, resets), dm)
+        dc = tl.where(step_mask, carried(of_c, mark, resets), dc)
+        dn = tl.where(step_mask, carried(of_n, mark, resets), dn)
+        dm = tl.where(step_mask, carried(of_m, mark, resets), dm)
         after = exchange + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
         tl.store(after, operand(carried(gi, mark, resets), DOT, PRECISION), is_d[None, :])
         tl.store(after + F_GATE * BB * BD, operand(carried(gf, mark, resets), DOT, PRECISION), is_d[None, :])
@@ -309,7 +309,7 @@ def scan_backward_by_team(
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         store_gate_gradients(
             di, df, dz, do, at, live_gradient(gi, mark, resets), live_gradient(gf, mark, resets),
-            live_gradient(gz, mark, resets), live_gradient(go, mark, resets), live,
+            live_gradient(gz, mark, resets), live_gradient(go, mark, resets), step_mask,
         )
         c, n, m = old_c, tl.where(step + 1 < S, old_n, 1.0), old_m  # In step S there is no state to divide by.
         next_dy, next_i, next_f, next_z, next_o, old_c, old_n, old_m, next_mark = _load_kept(
