@@ -22,7 +22,7 @@ from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.shards import Parts
-from seqblocks.runtime.sharing import connect, tie
+from seqblocks.runtime.sharing import connect, share_entries, tie
 from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
@@ -299,6 +299,14 @@ class SequenceModel(Body):
         """Move or convert all parameters. The stepper is deleted, so that it does not keep the old ones in memory."""
         self._stepper = None
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """Load parameters. Those of tied names stay one parameter if they are assigned, not copied (`assign=True`)."""
+        if local_metadata.get("assign_to_params_buffers"):
+            share_entries(self, self.graph, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without steppers and results of the latest call, which cannot be copied."""

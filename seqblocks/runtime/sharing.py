@@ -39,6 +39,19 @@ def tie(model: nn.Module, body: Graph) -> None:
             model.get_submodule(holder).register_parameter(leaf, model.get_parameter(item.tied))
 
 
+def share_entries(model: nn.Module, body: Graph, entries: dict[str, Any], prefix: str) -> None:
+    """Make one parameter of the entries of a state_dict whose names are tied and refer to one in the model."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for item in parameters(body):
+        name, owner = prefix + item.name, prefix + str(item.tied)
+        if item.tied is None or name not in entries or owner not in entries or item.name not in own:
+            continue
+        if own[item.name] is own.get(item.tied):
+            found = entries[owner]
+            shared = found if isinstance(found, nn.Parameter) else nn.Parameter(found, own[item.name].requires_grad)
+            entries |= {name: shared, owner: shared}
+
+
 def connect(model: nn.Module, shared: Iterable[Named]) -> None:
     """Connect modules that share parameters to the modules that own them."""
     for item in shared:

@@ -236,6 +236,20 @@ def test_tied_parameters_stay_tied() -> None:
     assert real.unembed.weight is real.embed.weight
 
 
+def test_tied_parameters_stay_tied_when_others_are_assigned() -> None:
+    text = "model: {input: {tokens: 13}, steps: [{embed: 8}, causal_conv, {unembed: {tie: embed, bias: false}}]}"
+    model = seqblocks.build_text(f"seqblocks: 1\n{text}", seed=0)
+    loaded = {name: 2 * x for name, x in model.state_dict().items()}
+    holder = torch.nn.ModuleDict({"model": model})
+    for target, prefix in ((model, ""), (holder, "model.")):
+        target.load_state_dict({prefix + name: x.clone() for name, x in loaded.items()}, assign=True)
+        assert model.embed.weight is model.unembed.weight
+        torch.testing.assert_close(model.embed.weight.detach(), loaded["embed.weight"])
+    model.unembed.weight = torch.nn.Parameter(torch.zeros(13, 8))
+    model.load_state_dict(loaded | {"unembed.weight": torch.ones(13, 8)}, assign=True)
+    assert model.embed.weight is not model.unembed.weight  # they were untied before
+
+
 def test_the_same_seed_draws_the_same_weights_whatever_the_other_steps() -> None:
     a, b = seqblocks.build_text(TIED, seed=3), seqblocks.build_text(TIED, seed=3, dtype=torch.float64)
     c = seqblocks.build_text(TIED.replace("    - unembed", "    - silu\n    - unembed"), seed=3)
