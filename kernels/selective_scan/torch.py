@@ -34,15 +34,20 @@ from seqblocks.kernels.selective_scan.reference import complete
 
 WORKING_SET = 1 << 19  # elements of the states of a chunk: twice as many exceed the cache, fewer need more calls
 
+LEAST = 8  # tokens of a chunk: a state is saved for the backward pass for each chunk
+LARGEST = 1 << 21  # elements: without a backward pass, fewer than LEAST tokens are faster than a chunk with more
 
-def _length(u: Tensor, N: int) -> int:
+
+def _length(u: Tensor, N: int, for_backward: bool) -> int:
     """Return the number of tokens of a chunk."""
-    return max(8, min(128, WORKING_SET // max(1, u.shape[0] * u.shape[2] * N)))
+    per_token = max(1, u.shape[0] * u.shape[2] * N)
+    least = LEAST if for_backward or LEAST * per_token < LARGEST else 1
+    return max(least, min(128, WORKING_SET // per_token))
 
 
-def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
+def _spans(u: Tensor, N: int, reverse: bool, for_backward: bool) -> list[tuple[int, int]]:
     """Return the chunks (first, end) in the order of the scan."""
-    S, L = u.shape[1], _length(u, N)
+    S, L = u.shape[1], _length(u, N, for_backward)
     spans = [(a, min(a + L, S)) for a in range(0, S, L)]
     return spans[::-1] if reverse else spans
 
@@ -61,7 +66,7 @@ class _Tokens:
     def __init__(
         self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         dt_bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, buffers: int,
-        steps: Tensor | None = None, outputs: Tensor | None = None,
+        steps: Tensor | None = None, outputs: Tensor | None = None, for_backward: bool = True,
     ) -> None:
         groups = A.shape[:2]
         self.u, self.dt = (x.transpose(0, 1).unflatten(-1, groups) for x in (u, dt))
@@ -72,8 +77,8 @@ class _Tokens:
         self._softplus, self._steps, self._outputs = softplus, steps, outputs
         self._exponents = self.A * math.log2(math.e)
         self._resets, self._reverse, self._begins = resets, reverse, reset_times(resets, u.shape[1])
-        self.spans = _spans(u, A.shape[-1], reverse)
-        L = min(_length(u, A.shape[-1]), u.shape[1])
+        self.spans = _spans(u, A.shape[-1], reverse, for_backward)
+        L = min(_length(u, A.shape[-1], for_backward), u.shape[1])
         self.memory = A.new_empty(buffers, L, u.shape[0], *self.A.shape)
 
     def part(self, a: int, b: int) -> _Part:
@@ -176,7 +181,7 @@ def _run(
     steps, outputs: memory [S, B, G, E], or None if the backward pass computes them again.
     """
     with without_autocast(u.device.type):
-        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2)
+        scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2, for_backward=for_backward)
         h = h0.transpose(2, 3).contiguous()
         y, between = torch.empty_like(u), h.new_empty(len(scan.spans) if for_backward else 1, *h.shape)
         for at, (a, b) in enumerate(scan.spans):
@@ -197,7 +202,7 @@ def _run(
 @_scan.register_fake
 def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse, for_backward):  # type: ignore[no-untyped-def]
     # computed without `_spans`, because the length may be symbolic
-    chunks = -(-u.shape[1] // _length(u, A.shape[-1])) if for_backward else 0
+    chunks = -(-u.shape[1] // _length(u, A.shape[-1], True)) if for_backward else 0
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
