@@ -87,9 +87,11 @@ def has_costly_split(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequ
     """Return whether separate products take less time with gradients than one product whose output is split.
 
     The gradients of the parts of one output are copied next to each other. Those of x from separate products are added,
-    which takes less time if each part is at least as wide as x.
+    which takes less time if each part is at least as wide as x. In 16 bits, that sum would be rounded more often.
     """
     rows, width = weight.shape
+    if x.dtype not in (torch.float32, torch.float64):
+        return False
     if not x.is_cpu or x.numel() * rows < LARGE_OUTPUT * width or min(sizes) < width:
         return False
     inputs = (x, weight) if bias is None else (x, weight, bias)

@@ -82,6 +82,18 @@ def test_parts_narrower_than_the_input_are_one_product(features: int, calls: lis
     assert not calls
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_rounded_once(dtype: torch.dtype, calls: list[list[int]]) -> None:
+    model, x = built().to(dtype), drawn(2, 5, 8).to(dtype).requires_grad_()
+    up = []
+    with model.up.register_forward_hook(lambda *_: up.append(1)):
+        expected = torch.autograd.grad(model(x).float().sum(), x)
+    found = torch.autograd.grad(model(x).float().sum(), x)
+    assert up == [1]
+    assert not calls
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
