@@ -61,7 +61,6 @@ def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: b
     return torch.stack(rows).unflatten(0, x.shape[:-1])
 
 
-@pytest.mark.parametrize("training", [True, False])
 class Wrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -81,6 +80,7 @@ def test_a_router_with_a_correction_may_be_wrapped_but_not_replaced() -> None:
         model(x)
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("route", ROUTES)
 def test_values_and_gradients(route: str, training: bool) -> None:
     model = build(route).train(training)
