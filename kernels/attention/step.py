@@ -48,7 +48,9 @@ def prepare(
             scale=scale,
         )
         if window:
-            latest, all_values = (x.narrow(1, 1, K).clone() for x in (latest, all_values))
+            latest, all_values = (
+                x.narrow(1, 1, K).clone(memory_format=torch.contiguous_format) for x in (latest, all_values)
+            )
         return y.flatten(1), latest, all_values, length + 1
 
     return step

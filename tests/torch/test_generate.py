@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
@@ -103,6 +103,22 @@ def test_a_short_prompt_is_read_by_the_steps_of_a_stream(name: str) -> None:
     torch.testing.assert_close(found, expected[:, -1:], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(states, expected_state, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FEW_AT_ONCE)
+@torch.no_grad()
+def test_states_after_a_short_prompt_have_the_layout_and_memory_of_initial_states(name: str) -> None:
+    model = seqblocks.build(name, set=FEW_AT_ONCE[name], seed=1).eval()
+    x, initial = prompt(1, 9), model.init_state(1)
+    stepper = model._stepper_for(x)
+    assert stepper is not None
+    done = stepper.read(initial, x)
+    assert done is not None
+    for state in (done[1], model.step(x[:, 0], done[1])[1]):
+        parts = tree_leaves(state)
+        assert [part.stride() for part in parts] == [part.stride() for part in tree_leaves(initial)]
+        assert [part.untyped_storage().nbytes() for part in parts] == [part.nbytes for part in parts]
+        assert len({part.data_ptr() for part in parts if part.numel()}) == sum(part.numel() > 0 for part in parts)
 
 
 @torch.no_grad()
