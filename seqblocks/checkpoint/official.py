@@ -100,6 +100,15 @@ def translated(
     return Weights(headers, read, True, weights.source), left_out
 
 
+def has_official_names(spec: ModelSpec, weights: Weights) -> bool:
+    """Return whether the names of weights are exactly those of an official layout, and not those of the spec."""
+
+    def fits(layout: str) -> bool:
+        return not any(_distance(_choice(spec, layout, weights.headers)))
+
+    return not fits(OURS) and any(map(fits, layouts(spec)))
+
+
 class _Choice(NamedTuple):
     """How a layout fits a file.
 

@@ -16,7 +16,7 @@ from seqblocks.analysis.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
 from seqblocks.checkpoint.hub import MODEL_TYPE
-from seqblocks.checkpoint.official import LeftOut, translated
+from seqblocks.checkpoint.official import LeftOut, has_official_names, translated
 from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD
 from seqblocks.checkpoint.weights import check_fit, fill
@@ -85,9 +85,9 @@ def under_our_names(place: Path, spec: ModelSpec, weights: Weights, partial: boo
     """Return weights under the names of a spec, and those that were left out.
 
     Weights that `save` or `save_pretrained` wrote have these names already; a `checkpoint:` map does not apply to them.
-    Raises RunError unless they fit, or `partial`.
+    Official weights may have been put next to their config.json. Raises RunError unless they fit, or `partial`.
     """
-    if own_config(place) is None:
+    if own_config(place) is None or has_official_names(spec, weights):
         return translated(spec, weights, partial)
     tied = {item.name for item in graph.parameters(spec.graph) if item.tied}
     ours = weights._replace(headers={name: x for name, x in weights.headers.items() if name not in tied})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 import seqblocks
 from seqblocks.analysis import check
 from seqblocks.checkpoint import families, folder, reading
+from seqblocks.checkpoint.convert import convert
 from seqblocks.checkpoint.reading import weights_in
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
@@ -419,6 +421,23 @@ def test_a_checkpoint_map_does_not_apply_to_weights_of_ours(tmp_path: Path, plac
     seqblocks.save(model, tmp_path / "m")
     again = seqblocks.from_pretrained(tmp_path / place, tmp_path / "swapped.yaml" if with_spec else None)
     assert torch.equal(again.first.weight, model.first.weight)
+
+
+@pytest.mark.parametrize("with_spec", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+def test_official_weights_next_to_a_config_of_ours_are_translated(
+    tmp_path: Path, spec: Path, with_spec: bool, partial: bool
+) -> None:
+    model = seqblocks.build(spec, seed=1)
+    seqblocks.save(model, tmp_path / "m")
+    convert(tmp_path / "m", "official", tmp_path / "official")
+    names = safetensors.load_file(tmp_path / "official" / "model.safetensors").keys()
+    assert names != model.state_dict().keys()
+    shutil.copy(tmp_path / "m" / "config.json", tmp_path / "official")
+    again = seqblocks.from_pretrained(tmp_path / "official", spec if with_spec else None, partial=partial)
+    assert torch.equal(again.body.weight, model.body.weight)
+    convert(tmp_path / "official", "seqblocks", tmp_path / "back")
+    assert torch.equal(seqblocks.load(tmp_path / "back").body.weight, model.body.weight)
 
 
 def test_names_of_the_spec_are_one_of_the_layouts(tmp_path: Path, spec: Path) -> None:
