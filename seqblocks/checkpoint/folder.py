@@ -265,9 +265,12 @@ def _read_text(place: Path, path: Any, record: Mapping[str, Any]) -> str:
 
 def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> None:
     expected, headers = record["checksums"], weights.headers
-    wrong = [name for name in expected if name not in headers] + [name for name in headers if name not in expected]
-    if wrong:
-        raise UsageError(_changed(path, listing(wrong, 4)))
+    missing = [name for name in expected if name not in headers]
+    extra = [name for name in headers if name not in expected]
+    if missing or extra:
+        kinds = (("missing", missing), ("extra", extra))
+        what = "; ".join(f"{kind} weights: {listing(names, 4)}" for kind, names in kinds if names)
+        raise UsageError(f"{path} has changed since it was written: {what}. Use an intact copy")
     for name, header in headers.items():
         if reason := unusable(header, on_meta=True):
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")

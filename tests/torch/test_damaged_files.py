@@ -184,6 +184,27 @@ def test_every_byte_of_the_weights_is_covered(path: Path) -> None:
                 load(path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["-up.weight"], "missing weights: up.weight"),
+        (["+more"], "extra weights: more"),
+        (["-up.weight", "+more"], "missing weights: up.weight; extra weights: more"),
+    ],
+)
+def test_missing_and_extra_weights_are_named(path: Path, changed: list[str], message: str) -> None:
+    about, tensors = parts()
+    for name in changed:
+        if name[0] == "-":
+            del tensors[name[1:]]
+        else:
+            tensors[name[1:]] = torch.ones(1)
+    write(path, about, tensors)
+    with pytest.raises(seqblocks.UsageError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path} has changed since it was written: {message}. Use an intact copy"
+
+
 def huge(size: int) -> str:
     return f"seqblocks: 1\nmodel: {{input: {{features: {size}}}, steps: [linear: {{features: {size}, bias: false}}]}}"
 
