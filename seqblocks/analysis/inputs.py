@@ -155,14 +155,18 @@ def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
         ctx.report(Fault("E318", "outputs must be a list of wires", found=found, hint=hint), node.span)
         return
     inputs = {ctx.body.wires[name]: name for name in ctx.body.wires if ctx.body.wires[name] in body.reads}
+    listed: set[str] = set()
     for item in node.items:
         if not isinstance(item, Scalar):
             ctx.report(Fault("E203", "an output must be the name of a wire", found=kind_of(item)), item.span)
             continue
-        (value,), name = read_wires(ctx, item), item.text
-        if name in body.outputs:
+        name = item.text
+        if name in listed:
             ctx.report(Fault("E318", f"the output {quote(name)} is listed twice"), item.span)
-        elif value in inputs:
+            continue
+        listed.add(name)
+        (value,) = read_wires(ctx, item)
+        if value in inputs:
             expected = "the output of a step, named with `as:`"
             ctx.report(Fault("E318", f"{quote(name)} is an input of the model", expected=expected), item.span)
         else:
