@@ -135,7 +135,8 @@ def _check_graph(model: SequenceModel, graph: str) -> None:
     if obstacle:
         raise RunError(f"{' cannot stream: '.join(obstacle)}. Export its graph `forward`")
     if graph == "context" and not model.graph.ports:
-        raise UsageError(f"{model.spec.name} has no inputs that do not stream: its state begins as its contract says")
+        what = f"{model.spec.name} has no graph `context`: its only input is the one that streams"
+        raise UsageError(f"{what}. Fill its first state as the contract of `step` describes")
 
 
 def _axes(model: SequenceModel, wire: Wire, graph: str) -> tuple[Size, ...]:

@@ -64,7 +64,7 @@ def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.Ca
         (["{spec}", "--onnx", ""], 2, "is a folder, not a file"),
         (["{spec}", "--pt2", "a"], 2, "the file's name must end in .pt2"),
         (["{spec}", "--onnx", "{folder}/no/a"], 2, "there is no folder"),
-        (["{spec}", "--onnx", "a", "--context"], 2, "m has no inputs that do not stream"),
+        (["{spec}", "--onnx", "a", "--context"], 2, "m has no graph `context`: its only input is the one that streams"),
         (["{spec}", "--onnx", "a", "--weights", "{folder}/no"], 2, "no"),
         (["{spec}", "--onnx", "a", "--weights", "{folder}/other"], 2, "do not fit m: size mismatch for linear"),
         (["vil_digits", "--onnx", "a", "--step"], 2, "cannot stream: it reads a whole image. Export its graph"),

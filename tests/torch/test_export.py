@@ -226,7 +226,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for call, kind, message in [
         (lambda: export.onnx(seqblocks.build("vil_digits"), file, "step"), RunError, "cannot stream.*graph `forward`"),
         (lambda: export.onnx(model, file, "steps"), UsageError, "there is no graph 'steps'; use forward, step"),
-        (lambda: export.onnx(model, file, "context"), UsageError, "has no inputs that do not stream"),
+        (lambda: export.onnx(model, file, "context"), UsageError, "its only input is the one that streams"),
         (lambda: export.onnx(model, file, "step", length=3), UsageError, "`length` applies only to the graphs"),
         (lambda: export.onnx(model, file, batch=0), UsageError, "batch must be a whole number of at least 1"),
         (lambda: export.onnx(torch.nn.Linear(2, 2), file), UsageError, "a model from seqblocks.build, not Linear"),
