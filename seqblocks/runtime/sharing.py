@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Named, parameters
 
 NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
@@ -32,11 +33,19 @@ def shared_parameters(holder: Holder) -> dict[str, Any]:
 
 
 def tie(model: nn.Module, body: Graph) -> None:
-    """Make all tied names of a graph refer to one parameter."""
+    """Make all tied names of a graph refer to one parameter.
+
+    Raises RunError if one of them is no longer a parameter, as with parametrizations and pruning.
+    """
     for item in parameters(body):
         if item.tied is not None:
             holder, _, leaf = item.name.rpartition(".")
-            model.get_submodule(holder).register_parameter(leaf, model.get_parameter(item.tied))
+            try:
+                model.get_submodule(holder).register_parameter(leaf, model.get_parameter(item.tied))
+            except (AttributeError, KeyError):
+                what = f"{item.name} cannot be tied to {item.tied}: both must be plain parameters of the model"
+                how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
+                raise RunError(f"{what}. First {how}") from None
 
 
 def share_entries(model: nn.Module, body: Graph, entries: dict[str, Any], prefix: str) -> None:

@@ -145,6 +145,21 @@ def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
     save(model, tmp_path / "m")
 
 
+@pytest.mark.parametrize("changed", ["embed", "unembed"])
+@pytest.mark.parametrize("pruned", [False, True])
+def test_ties_of_changed_weights_say_what_to_do(changed: str, pruned: bool) -> None:
+    from torch.nn.utils import parametrize, prune
+
+    model = seqblocks.build_text(TEXT)
+    step = model.get_submodule(changed)
+    if pruned:
+        prune.l1_unstructured(step, "weight", amount=0.5)
+    else:
+        parametrize.register_parametrization(step, "weight", nn.Tanh())
+    with pytest.raises(seqblocks.RunError, match=r"unembed.weight cannot be tied to embed.weight: .*\. First merge or"):
+        model.tie()
+
+
 def _parametrized(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.own.residual.down)
 
