@@ -290,7 +290,8 @@ class Report:
         self.dropped = 0
         self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
         self._suspected: set[tuple[Any, ...]] = set()  # codes with what may be their cause
-        self._wrong: list[frozenset[tuple[str, int, int]]] = []  # places of values, at least one of which is wrong
+        # Places of values, at least one of which is wrong, with the diagnostic (None if it is not listed).
+        self._wrong: dict[frozenset[tuple[str, int, int]], Diagnostic | None] = {}
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Add a diagnostic, unless there is one with the same code and place, or there are too many."""
@@ -309,28 +310,42 @@ class Report:
 
         causes: where the wrong value was written, then the values that it was computed from.
         values: if the computation itself is correct (a bundled block), those of the causes that are values. One of them
-        is wrong. Faults that depend on all of them are therefore not reported any more.
+        is wrong. If another fault depends on all of these and on more, only this one is listed.
         """
-        if self._is_new(fault.code, fault.message, causes or [span], values):
+        places = frozenset((value.source.name, value.line, value.column) for value in values)
+        if self._is_new(fault.code, fault.message, causes or [span], places):
             self._append(fault.as_diagnostic(span, notes()))
+            if places:
+                self._wrong[places] = self.diagnostics[-1]
 
     def _is_new(
-        self, code: str, message: str, causes: Sequence[Span | None], values: Sequence[Span] = ()
+        self,
+        code: str,
+        message: str,
+        causes: Sequence[Span | None],
+        values: frozenset[tuple[str, int, int]] = frozenset(),
     ) -> bool:
         """Return whether to show a fault. New faults over the limit are only counted."""
         places = [(code, span.source.name, span.line, span.column) if span else (code, message) for span in causes]
         if not self._seen.isdisjoint(places) or places[0] in self._suspected:
             return False
         if values:
-            places_of_values = frozenset((span.source.name, span.line, span.column) for span in values)
-            if any(wrong <= places_of_values for wrong in self._wrong):
+            if any(wrong <= values for wrong in self._wrong):
                 return False
-            self._wrong.append(places_of_values)
+            for wrong in [wrong for wrong in self._wrong if values < wrong]:
+                self._remove(self._wrong.pop(wrong))
+            self._wrong[values] = None
             self._suspected.update(places)
         self._seen.add(places[0])
         shown = len(self.diagnostics) < MAX_DIAGNOSTICS
         self.dropped += not shown
         return shown
+
+    def _remove(self, diagnostic: Diagnostic | None) -> None:
+        if diagnostic is None:
+            self.dropped -= 1
+        else:
+            self.diagnostics.remove(diagnostic)
 
     def _append(self, diagnostic: Diagnostic) -> None:
         texts = ("message", "expected", "found", "hint")

@@ -58,7 +58,7 @@ def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     if found := _find_verb(ctx, first):
         steps = [other for other in others if other not in found.keys and _find_verb(ctx, other)]
         hint = f"put '- ' before {listing(steps)}: this is a separate step" if steps else ""
-        hint = hint or _long_form(item, found) or f"indent {listing(others)} below `{first}:`"
+        hint = hint or _long_form(item, found) or _move_inside(item)
     message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
     ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
 
@@ -69,8 +69,17 @@ def _long_form(item: Mapping, found: Verb) -> str | None:
     key = found.steps if isinstance(only, Sequence) else None
     if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
         key = found.required[0]
+    if any(name == key for name, *_ in others):
+        return f"`{verb}: {_shown(only)}` sets {key}: remove one of the two"
     shown = [f"{key}: {_shown(only)}", *(f"{name}: {_shown(node)}" for name, _, node in others)]
     return key and f"{verb}: {{{', '.join(shown)}}}"
+
+
+def _move_inside(item: Mapping) -> str:
+    (verb, _, arguments), *others = item
+    keys, span = listing(name for name, *_ in others), arguments.span
+    braces = isinstance(arguments, Mapping) and span.source.line(span.line)[span.column - 1] == "{"
+    return f"move {keys} into the braces after `{verb}:`" if braces else f"indent {keys} below `{verb}:`"
 
 
 def _shown(node: Node) -> str:

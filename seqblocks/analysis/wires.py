@@ -94,8 +94,8 @@ def _wire_hint(ctx: Context, name: str) -> str:
     if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
         return _verb_as_wire(name, ctx.body.current)
     if node := _named(ctx.body, name):
-        wire = next((wire for wire, value in ctx.body.wires.items() if value in node.outputs), None)
-        how = f"its step defines the wire '{wire}'" if wire else f"add `as: {name}` to its step"
+        wires = [quote(wire) for wire, value in ctx.body.wires.items() if value in node.outputs]
+        how = f"its step defines {' and '.join(wires)}" if wires else f"add `as: {name}` to its step"
         return f"`name:` does not define a wire: {how} ({node.span})"
     return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
 
