@@ -302,7 +302,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
 class _Blocks:
     """A matrix [O, I] as a stack of equal blocks of rows, and the rows that remain.
 
-    Their views are made once for the memory that the matrix is in, which `parameter.data` may replace.
+    Their views are made once for the memory and strides of the matrix, which `parameter.data` may replace.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -315,13 +315,13 @@ class _Blocks:
 
     def _make_views(self) -> None:
         weight = self._weight.detach()
-        self._address = weight.data_ptr()
+        self._address, self._strides = weight.data_ptr(), weight.stride()
         self._stack = weight.narrow(0, 0, self.rows).view(self.blocks, -1, self.width)
         self._remainder = weight.narrow(0, self.rows, self.rest)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W' + b [N, O] for x [N, I], with N at most FEW."""
-        if self._weight.data_ptr() != self._address:
+        if self._weight.data_ptr() != self._address or self._weight.stride() != self._strides:
             self._make_views()
         tokens, blocks = x.shape[0], self.blocks
         y = torch.bmm(self._stack, x.t().expand(blocks, self.width, tokens))

@@ -72,6 +72,17 @@ def test_all_rows_follow_a_parameter_whose_data_is_replaced() -> None:
         torch.testing.assert_close(step(x), linear(x, other))
 
 
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("rows", [16, 19])
+def test_all_rows_follow_a_parameter_that_is_transposed_in_place(rows: int) -> None:
+    weight, x = drawn((rows, rows), (1, rows))
+    parameter = torch.nn.Parameter(weight)
+    step = products.prepare_linear(parameter)
+    parameter.data = parameter.data.t()
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), linear(x, weight.t()))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, products.FEW_FOR_BLOCKS, products.FEW_FOR_BLOCKS + 1, 40])
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
