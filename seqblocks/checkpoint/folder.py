@@ -22,6 +22,7 @@ from seqblocks.checkpoint.record import (
     ENTRIES,
     FORMAT,
     RECORD,
+    as_disk_errors,
     checksum,
     has_entry,
     new_record,
@@ -151,14 +152,10 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises OSError for disk errors, translated from the library's exception."""
-    library = safetensors()
-    try:
-        library.torch.save_file(tensors, path, {"format": "pt"})
-    except library.SafetensorError as error:
-        if code := re.search(r"(?:os error |code: )(\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
-        raise
+    """Write a safetensors file. Raises OSError for disk errors."""
+    with as_disk_errors(path):
+        safetensors().torch.save_file(tensors, path, {"format": "pt"})
+
 
 
 def load(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import os
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -82,3 +85,15 @@ def safetensors() -> Any:
     except ModuleNotFoundError:
         raise UnavailableError("this file format needs an extra: pip install 'seqblocks[safetensors]'") from None
     return safetensors
+
+
+@contextlib.contextmanager
+def as_disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise OSError with this path where safetensors, in this context, raises its own exception for a disk error."""
+    library = safetensors()
+    try:
+        yield
+    except library.SafetensorError as error:
+        if code := re.search(r"(?:os error |code: )(\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+        raise

@@ -24,6 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from seqblocks import graph
 from seqblocks.checkpoint import hub
+from seqblocks.checkpoint.record import as_disk_errors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.hf import files
@@ -120,14 +121,15 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     ) -> None:
         """Write a folder for `from_pretrained`, and for `seqblocks.load` if it contains all weights of the spec.
 
-        Arguments as in transformers.
+        Arguments as in transformers. Raises OSError for disk errors.
         """
         folder = files.as_folder(save_directory)
         adapted = getattr(self, "_hf_peft_config_loaded", False)
         if not adapted:
             state_dict = files.own_names(self, self.state_dict() if state_dict is None else state_dict)
         before = files.weight_files(folder)
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        with as_disk_errors(folder):
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if is_main_process and not adapted:
             files.remove_stale(folder, before)
             files.write_record(folder, self.config.analysed(), kwargs.get("variant"))

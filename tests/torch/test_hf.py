@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import pickle
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,19 @@ def test_a_broken_tie_is_not_saved(saved: Path, tmp_path: Path) -> None:
     model.model.unembed.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.float64))
     with pytest.raises(RunError, match=r"the spec ties model.unembed.weight to model.embed.weight"):
         model.save_pretrained(tmp_path / "n")
+
+
+def test_a_full_disk_raises_the_error_of_the_system(saved: Path) -> None:
+    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((saved / "model.safetensors").stat().st_size - 1, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{saved.parent / 'n'}'"):
+            model.save_pretrained(saved.parent / "n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
