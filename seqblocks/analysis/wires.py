@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
@@ -93,18 +92,19 @@ def _wire_hint(ctx: Context, name: str) -> str:
         return "it is defined below; a step can only read outputs of steps above it"
     if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
         return _verb_as_wire(name, ctx.body.current)
-    if node := _named(ctx.body, name):
-        wires = [quote(wire) for wire, value in ctx.body.wires.items() if value in node.outputs]
+    if body := _body_with(ctx.body, name):
+        node = body.nodes[name]
+        wires = [quote(wire) for wire, value in body.wires.items() if value in node.outputs]
         how = f"its step defines {' and '.join(wires)}" if wires else f"add `as: {name}` to its step"
         return f"`name:` does not define a wire: {how} ({node.span})"
     return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
 
 
-def _named(body: Body | None, name: str) -> graph.Node | None:
-    """Return the step with this name among those above, here or in the enclosing lists of steps."""
+def _body_with(body: Body | None, name: str) -> Body | None:
+    """Return the body, this one or one that encloses it, that has a step with this name so far."""
     while body and name not in body.nodes:
         body = body.outer
-    return body.nodes[name] if body else None
+    return body
 
 
 def _open_steps(body: Body | None) -> Iterator[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def _reversed(state: Any) -> Any:
     return {name: _reversed(x) for name, x in reversed(state.items())} if isinstance(state, dict) else state
 
 
+@lru_cache
 def benchmark() -> Any:
     """Return the module `benchmarks/steps.py`."""
     path = Path(__file__).parents[2] / "benchmarks" / "steps.py"

@@ -99,14 +99,10 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
     assert model._traced is None
 
 
-@pytest.fixture(scope="module")
-def by_hand() -> Any:
-    return benchmark()
-
-
 @pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
-def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
+def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     """One graph serves all tokens. The number of its nodes determines the compile time."""
+    by_hand = benchmark()
     ours = by_hand.graphs_of(name, True, lambda graph, _: graph.forward, calls=3)
     hand = by_hand.graphs_of(name, False, lambda graph, _: graph.forward)
     nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]
@@ -115,15 +111,17 @@ def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["slstm", "gla", "gated_deltanet"])
-def test_a_compiled_step_calls_no_library_for_one_row(name: str, by_hand: Any) -> None:
+def test_a_compiled_step_calls_no_library_for_one_row(name: str) -> None:
     """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
+    by_hand = benchmark()
     (graph,) = by_hand.graphs_of(name, True, lambda graph, _: graph.forward)
     assert torch.baddbmm not in {node.target for node in graph.graph.nodes}
     assert torch.bmm in {node.target for node in graph.graph.nodes}
 
 
-def test_compiled_products_of_one_input_run_next_to_each_other(by_hand: Any) -> None:
+def test_compiled_products_of_one_input_run_next_to_each_other() -> None:
     """A compiler calls a library for each product and makes a kernel of what lies between two calls."""
+    by_hand = benchmark()
     (graph,) = by_hand.graphs_of("gated_deltanet", True, lambda graph, _: graph.forward)
     nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
     products = [at for at, node in enumerate(nodes) if node.target is torch._C._nn.linear]

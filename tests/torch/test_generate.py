@@ -168,6 +168,8 @@ def test_a_short_prompt_runs_replaced_modules_and_hooks() -> None:
     assert len(calls) == 4
     handle.remove()
     assert [row.tolist() for row in hooked] == [row.tolist() for row in seqblocks.generate(model, x, 4)]
+    model.unembed = torch.nn.Linear(*reversed(model.unembed.weight.shape), dtype=torch.float64)  # type: ignore[union-attr, arg-type]
+    assert [row.tolist() for row in seqblocks.generate(model, x, 4)] == [greedy(model, row, 4) for row in x]
 
 
 def test_a_short_prompt_reads_changed_weights() -> None:

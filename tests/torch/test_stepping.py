@@ -525,11 +525,6 @@ def test_a_stream_holds_its_state() -> None:
     torch.testing.assert_close(stream.step(x[1:, 5], resets=resets), alone, rtol=1e-10, atol=1e-10)
 
 
-@pytest.fixture(scope="module")
-def by_hand() -> Any:
-    return benchmark()
-
-
 @pytest.mark.parametrize(
     ("name", "most"),
     [
@@ -537,8 +532,9 @@ def by_hand() -> Any:
         ("gated_deltanet", 1.12),  # the convolutions of q, k and v have separate states, which are joined and split
     ],
 )  # fmt: skip
-def test_the_number_of_operations_is_close_to_code_by_hand(name: str, most: float, by_hand: Any) -> None:
+def test_the_number_of_operations_is_close_to_code_by_hand(name: str, most: float) -> None:
     """The number of torch operations for one token is close to that of the benchmark's step written by hand."""
+    by_hand = benchmark()
     assert by_hand.largest_difference(name, tokens=10) < 2e-6
     model = by_hand.build(name)
     step, state = by_hand.by_hand(model, 1)
