@@ -231,6 +231,7 @@ class _Reader:
         self.anchors: dict[str, Node] = {}
         self.root: Node | None = None
         self.documents = self.nodes = 0
+        self.tagged = False
 
     def span(self, event: Any) -> Span:
         a, b = event.start_mark, event.end_mark
@@ -250,6 +251,8 @@ class _Reader:
         except (UnicodeError, ValueError, RecursionError) as error:
             where = Span(self.source, 1, 1, 1, 1)
             raise self.stop(Diagnostic("E101", f"the text cannot be read as YAML: {error}", where)) from None
+        if self.tagged:
+            raise _Stop  # Values with tags have no meaning that could be checked.
         root = self.root
         if isinstance(root, Scalar) and root.value is None:
             return None
@@ -271,7 +274,7 @@ class _Reader:
     def scalar(self, event: Any) -> None:
         span = self.span(event)
         if event.tag is not None:
-            raise self.tagged(event, span)
+            self.report_tag(event, span)
         text, style = event.value, event.style
         value = text if style else resolve(text)
         self.put(Scalar(span, 1, 1, value, text, 1 if style in ("'", '"') else 0), event.anchor, bool(style))
@@ -279,18 +282,19 @@ class _Reader:
     def begin(self, event: Any) -> None:
         span = self.span(event)
         if event.tag is not None:
-            raise self.tagged(event, span)
+            self.report_tag(event, span)
         if len(self.stack) >= MAX_DEPTH:
             raise self.stop(Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels"))
         mapping = isinstance(event, yaml.MappingStartEvent)
         self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
 
-    def tagged(self, event: Any, span: Span) -> _Stop:
+    def report_tag(self, event: Any, span: Span) -> None:
         """Report a tag. A quoted scalar has the tag "!" only if it is written out."""
         written = event.tag.replace("tag:yaml.org,2002:", "!!")
-        return self.stop(
+        self.report.add(
             Diagnostic("E106", f"YAML tags are not allowed: {quote(written)}", span, hint="remove the tag")
         )
+        self.tagged = True
 
     def alias(self, event: Any) -> None:
         span = self.span(event)
