@@ -10,7 +10,7 @@ from seqblocks.analysis.blocks import file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.values import number
-from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
+from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report, SpecError, in_order
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
@@ -19,7 +19,7 @@ from seqblocks.types import Wire
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
-    """Raise ExpectationError if the model does not meet `expect:`, SpecError if `expect:` itself is invalid.
+    """Raise ExpectationError if the model does not meet `expect:`, SpecError if an entry of `expect:` is invalid.
 
     E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead, E706 latency_ms.
     """
@@ -32,7 +32,9 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     _check_outputs(ctx, expect.get("output"), model, broken)
     _check_lookahead(ctx, expect.get("lookahead"), model, broken)
     _check_latency(ctx, expect, model, broken)
-    malformed.raise_if_any()
+    if malformed:
+        found = in_order([*malformed.diagnostics, *broken.diagnostics])
+        raise SpecError([*found, *model.warnings], malformed.dropped + broken.dropped)
     if broken:
         raise ExpectationError([*broken.diagnostics, *model.warnings], broken.dropped)
 

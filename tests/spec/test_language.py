@@ -294,6 +294,14 @@ def test_kinds_of_input(input: str, steps: str, output: str) -> None:
     assert str(model(steps, input=input).output) == output
 
 
+def test_an_invalid_expectation_is_an_error_of_the_spec_with_unmet_ones() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]}\nexpect: {tolerance: 2, lookahead: 7}"
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text)
+    assert [each.code for each in caught.value.diagnostics] == ["E209", "E705"]
+    assert caught.value.exit_status == 1
+
+
 def test_expectations_have_a_tolerance_and_are_skipped_for_a_changed_spec() -> None:
     text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
     check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
