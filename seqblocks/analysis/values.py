@@ -290,7 +290,9 @@ def _computed(ctx: Context, span: Span, node: Node) -> Compute:
     def compute(ring: list[str]) -> Any:
         if not ring:
             return free_value(ctx, node)
-        ctx.report(Fault("E505", f"circular definition in let: {' -> '.join(ring)}"), span)
+        nodes = (ctx.names.written[name][0] for name in ring)
+        overridden = next((each.span for each in nodes if each.span.source.is_override), None)
+        ctx.report(Fault("E505", f"circular definition in let: {' -> '.join(ring)}"), overridden or span)
         return UNKNOWN
 
     return compute

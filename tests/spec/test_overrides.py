@@ -35,6 +35,19 @@ def test_overrides_do_not_reach_into_other_files() -> None:
         check.load_text(text, set={"model.mlstm_block.kernel": None})
 
 
+@pytest.mark.parametrize("name", ["dim", "double"])
+def test_an_override_that_closes_a_cycle_is_the_place_of_the_error(name: str) -> None:
+    body = "model: {input: {features: 8}, steps: [linear: {features: double}]}"
+    text = f"seqblocks: 1\nlet: {{dim: 8, double: 2 * dim}}\n{body}"
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text, set={"dim": name})
+    (error,) = caught.value.diagnostics
+    assert error.code == "E505"
+    assert error.span
+    assert error.span.source.is_override
+    assert name in error.span.source.text
+
+
 def test_overrides_reach_a_blocks_defaults_and_a_steps_words() -> None:
     head = "blocks:\n  b:\n    args: {k: 2, act: none}\n    steps: [{causal_conv: {kernel: k, activation: act}}]"
     made = model("b", head, set={"blocks.b.k": 5, "blocks.b.act": "silu"})
