@@ -38,6 +38,8 @@ def value(text: str) -> Any:
         ("sqrt(16)", 4.0),
         ("1 if n > 2 else 0", 1),
         ("2 if flag else 0", 2),
+        ("8 if 3 else 4", 8),
+        ("8 if n - 3 else 4", 4),
         ("n == 3", True),
         ("act == 'silu'", True),
         ("act != 'silu' or n > 5", False),
