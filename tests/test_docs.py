@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import seqblocks
 from seqblocks.analysis import check
 from seqblocks.errors import Report, Source
 from seqblocks.language import document
@@ -54,6 +55,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+def test_every_public_name_is_documented() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names = [name for name in dir(seqblocks) if not name.startswith("_")]
+    assert len(names) > 30
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_places_in_the_tree_exist() -> None:

@@ -37,7 +37,10 @@ class Reader(NamedTuple):
 
 
 def readers(body: Graph, nodes: Sequence[Node], is_plain: Callable[[Node], bool]) -> Iterator[Reader]:
-    """Yield the steps among the nodes of a body that compute their inputs. is_plain: whether a step can be replaced."""
+    """Yield the steps among the nodes of a body that compute their inputs.
+
+    is_plain: whether the module of a step is neither replaced nor observed.
+    """
     used = Counter(value for node in body.nodes for value in node.reads) + Counter(body.results)
     made = {node.outputs[0]: node for node in nodes if used[node.outputs[0]] == 1 and _is_map(node)}
     for node in nodes:
