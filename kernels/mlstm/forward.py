@@ -234,9 +234,10 @@ def rescale(m: Tensor, *parts: Tensor | None) -> None:
             x.mul_(along(torch.exp(m - m.to(x.dtype)).to(x.dtype), x))
 
 
-def empty_state(q: Tensor, v: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_state(q: Tensor, v: Tensor, f: Tensor, exists: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the state C, n, m. Without a state, all three are empty tensors."""
     B, _, H, DK = q.shape
-    if not wanted:
+    if not exists:
         return f.new_empty(0), f.new_empty(0), f.new_empty(0)
     return f.new_empty(B, H, DK, v.shape[-1]), f.new_empty(B, H, DK), f.new_empty(B, H)
 
