@@ -261,7 +261,7 @@ def free_value(ctx: Context, node: Node) -> Any:
 
 
 def _is_pattern(text: str) -> bool:
-    """Return whether a text is a pattern of `repeat` or einops rather than an expression."""
+    """Return whether a text is words or a pattern of `repeat` or einops rather than an expression."""
     if "->" in text:
         return True
     if " " not in text or not re.match(_PATTERN, text):
