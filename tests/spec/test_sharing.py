@@ -251,6 +251,7 @@ def test_overrides_change_shared_parameters() -> None:
         assert len([i for i in graph.parameters(made.graph) if i.name.endswith("weight")]) == count
 
 
+@pytest.mark.slow
 def test_sharing_with_a_large_step_many_times_is_bounded() -> None:
     """Each use counts towards the limit on size, so that the check of a hostile spec ends soon."""
     steps = "- repeat: {times: 1000, name: big, steps: [{linear: 8}, lin(b)]}\n"

@@ -88,6 +88,7 @@ def test_a_compiled_step_marks_new_sequences() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
     """It multiplies states as matrices, which autocast would round."""
     model = build(SMALL, dtype=torch.float32)
