@@ -21,8 +21,9 @@ from seqblocks import graph
 from seqblocks.analysis import lookahead
 from seqblocks.errors import UsageError
 from seqblocks.runtime.experts import Experts
-from seqblocks.runtime.model import SequenceModel, has_tokens
+from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.step import StepModule
 from seqblocks.state import States, declared
 from seqblocks.types import UNBOUNDED, Facts, Wire

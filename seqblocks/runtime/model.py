@@ -21,6 +21,7 @@ from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
+from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect, share_entries, tie
 from seqblocks.runtime.step import Place, is_hooked
@@ -28,7 +29,6 @@ from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.traced import TracedStepper, is_traceable
 from seqblocks.state import States, check_state, declared, new_state
-from seqblocks.types import Wire
 
 
 class SequenceModel(Body):
@@ -414,11 +414,6 @@ def _resets_obstacle(spec: ModelSpec) -> str | None:
         return None
     what = " would mix the sequences that resets or cu_seqlens separate: ".join(obstacle)
     return f"{what}. Give each sequence a row and a state of its own"
-
-
-def has_tokens(wire: Wire | None) -> bool:
-    """Return whether an output has a time axis: a token for each token of the stream, or for several."""
-    return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
 def _count(batch_size: Any) -> Any:

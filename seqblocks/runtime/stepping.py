@@ -8,15 +8,14 @@ runs. A stepper is valid while modules, hooks and parameters are unchanged. Chan
 detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
 (`renew`). Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at once.
 
-Few tokens, such as a short prompt, are read by a second function made of the same calls (`read`): those without state
-process all tokens at once, like the tokens of several sequences, and those with a state one token after another.
+The writer of the source is `seqblocks/runtime/source.py`. Short prompts are read by a second function, made of the
+same calls: `seqblocks/runtime/reading.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -34,19 +33,16 @@ from seqblocks.runtime.joined import prepare_joined_steps
 from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.reading import Reading, has_tokens, is_short, read, runs_on_tokens
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
+from seqblocks.runtime.source import Path, Source
 from seqblocks.runtime.step import call_child, is_hooked
-from seqblocks.state import States, dtype_of
-from seqblocks.types import Wire
+from seqblocks.state import States
 
-MOST_TOKENS = 16  # `read` is faster than the modules for at most so many tokens of a sequence,
-MOST_ROWS = 64  # and so many of all sequences.
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
-
-Path = tuple[str, ...]
 
 
 def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] | None = None) -> Stepper | None:
@@ -83,14 +79,14 @@ class Stepper:
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
         self._guard.note_owner(model)
-        self._source = _Source()
+        self._source = Source()
         self._source.unpack(declared, (), self.dtype)
         with of_model(self._bytes):
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
         self._write_reading = partial(self._source.function_of_several, y, declared)
-        self._reading: Callable[[States, Tensor, int], tuple[Any, States] | None] | None = None
+        self._reading: Reading | None = None
 
     @property
     def is_current(self) -> bool:
@@ -115,17 +111,10 @@ class Stepper:
 
         Return None for many tokens, if a step needs a whole sequence, or if the state does not match its declaration.
         """
-        is_short = x.shape[1] <= MOST_TOKENS and x.numel() <= MOST_ROWS
-        if not self._source.splits or not is_short or x.dtype not in self._dtypes:
+        if not self._source.splits or not is_short(x) or x.dtype not in self._dtypes:
             return None
         self._reading = self._reading or self._write_reading()
-        batch = x.shape[0]
-        if (done := self._reading(state, x.t().reshape(-1), batch)) is None:
-            return None
-        y, states = done
-        if isinstance(y, dict):
-            return {name: each[-batch:].unsqueeze(1) for name, each in y.items()}, states
-        return y[-batch:].unsqueeze(1), states
+        return read(self._reading, state, x)
 
     @property
     def calls_modules(self) -> bool:
@@ -164,27 +153,34 @@ class Stepper:
             if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
             if found := with_maps.get(node.outputs[0]):
-                reader, run = found
-                inputs = [values[value] for value in reader.sources]
-                values[node.outputs[0]] = self._source.call(run, inputs, (*path, node.name), [*node.state])
-                continue
-            read = [values[value] for value in node.reads]
-            alike = [other for other in nodes[at:] if other.reads == node.reads and not other.split]
-            if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read, path)):
-                values |= made
-                continue
-            if made := self._joined_steps(module, nodes[at:], values, path):
-                values |= made
-                continue
-            y = self._node(self._child(module, node.name), node, read, (*path, node.name))
-            if node.split:
-                values |= zip(node.outputs, self._source.split(y, node.split), strict=True)
+                values |= self._reader(*found, values, path)
             else:
-                values[node.outputs[0]] = y
-        if body.outputs:
-            named = (f"{name!r}: {values[value]}" for name, value in body.outputs.items())
-            return self._source.assign("{" + ", ".join(named) + "}")
-        return values[body.result]
+                values |= self._first_of(module, nodes[at:], values, path)
+        return self._result(body, values)
+
+    def _reader(self, reader: Reader, run: str, values: dict[int, str], path: Path) -> dict[int, str]:
+        """Call the function of a step that computes its inputs. Return the variable of its output by value."""
+        node, inputs = reader.node, [values[value] for value in reader.sources]
+        return {node.outputs[0]: self._source.call(run, inputs, (*path, node.name), [*node.state])}
+
+    def _first_of(self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path) -> dict[int, str]:
+        """Compute the first node, and later ones if one call computes them too. Return the variables by value."""
+        node = nodes[0]
+        read = [values[value] for value in node.reads]
+        alike = [other for other in nodes if other.reads == node.reads and not other.split]
+        if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read, path)):
+            return made
+        if made := self._joined_steps(module, nodes, values, path):
+            return made
+        y = self._node(self._child(module, node.name), node, read, (*path, node.name))
+        parts = self._source.split(y, node.split) if node.split else [y]
+        return dict(zip(node.outputs if node.split else node.outputs[:1], parts, strict=True))
+
+    def _result(self, body: Graph, values: dict[int, str]) -> str:
+        if not body.outputs:
+            return values[body.result]
+        named = (f"{name!r}: {values[value]}" for name, value in body.outputs.items())
+        return self._source.assign("{" + ", ".join(named) + "}")
 
     def _context_outputs(self, node: Node, path: Path) -> dict[int, str]:
         """Return the variables of a context step's outputs, 'None' unless the state holds them."""
@@ -291,8 +287,8 @@ class Stepper:
         if y is not None:
             self._guard.note_bypassed(module)
             return y
-        timed = [_is_sequence(self._types[value]) for value in node.reads]
-        return self._call_module(module, node, timed, _is_sequence(node.type), inputs, path)
+        timed = [has_tokens(self._types[value]) for value in node.reads]
+        return self._call_module(module, node, timed, has_tokens(node.type), inputs, path)
 
     def _call_module(
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
@@ -314,7 +310,7 @@ class Stepper:
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward` if that needs no time axis."""
         op, parameters = module.op, module.parameters_by_name(self._call)
-        self._source.splits &= self._runs_on_tokens(node)
+        self._source.splits &= runs_on_tokens(node, self._types)
         self._source.calls_modules |= not op.builtin
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
         derived = run is not None and not is_own_matrix(op, parameters)
@@ -327,25 +323,14 @@ class Stepper:
         self._note_parameters(module, derived)
         return self._source.call(run, self._source.at_ports(node, inputs), path, [*node.state])
 
-    def _runs_on_tokens(self, node: Node) -> bool:
-        """Return whether a step only reads tokens of the stream, and treats each by itself or has a state.
-
-        A cache of all tokens is read faster by all new tokens at once.
-        """
-        assert node.op is not None
-        is_local = node.op.reads == "token" or bool(node.state)
-        cached = any(state.per_token for state in node.state.values())
-        values = *node.reads, *node.outputs[:1]
-        return is_local and not cached and all(_is_sequence(self._types[value]) for value in values)
-
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
         """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""
         if not module.takes_plain_tokens:
             return None
         assert node.op is not None
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
-        timed = [value is not None and _is_sequence(self._types[value]) for value in first]
-        names, made, grid, phase = [*node.state], _is_sequence(node.type), self._grid, self._phase
+        timed = [value is not None and has_tokens(self._types[value]) for value in first]
+        names, made, grid, phase = [*node.state], has_tokens(node.type), self._grid, self._phase
 
         def run(*given: Any) -> Any:
             inputs = [x.unsqueeze(1) if time else x for x, time in zip(given[len(names) :], timed, strict=True)]
@@ -416,7 +401,7 @@ class Stepper:
         if type(layer) is Body and not is_hooked(layer):
             self._guard.note_bypassed(layer)
             return self._body(layer, body, read, (*path, label))
-        timed = [_is_sequence(self._types[value]) for value in body.reads]
+        timed = [has_tokens(self._types[value]) for value in body.reads]
         return self._call_module(layer, None, timed, timed[0], read, (*path, label))
 
 
@@ -473,217 +458,10 @@ def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
     return {name: (module._parameters, name) for name in module._parameters} | shared
 
 
-def _is_sequence(wire: Wire | None) -> bool:
-    """Return whether a wire holds tokens of the stream rather than of the context."""
-    return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
-
-
 def is_pointwise(op: Op) -> bool:
     """Return whether `forward` accepts a token without a time axis, because it also takes vectors or token ids."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
-
-
-class _Source:
-    """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
-
-    def __init__(self) -> None:
-        self.splits = True  # whether several tokens can be read
-        self.calls_modules = False
-        self._lines: list[tuple[str, str]] = []  # for one token, and for several
-        self._names: dict[str, Any] = {"cat": torch.cat}
-        self._constants: dict[int, str] = {}  # names of constants by the id of the value
-        self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
-        self._joined: dict[str, str] = {}  # variables of concatenated inputs
-        self._functions: list[str] = []
-        self._count = 0
-        self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
-        self._made: dict[Path, str] = {}  # variables of the returned state
-
-    def __del__(self) -> None:
-        self._names.clear()  # The functions refer to it, and it to them: weights would be freed only by a collection.
-
-    def variable(self) -> str:
-        self._count += 1
-        return f"v{self._count}"
-
-    def add(self, line: str, several: str | None = None) -> None:
-        """Add a line. several: the line for several tokens, if it is a different one."""
-        self._lines.append((line, line if several is None else several))
-
-    def continue_with_last(self, variables: Iterable[str]) -> None:
-        """Of several tokens, use only the last from here on."""
-        for name in sorted({*variables}):
-            self.add("", f"{name} = {name}[-batch:]")
-        self._joined.clear()
-
-    def define(self, arguments: Sequence[str], write: Callable[[], str]) -> str:
-        """Write a function, whose lines are added and whose result is returned by `write`, and return its name."""
-        outer, self._lines = self._lines, []
-        y = write()
-        name = f"f{len(self._functions)}"
-        self.splits = self.splits and all(line == several for line, several in self._lines)
-        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._of_one(), f"return {y}"]))
-        self._lines = outer
-        return name
-
-    def assign(self, expression: str) -> str:
-        name = self.variable()
-        self.add(f"{name} = {expression}")
-        return name
-
-    def split(self, y: str, widths: tuple[int, ...], axis: int = -1) -> list[str]:
-        parts = [self.variable() for _ in widths]
-        self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, {axis})")
-        return parts
-
-    def constant(self, value: Any) -> str:
-        if id(value) not in self._constants:
-            self._constants[id(value)] = f"c{len(self._names)}"
-            self._names[self._constants[id(value)]] = value
-        return self._constants[id(value)]
-
-    def prepared(self, prepare: Callable[[], Any]) -> str | None:
-        """Return the name of a constant that `prepare` computes from parameters, or None if it returns None."""
-        value = prepare()
-        if value is None:
-            return None
-        name = self.constant(value)
-        self._prepared[name] = prepare
-        return name
-
-    def prepare_again(self) -> bool:
-        """Compute all prepared constants again. Return False if one is None now."""
-        for name, prepare in self._prepared.items():
-            self._names[name] = prepare()
-        return all(self._names[name] is not None for name in self._prepared)
-
-    def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
-        """Assign each part of the state to a variable and check it against its declaration."""
-        own = self._given[path]
-        self.add(f"if len({own}) != {len(declared)}: return None")
-        for key, item in declared.items():
-            inside, found = (*path, key), self.assign(f"{own}[{key!r}]")
-            self._given[inside] = found
-            if isinstance(item, State):
-                kind = self.constant(dtype_of(item, dtype))
-                sizes = "".join(f" {size}," for size in item.shape)
-                if item.length:  # the first axis is as long as the context
-                    sizes = f" {found}.shape[1],{''.join(f' {size},' for size in item.shape[1:])}"
-                self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
-                self.add(f"if {found}.device != device: return None")
-            else:
-                self.unpack(item, inside, dtype)
-
-    def carry_over(self, path: Path) -> str:
-        """Return the variable of a part of the state, and mark that part as unchanged."""
-        self._made[path] = self._given[path]
-        return self._given[path]
-
-    def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
-        """Return an argument for each port: several wires are concatenated, a port without wires gets None."""
-        assert node.op is not None
-        arguments = []
-        at = 0
-        for port in node.op.ports:
-            part = inputs[at : at + len(node.inputs.get(port.name, ()))]
-            at += len(part)
-            arguments.append(self._join(part) if len(part) > 1 else part[0] if part else "None")
-        return arguments
-
-    def _join(self, part: Sequence[str]) -> str:
-        whole = f"cat(({', '.join(part)}), -1)"
-        if whole not in self._joined:
-            self._joined[whole] = self.assign(whole)
-        return self._joined[whole]
-
-    def call(self, run: str, inputs: Sequence[str], path: Path, state: list[str]) -> str:
-        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output."""
-        y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
-        given = [self._given[each] for each in paths]
-        self._made |= zip(paths, made, strict=True)
-        self._add_call([y, *made], run, given, inputs)
-        return y
-
-    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str]) -> None:
-        """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
-        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])})"
-        if state:
-            arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
-            several = f"{', '.join(made)} = {self.constant(over_tokens)}({arguments})"
-        self.add(line, several)
-
-    def call_joined(
-        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
-    ) -> list[str]:
-        """Call a function of `prepare_joined_steps` for the steps at some paths; return the variables of the outputs.
-
-        inputs: those of each step.
-        """
-        parts = [(*path, part) for part in state for path in paths]
-        outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
-        given = [self._given[part] for part in parts]
-        self._made |= zip(parts, made, strict=True)
-        self._add_call([*outputs, *made], run, given, [each for port in zip(*inputs, strict=True) for each in port])
-        return outputs
-
-    def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the parts of a state that a step has returned."""
-        for part in state:
-            whole = (*path, part)
-            self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
-
-    def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
-        """Call a function with the whole state at a path, a dict, or None if there is no state."""
-        y, made = self.variable(), self.variable()
-        self.splits, self.calls_modules = False, True
-        self._made[path] = made
-        self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
-        return y
-
-    def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
-        """Compile and return the function of one token whose result is the variable `y`."""
-        return self._compiled("run(state, x)", ["batch, device = x.shape[0], x.device", *self._of_one()], y, declared)
-
-    def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
-        """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
-        lines = [several for _, several in self._lines]
-        return self._compiled("read(state, x, batch)", ["device = x.device", *lines], y, declared)
-
-    def _of_one(self) -> list[str]:
-        return [line for line, _ in self._lines if line]
-
-    def _compiled(self, header: str, lines: list[str], y: str, declared: States) -> Callable[..., Any]:
-        lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
-        exec("\n".join([*self._functions, _function(header, lines)]), self._names)  # noqa: S102
-        run: Callable[..., Any] = self._names[header.partition("(")[0]]
-        return run
-
-    def _packed(self, declared: States | State, path: Path) -> str:
-        if path in self._made:
-            return self._made[path]
-        assert isinstance(declared, dict)
-        return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
-
-
-def over_tokens(
-    run: Callable[..., Sequence[Tensor]], batch: int, outputs: int, state: Sequence[Tensor],
-    inputs: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """Call a function of one token for each of several, and return the outputs of all and the last state.
-
-    run(*state, *inputs [batch, ...]) returns that many outputs and then the state; inputs [seq * batch, ...].
-    """
-    made = []
-    for now in zip(*(repeat(None) if x is None else x.split(batch) for x in inputs), strict=False):
-        done = run(*state, *now)
-        made.append(done[:outputs])
-        state = done[outputs:]
-    return *(torch.cat(each) for each in zip(*made, strict=True)), *state
-
-
-def _function(header: str, lines: list[str]) -> str:
-    return "\n    ".join([f"def {header}:", *lines])
 
 
 def reset(declared: States, state: States, resets: Tensor) -> States:

@@ -1,0 +1,207 @@
+"""Source text of the functions of a stepper.
+
+There are two: one for one token, and one for several tokens, which are read together
+(`seqblocks/runtime/reading.py`). Both are made of the same calls, and each line is written for both at once. The only
+user input in the text is quoted names: values are constants, which the text refers to by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.graph import Node
+from seqblocks.parameters import State
+from seqblocks.runtime.reading import over_tokens
+from seqblocks.state import States, dtype_of
+
+Path = tuple[str, ...]
+
+
+class Source:
+    """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
+
+    def __init__(self) -> None:
+        self.splits = True  # whether several tokens can be read
+        self.calls_modules = False
+        self._lines: list[tuple[str, str]] = []  # for one token, and for several
+        self._names: dict[str, Any] = {"cat": torch.cat}
+        self._constants: dict[int, str] = {}  # names of constants by the id of the value
+        self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
+        self._joined: dict[str, str] = {}  # variables of concatenated inputs
+        self._functions: list[str] = []
+        self._count = 0
+        self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
+        self._made: dict[Path, str] = {}  # variables of the returned state
+
+    def __del__(self) -> None:
+        self._names.clear()  # The functions refer to it, and it to them: weights would be freed only by a collection.
+
+    def variable(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
+
+    def add(self, line: str, several: str | None = None) -> None:
+        """Add a line. several: the line for several tokens, if it is a different one."""
+        self._lines.append((line, line if several is None else several))
+
+    def continue_with_last(self, variables: Iterable[str]) -> None:
+        """Of several tokens, use only the last from here on."""
+        for name in sorted({*variables}):
+            self.add("", f"{name} = {name}[-batch:]")
+        self._joined.clear()
+
+    def define(self, arguments: Sequence[str], write: Callable[[], str]) -> str:
+        """Write a function, whose lines are added and whose result is returned by `write`, and return its name."""
+        outer, self._lines = self._lines, []
+        y = write()
+        name = f"f{len(self._functions)}"
+        self.splits = self.splits and all(line == several for line, several in self._lines)
+        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._of_one(), f"return {y}"]))
+        self._lines = outer
+        return name
+
+    def assign(self, expression: str) -> str:
+        name = self.variable()
+        self.add(f"{name} = {expression}")
+        return name
+
+    def split(self, y: str, widths: tuple[int, ...], axis: int = -1) -> list[str]:
+        parts = [self.variable() for _ in widths]
+        self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, {axis})")
+        return parts
+
+    def constant(self, value: Any) -> str:
+        if id(value) not in self._constants:
+            self._constants[id(value)] = f"c{len(self._names)}"
+            self._names[self._constants[id(value)]] = value
+        return self._constants[id(value)]
+
+    def prepared(self, prepare: Callable[[], Any]) -> str | None:
+        """Return the name of a constant that `prepare` computes from parameters, or None if it returns None."""
+        value = prepare()
+        if value is None:
+            return None
+        name = self.constant(value)
+        self._prepared[name] = prepare
+        return name
+
+    def prepare_again(self) -> bool:
+        """Compute all prepared constants again. Return False if one is None now."""
+        for name, prepare in self._prepared.items():
+            self._names[name] = prepare()
+        return all(self._names[name] is not None for name in self._prepared)
+
+    def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
+        """Assign each part of the state to a variable and check it against its declaration."""
+        own = self._given[path]
+        self.add(f"if len({own}) != {len(declared)}: return None")
+        for key, item in declared.items():
+            inside, found = (*path, key), self.assign(f"{own}[{key!r}]")
+            self._given[inside] = found
+            if isinstance(item, State):
+                kind = self.constant(dtype_of(item, dtype))
+                sizes = "".join(f" {size}," for size in item.shape)
+                if item.length:  # the first axis is as long as the context
+                    sizes = f" {found}.shape[1],{''.join(f' {size},' for size in item.shape[1:])}"
+                self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
+                self.add(f"if {found}.device != device: return None")
+            else:
+                self.unpack(item, inside, dtype)
+
+    def carry_over(self, path: Path) -> str:
+        """Return the variable of a part of the state, and mark that part as unchanged."""
+        self._made[path] = self._given[path]
+        return self._given[path]
+
+    def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
+        """Return an argument for each port: several wires are concatenated, a port without wires gets None."""
+        assert node.op is not None
+        arguments = []
+        at = 0
+        for port in node.op.ports:
+            part = inputs[at : at + len(node.inputs.get(port.name, ()))]
+            at += len(part)
+            arguments.append(self._join(part) if len(part) > 1 else part[0] if part else "None")
+        return arguments
+
+    def _join(self, part: Sequence[str]) -> str:
+        whole = f"cat(({', '.join(part)}), -1)"
+        if whole not in self._joined:
+            self._joined[whole] = self.assign(whole)
+        return self._joined[whole]
+
+    def call(self, run: str, inputs: Sequence[str], path: Path, state: list[str]) -> str:
+        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output."""
+        y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
+        given = [self._given[each] for each in paths]
+        self._made |= zip(paths, made, strict=True)
+        self._add_call([y, *made], run, given, inputs)
+        return y
+
+    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str]) -> None:
+        """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
+        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])})"
+        if state:
+            arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
+            several = f"{', '.join(made)} = {self.constant(over_tokens)}({arguments})"
+        self.add(line, several)
+
+    def call_joined(
+        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
+    ) -> list[str]:
+        """Call a function of `prepare_joined_steps` for the steps at some paths; return the variables of the outputs.
+
+        inputs: those of each step.
+        """
+        parts = [(*path, part) for part in state for path in paths]
+        outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
+        given = [self._given[part] for part in parts]
+        self._made |= zip(parts, made, strict=True)
+        self._add_call([*outputs, *made], run, given, [each for port in zip(*inputs, strict=True) for each in port])
+        return outputs
+
+    def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the parts of a state that a step has returned."""
+        for part in state:
+            whole = (*path, part)
+            self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
+
+    def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
+        """Call a function with the whole state at a path, a dict, or None if there is no state."""
+        y, made = self.variable(), self.variable()
+        self.splits, self.calls_modules = False, True
+        self._made[path] = made
+        self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
+        return y
+
+    def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
+        """Compile and return the function of one token whose result is the variable `y`."""
+        return self._compiled("run(state, x)", ["batch, device = x.shape[0], x.device", *self._of_one()], y, declared)
+
+    def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
+        """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
+        lines = [several for _, several in self._lines]
+        return self._compiled("read(state, x, batch)", ["device = x.device", *lines], y, declared)
+
+    def _of_one(self) -> list[str]:
+        return [line for line, _ in self._lines if line]
+
+    def _compiled(self, header: str, lines: list[str], y: str, declared: States) -> Callable[..., Any]:
+        lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
+        exec("\n".join([*self._functions, _function(header, lines)]), self._names)  # noqa: S102
+        run: Callable[..., Any] = self._names[header.partition("(")[0]]
+        return run
+
+    def _packed(self, declared: States | State, path: Path) -> str:
+        if path in self._made:
+            return self._made[path]
+        assert isinstance(declared, dict)
+        return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
+
+
+def _function(header: str, lines: list[str]) -> str:
+    return "\n    ".join([f"def {header}:", *lines])
