@@ -83,18 +83,18 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
     return [linear(x, rows, part) for rows, part in zip(weight.split_with_sizes(sizes), biases, strict=False)]
 
 
-def has_costly_split(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> bool:
-    """Return whether separate products take less time with gradients than one product whose output is split.
+def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Return whether a product of x and a matrix made of parameters takes less time as one product for each part.
 
-    The gradients of the parts of one output are copied next to each other. Those of x from separate products are added,
-    which takes less time if each part is at least as wide as x. In 16 bits, that sum would be rounded more often.
+    With gradients, those of the parts of one output are copied next to each other. Those of x from separate products
+    are added, which takes less time if each part is at least as wide as x. In 16 bits, that sum would be rounded more
+    often.
     """
-    rows, width = weight.shape
     if x.dtype not in (torch.float32, torch.float64):
         return False
-    if not x.is_cpu or x.numel() * rows < LARGE_OUTPUT * width or min(sizes) < width:
+    if not x.is_cpu or x.numel() * sum(sizes) < LARGE_OUTPUT * x.shape[-1] or min(sizes) < x.shape[-1]:
         return False
-    inputs = (x, weight) if bias is None else (x, weight, bias)
+    inputs = (x, *parameters)
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
         return False
     return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))

@@ -120,6 +120,14 @@ class Op(BaseModel):
     builtin: ClassVar[bool] = False
     """Whether it belongs to seqblocks itself; set on registration."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Drop inherited methods that compute the same as a `forward` that this class replaces."""
+        super().__pydantic_init_subclass__(**options)
+        for name in SAME_AS_FORWARD:
+            if _depth(cls, "forward") < _depth(cls, name):
+                setattr(cls, name, getattr(Op, name))
+
     # Inputs are in the order of `ports`, absent optional ones None. Signatures are open so that ops can name them.
 
     def shape(self, *wires: Any, **_: Any) -> Wire:
@@ -178,7 +186,7 @@ class Op(BaseModel):
         """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
         If W is block-diagonal with blocks of equal size, their number may follow. Values derived from `p` are valid as
-        long as those of `prepare_step`.
+        long as those of `prepare_step`. A subclass that defines `forward` defines this too.
         """
         return None
 
@@ -196,7 +204,8 @@ class Op(BaseModel):
         It is called with the parts of the op's state, in the order of `state`, then the inputs [batch, features]
         (None for absent ones), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
-        are valid until a parameter changes; the function is then prepared again.
+        are valid until a parameter changes; the function is then prepared again. A subclass that defines `forward`
+        defines this too.
         """
         return None
 
@@ -234,6 +243,24 @@ class Op(BaseModel):
     def ignores_resets(self, *wires: Any, **_: Any) -> str | None:
         """Return why the op mixes sequences that `resets` separate, which makes resets an error, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
+
+
+SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps")
+
+
+def _depth(cls: type[Op], method: str) -> int:
+    """Return which of the classes that `cls` inherits from defines a method, counted from `cls` itself."""
+    return next(depth for depth, each in enumerate(cls.__mro__) if method in vars(each))
+
+
+def may_be_matrix(op: Op) -> bool:
+    """Return whether all that `forward` computes may be a product with one dense matrix, as returned by `matrix`.
+
+    `matrix` may still return None for the arguments of this op.
+    """
+    cls = type(op)
+    alone = len(op.ports) == 1 and op.reads == "token" and cls.state is Op.state and not op.makes_grid()
+    return alone and cls.matrix is not Op.matrix and cls.block_weights is Op.block_weights and not op.random
 
 
 T = TypeVar("T", bound=type[Op])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context
-from seqblocks.ops.linear import Affine
+from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, parts, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
@@ -23,7 +23,7 @@ class Planned(NamedTuple):
     """A node as run by a body.
 
     spent: the values that no later step reads, so that their memory can be freed. once: whether the node depends on the
-    context only, in a body that also reads the stream. is_split_map: whether it is a linear map whose output is split.
+    context only, in a body that also reads the stream. is_split_map: whether it may be a matrix whose output is split.
     """
 
     node: Node
@@ -51,7 +51,7 @@ def _plan(body: Graph, place: Place) -> list[Group]:
 
 def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
     axis = node.type.feature_axis if node.split and node.type else -1
-    split_map = bool(node.split) and isinstance(node.op, Affine) and type(node.op).forward is Affine.forward
+    split_map = bool(node.split) and node.op is not None and may_be_matrix(node.op)
     return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node), split_map)
 
 

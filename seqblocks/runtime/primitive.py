@@ -75,11 +75,12 @@ class Primitive(StepModule, Holder):
         return self.checked(self.op.forward(parameters, call, *inputs), call)
 
     def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the output of a linear map, split along the features into parts of these sizes."""
+        """Return the output of an op that may be a matrix, split along the features into parts of these sizes."""
         parameters, (x,) = self._arguments(tuple(tensors), call)
-        weight, bias = self.op.matrix(parameters)  # type: ignore[misc]
-        if products.has_costly_split(x, weight, bias, sizes):
-            return products.split_linear(x, weight, bias, sizes)
+        if products.has_costly_split(x, [*parameters.values()], sizes):
+            weight, bias, *blocks = self.op.matrix(parameters) or (None, None)
+            if weight is not None and weight.dtype == x.dtype and not blocks:
+                return products.split_linear(x, weight, bias, sizes)
         return [*self.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
 
     def _arguments(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:

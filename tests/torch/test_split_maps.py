@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqblocks
 from seqblocks.kernels import products
+from seqblocks.op import PRIMITIVES, Op, argument, primitive
+from seqblocks.parameters import Init, Parameter
+from seqblocks.testing import check_law
+from seqblocks.types import Wire
 
 GATED = """
 seqblocks: 1
@@ -145,3 +151,85 @@ def test_transforms_modes_and_autocast_see_one_product(calls: list[list[int]]) -
         model(x[0])
     assert counter.get_total_flops() == 2 * 10 * (8 * 32 + 16 * 8)
     assert not calls
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Define linear maps as a plug-in would."""
+    monkeypatch.setattr("seqblocks.op.PRIMITIVES", dict(PRIMITIVES))
+
+    @primitive("unit_rows")
+    class UnitRows(Op):
+        """Map of the features whose rows have length 1."""
+
+        features: int = argument(..., "width of the output")
+        has_matrix: bool = argument(True, "whether the matrix is declared for these arguments")
+        in_blocks: bool = argument(False, "whether the matrix is declared as block-diagonal")
+
+        def shape(self, x: Wire) -> Wire:
+            return x.with_features(self.features)
+
+        def parameters(self, x: Wire) -> dict[str, Parameter]:
+            return {"weight": Parameter((self.features, x.features), Init("fan_in_uniform"))}
+
+        def matrix(self, p: Any) -> tuple[Any, ...] | None:
+            blocks = (1,) if self.in_blocks else ()
+            return (normalize(p["weight"]), None, *blocks) if self.has_matrix else None
+
+        def forward(self, p: Any, call: Any, x: Any) -> Tensor:
+            return x @ normalize(p["weight"]).t()
+
+    @primitive("unit_rows_and_more")
+    class UnitRowsAndMore(UnitRows):
+        """The same map, and a cubic term that no matrix describes."""
+
+        def forward(self, p: Any, call: Any, x: Any) -> Tensor:
+            return (y := super().forward(p, call, x)) + y**3
+
+    @primitive("noisy_rows")
+    class NoisyRows(UnitRows):
+        """The same map, which may draw random numbers in training mode."""
+
+        random = True
+
+
+def derivatives_at_once(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with model.up.register_forward_hook(lambda *_: None):
+        return derivatives(model, x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "unit_rows: {features: 32",
+        "unembed: {vocabulary: 32",
+        "proj_up: {features: 32",
+        "linear: {bias: false, features: 32",
+    ],
+)
+def test_any_op_with_a_matrix_is_split(step: str, calls: list[list[int]], plugins: None) -> None:
+    model = seqblocks.build_text(GATED.replace("linear: {features: FEATURES", step), seed=0).double()
+    x = drawn(2, 5, 8)
+    found = derivatives(model, x)
+    assert calls == [[16, 16]]
+    torch.testing.assert_close(found, derivatives_at_once(model, x))
+    assert len(calls) == 1
+    check_law(model)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "unit_rows: {features: 32, has_matrix: false",
+        "unit_rows: {features: 32, in_blocks: true",
+        "unit_rows_and_more: {features: 32",
+        "noisy_rows: {features: 32",
+        "headwise_linear: {features: 32, block: 4",
+    ],
+)
+def test_an_op_without_one_dense_matrix_is_not(step: str, calls: list[list[int]], plugins: None) -> None:
+    model = seqblocks.build_text(GATED.replace("linear: {features: FEATURES", step), seed=0).double()
+    x = drawn(2, 5, 8)
+    torch.testing.assert_close(derivatives(model, x), derivatives_at_once(model, x), rtol=0, atol=0)
+    assert not calls
+    check_law(model)
