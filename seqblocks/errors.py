@@ -278,6 +278,17 @@ class Fault(Exception):
         return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity)
 
 
+class _Wrong(NamedTuple):
+    """A fault that depends on values: its code with each possible cause and with the reported one, and its diagnostic.
+
+    The diagnostic is None if it is not listed.
+    """
+
+    causes: frozenset[tuple[Any, ...]]
+    cause: tuple[Any, ...]
+    diagnostic: Diagnostic | None = None
+
+
 class Report:
     """Collect diagnostics: one per code and cause, and at most MAX_DIAGNOSTICS.
 
@@ -289,9 +300,7 @@ class Report:
         self.diagnostics: list[Diagnostic] = []
         self.dropped = 0
         self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
-        self._suspected: set[tuple[Any, ...]] = set()  # codes with what may be their cause
-        # Places of values, at least one of which is wrong, with the diagnostic (None if it is not listed).
-        self._wrong: dict[frozenset[tuple[str, int, int]], Diagnostic | None] = {}
+        self._wrong: dict[frozenset[tuple[str, int, int]], _Wrong] = {}  # by places of values, one of which is wrong
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Add a diagnostic, unless there is one with the same code and place, or there are too many."""
@@ -316,7 +325,7 @@ class Report:
         if self._is_new(fault.code, fault.message, causes or [span], places):
             self._append(fault.as_diagnostic(span, notes()))
             if places:
-                self._wrong[places] = self.diagnostics[-1]
+                self._wrong[places] = self._wrong[places]._replace(diagnostic=self.diagnostics[-1])
 
     def _is_new(
         self,
@@ -327,25 +336,25 @@ class Report:
     ) -> bool:
         """Return whether to show a fault. New faults over the limit are only counted."""
         places = [(code, span.source.name, span.line, span.column) if span else (code, message) for span in causes]
-        if not self._seen.isdisjoint(places) or places[0] in self._suspected:
+        if not self._seen.isdisjoint(places) or any(places[0] in wrong.causes for wrong in self._wrong.values()):
             return False
         if values:
             if any(wrong <= values for wrong in self._wrong):
                 return False
             for wrong in [wrong for wrong in self._wrong if values < wrong]:
                 self._remove(self._wrong.pop(wrong))
-            self._wrong[values] = None
-            self._suspected.update(places)
+            self._wrong[values] = _Wrong(frozenset(places), places[0])
         self._seen.add(places[0])
         shown = len(self.diagnostics) < MAX_DIAGNOSTICS
         self.dropped += not shown
         return shown
 
-    def _remove(self, diagnostic: Diagnostic | None) -> None:
-        if diagnostic is None:
+    def _remove(self, wrong: _Wrong) -> None:
+        self._seen.discard(wrong.cause)
+        if wrong.diagnostic is None:
             self.dropped -= 1
         else:
-            self.diagnostics.remove(diagnostic)
+            self.diagnostics.remove(wrong.diagnostic)
 
     def _append(self, diagnostic: Diagnostic) -> None:
         texts = ("message", "expected", "found", "hint")

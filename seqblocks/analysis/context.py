@@ -19,6 +19,7 @@ from seqblocks.record import Record
 MAX_WRITTEN = 4  # notes on where a value was written
 MAX_TRAIL = 8  # notes on the blocks that led to a fault
 MAX_SOURCES = 16  # values through which a faulty value is traced back
+OF_EXPRESSIONS = "E50"  # codes of expressions without a valid value
 
 
 class Body(Record):
@@ -81,6 +82,9 @@ class Context(Record):
         own = _own_line(self, inner, node) if inner else span
         written, used = _origins(self, node)
         values = [*written, *used]
+        if inner and not written and fault.code.startswith(OF_EXPRESSIONS):  # the user cannot change a bundled one
+            fault = fault.copy()
+            fault.hint = None
         causes = values if written else [own, *used]
         report = self.run.warnings if fault.severity == "warning" else self.run.report
         report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, values if inner else ())

@@ -137,8 +137,11 @@ def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
     return UNKNOWN
 
 
-def evaluate(ctx: Context, text: str, node: Scalar) -> Any:
-    """Return the value of an expression. A single name may have any kind of value."""
+def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = ()) -> Any:
+    """Return the value of an expression. A single name may have any kind of value.
+
+    instead: words that are allowed too, for the message about an unknown name.
+    """
     try:
         if text.isidentifier() and text in ctx.names:
             return ctx.names[text]
@@ -146,6 +149,9 @@ def evaluate(ctx: Context, text: str, node: Scalar) -> Any:
     except NameFault as fault:
         if fault.name in ctx.passed:
             fault.hint = f"it is an argument of type `steps`, which is used as a verb: `- {fault.name}`"
+        if instead and fault.name == text:
+            fault.expected = lambda: f"one of {listing([*instead, *sorted(ctx.names)])}"
+            fault.hint = lambda: did_you_mean(text, [*instead, *ctx.names])
         ctx.report(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
@@ -166,7 +172,7 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
             if hint and node.text not in ctx.names:
                 ctx.report(Fault("E203", "true or false is needed here", found=found, hint=hint), node.span)
                 return UNKNOWN
-            value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node)
+            value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
     ctx.report(Fault("E203", "true or false is needed here", found=kind_of(node)), node)

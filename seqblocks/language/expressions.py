@@ -198,7 +198,11 @@ def _any(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 def _flag(node: ast.expr, names: Mapping[str, Any]) -> bool:
     """Evaluate a condition. Numbers other than 0 are true."""
-    return bool(_any(node, names))
+    value = _any(node, names)
+    if isinstance(value, str):
+        word = f"'{node.id}' is {quote(value)}" if isinstance(node, ast.Name) else quote(value)
+        raise ValueError(f"{word}, neither true nor false: compare it, as in `{ast.unparse(node)} == 'none'`")
+    return bool(value)
 
 
 def _bounded(value: Any) -> Any:

@@ -14,6 +14,8 @@ from pathlib import Path
 from seqblocks.record import Record
 
 MAX_KNOWN = 2000  # limit on the number of words compared for a hint
+CLOSE = 0.65  # least similarity of a misspelt word
+CLOSE_WITHOUT_INITIAL = 0.72  # the same if the first letters differ, as they rarely do by mistake
 
 
 class Vocabulary(Record):
@@ -56,7 +58,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     lowered = {w.lower(): w for w in reversed(list(islice(known, MAX_KNOWN)))}
     word = word[:80].lower()
-    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.65)
+    close = difflib.get_close_matches(word, [w for w in lowered if w[:1] == word[:1]], n=1, cutoff=CLOSE)
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=CLOSE_WITHOUT_INITIAL) or close
     alias = next((ours for ours in called_elsewhere(word) if ours in lowered), None)
     if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.9):
         return lowered[alias]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seqblocks.analysis import check
-from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
+from seqblocks.errors import MAX_DIAGNOSTICS, Fault, Report, Source, Span, SpecError
 from seqblocks.language.spec import locate
 
 FAULTS = Path(__file__).parent / "faults"
@@ -179,3 +179,15 @@ def test_the_text_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.dropped == 5
     assert "25 errors (the first 20 shown)" in str(error)
     assert max(map(len, str(errors_of("yaml_long_line", monkeypatch)).splitlines())) < 160
+
+
+def test_a_removed_fault_does_not_hide_another() -> None:
+    """A fault of two values gives way to a fault of one of them; another fault of the other value is then reported."""
+    source = Source.of("my.yaml", "- block: {dim: 0, heads: 0}\n")
+    use, dim, heads = (Span(source, 1, column, 1, column + 1) for column in (3, 16, 26))
+    report = Report()
+    report.fault(Fault("E209", "dim * heads is too small"), use, causes=[use, dim, heads], values=[dim, heads])
+    report.fault(Fault("E502", "1 / dim"), use, causes=[use, dim], values=[dim])
+    report.fault(Fault("E209", "heads is too small"), heads, causes=[heads], values=[heads])
+    report.fault(Fault("E209", "the width is too small"), use)
+    assert [d.message for d in report.diagnostics] == ["1 / dim", "heads is too small", "the width is too small"]

@@ -28,10 +28,12 @@ def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
         def lower(ctx: Context, step: Step, cls: type[Combinator]) -> graph.Node | None:
             x = _read_input(ctx, step, cls)
             arguments = read_arguments(ctx, step, cls)
-            if arguments is not None:
-                return function(ctx, step, arguments, x)
-            check_steps(ctx, step, cls)
-            return None
+            steps = ctx.run.steps
+            try:
+                return None if arguments is None else function(ctx, step, arguments, x)
+            finally:
+                if ctx.run.steps == steps:
+                    check_steps(ctx, step, cls)
 
         return function
 

@@ -6,7 +6,7 @@ import re
 from functools import partial
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import check_steps, combines
+from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
@@ -15,7 +15,7 @@ from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.document import Node, plain
+from seqblocks.language.document import Node, Sequence, plain
 from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 
@@ -36,8 +36,6 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     if step.incomplete and not _is_complete(arguments, words, pattern):
         return None
     layers = _layers(arguments, words, pattern)
-    if not layers:
-        check_steps(ctx, step, Repeat)
     bodies: dict[str, graph.Graph] = {}
     value = x
     for index, (_, steps) in enumerate(layers):
@@ -73,13 +71,22 @@ def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, N
     chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
     if not arguments.pattern:  # the other keys may be words of a misspelt pattern
         words = {word: node for word, node in words.items() if did_you_mean(word, ("pattern",))} or words
-    for word in words:
+    for word, steps in words.items():
         if word not in used and not (chosen and arguments.pattern):
             message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
             code = "E603" if arguments.pattern else "E201"
-            hint = partial(did_you_mean, word, used or KEYS)
+            hint = partial(_word_hint, word, steps, used)
             ctx.report(Fault(code, message, found=arguments.pattern, hint=hint), step.key_span(word))
             step.incomplete = True
+
+
+def _word_hint(word: str, steps: Node, used: set[str]) -> str | None:
+    """Return a hint for a key of `repeat` that is not a word of its pattern, which is absent if no words are used."""
+    if found := did_you_mean(word, used or KEYS):
+        return found
+    if used or not isinstance(steps, Sequence):
+        return None
+    return f"if {word} is a kind of layer, add a pattern, such as `pattern: {word}*6`"
 
 
 def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> bool:
