@@ -23,7 +23,7 @@ from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.shards import Parts
-from seqblocks.runtime.sharing import connect, share_entries, tie
+from seqblocks.runtime.sharing import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
@@ -296,9 +296,15 @@ class SequenceModel(Body):
             self._stepper.expire()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move or convert all parameters. The stepper is deleted, so that it does not keep the old ones in memory."""
+        """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
+
+        The stepper is deleted, so that it does not keep the old parameters in memory.
+        """
         self._stepper = None
-        return super()._apply(fn, recurse)
+        tied = tied_names(self, self.graph)
+        super()._apply(fn, recurse)
+        tie_names(self, tied)
+        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any

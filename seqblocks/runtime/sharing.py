@@ -37,27 +37,36 @@ def tie(model: nn.Module, body: Graph) -> None:
 
     Raises RunError if one of them is no longer a parameter, as with parametrizations and pruning.
     """
-    for item in parameters(body):
-        if item.tied is not None:
-            holder, _, leaf = item.name.rpartition(".")
-            try:
-                model.get_submodule(holder).register_parameter(leaf, model.get_parameter(item.tied))
-            except (AttributeError, KeyError):
-                what = f"{item.name} cannot be tied to {item.tied}: both must be plain parameters of the model"
-                how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
-                raise RunError(f"{what}. First {how}") from None
+    tie_names(model, (item for item in parameters(body) if item.tied is not None))
+
+
+def tied_names(model: nn.Module, body: Graph) -> list[Named]:
+    """Return the tied names of a graph that refer to one parameter at present."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    tied = (item for item in parameters(body) if item.tied is not None and item.name in own)
+    return [item for item in tied if own[item.name] is own.get(str(item.tied))]
+
+
+def tie_names(model: nn.Module, names: Iterable[Named]) -> None:
+    """Do the same as `tie` for some of the names."""
+    for item in names:
+        holder, _, leaf = item.name.rpartition(".")
+        try:
+            model.get_submodule(holder).register_parameter(leaf, model.get_parameter(str(item.tied)))
+        except (AttributeError, KeyError):
+            what = f"{item.name} cannot be tied to {item.tied}: both must be plain parameters of the model"
+            how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
+            raise RunError(f"{what}. First {how}") from None
 
 
 def share_entries(model: nn.Module, body: Graph, entries: dict[str, Any], prefix: str) -> None:
     """Make one parameter of the entries of a state_dict whose names are tied and refer to one in the model."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for item in parameters(body):
+    for item in tied_names(model, body):
         name, owner = prefix + item.name, prefix + str(item.tied)
-        if item.tied is None or name not in entries or owner not in entries or item.name not in own:
-            continue
-        if own[item.name] is own.get(item.tied):
+        if name in entries and owner in entries:
             found = entries[owner]
-            shared = found if isinstance(found, nn.Parameter) else nn.Parameter(found, own[item.name].requires_grad)
+            is_trained = model.get_parameter(item.name).requires_grad
+            shared = found if isinstance(found, nn.Parameter) else nn.Parameter(found, is_trained)
             entries |= {name: shared, owner: shared}
 
 

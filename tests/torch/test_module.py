@@ -236,6 +236,22 @@ def test_tied_parameters_stay_tied() -> None:
     assert real.unembed.weight is real.embed.weight
 
 
+def test_tied_parameters_stay_tied_on_another_device() -> None:
+    models = [seqblocks.build_text(TIED, seed=seed) for seed in range(2)]
+    skeleton = copy.deepcopy(models[0]).to("meta")
+    assert skeleton.unembed.weight is skeleton.embed.weight
+    x = torch.tensor([[1, 2, 3]])
+    weights, buffers = torch.func.stack_module_state(models)
+    found = torch.vmap(lambda *given: torch.func.functional_call(skeleton, given, (x,)))(weights, buffers)
+    torch.testing.assert_close(found, torch.stack([model(x) for model in models]))
+    real = nn.Sequential(skeleton).to_empty(device="cpu")[0]
+    assert real.unembed.weight is real.embed.weight
+    real.load_state_dict(models[1].state_dict())
+    torch.testing.assert_close(real(x), models[1](x))
+    models[0].unembed.weight = nn.Parameter(torch.zeros_like(models[0].embed.weight))
+    assert models[0].double().unembed.weight is not models[0].embed.weight  # untied by the user
+
+
 def test_tied_parameters_stay_tied_when_others_are_assigned() -> None:
     text = "model: {input: {tokens: 13}, steps: [{embed: 8}, causal_conv, {unembed: {tie: embed, bias: false}}]}"
     model = seqblocks.build_text(f"seqblocks: 1\n{text}", seed=0)
