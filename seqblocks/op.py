@@ -206,6 +206,9 @@ class Op(BaseModel):
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
         are valid until a parameter changes; the function is then prepared again. A subclass that defines `forward`
         defines this too.
+
+        The function may have a keyword parameter `out=None`: memory for the new first part of the state, a contiguous
+        tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
         """
         return None
 

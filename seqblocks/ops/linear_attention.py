@@ -210,8 +210,10 @@ class LinearAttention(Op):
             fixed = self.retention(torch.zeros(1, dtype=dtype, device="cpu")) if self.fixed_decay != "none" else None
             return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
 
+        if self.fixed_decay == "none":
+            return prepared(torch.float32)
         by_dtype = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
-        return by_dtype[torch.float32] if self.fixed_decay == "none" else lambda S, *x: by_dtype[S.dtype](S, *x)
+        return lambda S, *inputs, out=None: by_dtype[S.dtype](S, *inputs, out=out)
 
     def retention(self, like: Any) -> Any:
         """Return the log decay of each value head, in at least float32, as slow decays lose precision in 16 bits."""

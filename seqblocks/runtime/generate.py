@@ -14,6 +14,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.reading import has_tokens
+from seqblocks.runtime.spares import Spares
 from seqblocks.state import States, index_select
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
@@ -79,7 +80,7 @@ def _continue(
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
     """Append tokens to `made`. Sequences that have ended leave the batch."""
-    rows, step = list(range(len(made))), None
+    rows, step, spares = list(range(len(made))), None, Spares()
     for count in range(1, limit + 1):
         tokens = sampler(logits)
         numbers = tokens.tolist()
@@ -93,17 +94,19 @@ def _continue(
         if len(unfinished) < len(rows):
             index = torch.tensor(unfinished, device=tokens.device)
             rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
+            spares = Spares()
         if step is None:
-            step = _step_of(model, tokens) if on_token is None else model.step
-        y, state = step(tokens, state)
+            step = _step_of(model, tokens, on_token is not None)
+        y, state = step(tokens, state, spares)
         logits = _logits(y, output)
 
 
-def _step_of(model: Any, tokens: Tensor) -> Callable[[Tensor, States], tuple[Any, States]]:
-    """Return `step` of a model that does not change until the last token, without a comparison of it at each token."""
-    if type(model) is not SequenceModel or "step" in model.__dict__:
-        return model.step
-    return model._unguarded_step(tokens) or model.step
+def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States, Spares], tuple[Any, States]]:
+    """Return `step` of a model. It is not compared with its plan at each token unless it may change until the last."""
+    if type(model) is not SequenceModel or "step" in model.__dict__:  # compiled, or replaced
+        return lambda x, state, spares: model.step(x, state)
+    unguarded = None if may_change else model._unguarded_step(tokens)
+    return unguarded or (lambda x, state, spares: model._step_reusing(x, state, None, spares))
 
 
 def _read(

@@ -24,6 +24,7 @@ from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect, share_entries, tie, tie_names, tied_names
+from seqblocks.runtime.spares import Spares
 from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
@@ -213,6 +214,17 @@ class SequenceModel(Body):
         frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
         resets.
         """
+        return self._step(x, state, resets)
+
+    def _step_reusing(self, x: Tensor, state: States, resets: Tensor | None, spares: Spares) -> tuple[Tensor, States]:
+        """Run `step`, which writes large states to memory of earlier ones. A replaced `step` does not."""
+        if type(self).step is not SequenceModel.step or "step" in self.__dict__:
+            return self.step(x, state, resets=resets)
+        return self._step(x, state, resets, spares)
+
+    def _step(
+        self, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None = None
+    ) -> tuple[Tensor, States]:
         if self._obstacle:
             raise RunError(self._obstacle)
         planned = self._stepper_for(x) if self.frame_size == 1 else None
@@ -224,7 +236,7 @@ class SequenceModel(Body):
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
-        if planned is not None and (found := self._run_planned(planned, x, state, resets)):
+        if planned is not None and (found := self._run_planned(planned, x, state, resets, spares)):
             return found
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
@@ -239,7 +251,7 @@ class SequenceModel(Body):
         return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
 
     def _run_planned(
-        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
+        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None if the state does not match the stepper's declaration."""
         if self._has_experts:
@@ -250,12 +262,12 @@ class SequenceModel(Body):
             check_state(self._declared_state, state, x.shape[0], x.device)
             state = reset(self._declared_state, state, resets)
         try:
-            return stepper.run(state, x)
+            return stepper.run(state, x, spares)
         except (KeyError, TypeError, AttributeError):
             check_state(self._declared_state, state, x.shape[0], x.device)
             raise
 
-    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States], tuple[Any, States]] | None:
+    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States, Spares], tuple[Any, States]] | None:
         """Return `step` for tokens like x while the model does not change, or None if user code may run in a step.
 
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
@@ -264,7 +276,7 @@ class SequenceModel(Body):
         planned = self._stepper_for(x) if self.frame_size == 1 else None
         if planned is None or planned.calls_modules or not planned.takes(x):
             return None
-        return lambda x, state: planned.run(state, x) or self.step(x, state)
+        return lambda x, state, spares: planned.run(state, x, spares) or self.step(x, state)
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
         """Return the stepper for a token like x without gradients, rebuilt if the model has changed, or None."""

@@ -7,6 +7,7 @@ user input in the text is quoted names: values are constants, which the text ref
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from seqblocks.graph import Node
 from seqblocks.parameters import State
 from seqblocks.runtime.reading import over_tokens
+from seqblocks.runtime.spares import LARGE
 from seqblocks.state import States, dtype_of
 
 Path = tuple[str, ...]
@@ -33,7 +35,7 @@ class Source:
         self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
         self._joined: dict[str, str] = {}  # variables of concatenated inputs
         self._functions: list[str] = []
-        self._count = 0
+        self._count = self._places = 0  # variables, and parts of the state whose memory is used again
         self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
         self._made: dict[Path, str] = {}  # variables of the returned state
 
@@ -89,6 +91,10 @@ class Source:
         self._prepared[name] = prepare
         return name
 
+    def takes_out(self, run: str | None) -> bool:
+        """Return whether a constant is a function with a parameter `out`, as described in `Op.prepare_step`."""
+        return "out" in (getattr(self._names.get(run or ""), "__kwdefaults__", None) or {})
+
     def prepare_again(self) -> bool:
         """Compute all prepared constants again. Return False if one is None now."""
         for name, prepare in self._prepared.items():
@@ -134,17 +140,28 @@ class Source:
             self._joined[whole] = self.assign(whole)
         return self._joined[whole]
 
-    def call(self, run: str, inputs: Sequence[str], path: Path, state: list[str]) -> str:
-        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output."""
+    def call(
+        self, run: str, inputs: Sequence[str], path: Path, state: list[str], bytes_of_first: int | None = None
+    ) -> str:
+        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output.
+
+        bytes_of_first: those of the first part of the state for each sequence, if the function takes memory for it.
+        """
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
-        self._add_call([y, *made], run, given, inputs)
+        out = "" if bytes_of_first is None else f", out={self._spare(given[0], bytes_of_first)}"
+        self._add_call([y, *made], run, given, inputs, out)
         return y
 
-    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str]) -> None:
+    def _spare(self, given: str, size: int) -> str:
+        """Return an expression for memory that is used again, or None: only a large state of one token gets some."""
+        self._places += 1
+        return f"None if spares is None or batch < {math.ceil(LARGE / size)} else spares.take({self._places}, {given})"
+
+    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "") -> None:
         """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
-        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])})"
+        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])}{out})"
         if state:
             arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
             several = f"{', '.join(made)} = {self.constant(over_tokens)}({arguments})"
@@ -178,9 +195,10 @@ class Source:
         self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
         return y
 
-    def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
-        """Compile and return the function of one token whose result is the variable `y`."""
-        return self._compiled("run(state, x)", ["batch, device = x.shape[0], x.device", *self._of_one()], y, declared)
+    def function(self, y: str, declared: States) -> Callable[..., Any]:
+        """Compile and return the function of one token whose result is the variable `y`, with or without Spares."""
+        lines = ["batch, device = x.shape[0], x.device", *self._of_one()]
+        return self._compiled("run(state, x, spares=None)", lines, y, declared)
 
     def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""

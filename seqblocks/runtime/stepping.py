@@ -39,7 +39,7 @@ from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.source import Path, Source
 from seqblocks.runtime.step import call_child, is_hooked
-from seqblocks.state import States
+from seqblocks.state import States, dtype_of
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
@@ -61,7 +61,8 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
 class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x) returns (y, state), or None if the state does not match its declaration.
+    run(state, x, spares=None) returns (y, state), or None if the state does not match its declaration. With `spares`
+    (`seqblocks/runtime/spares.py`), large parts of the new state are written to the memory of earlier ones.
     """
 
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
@@ -83,7 +84,7 @@ class Stepper:
         self._source.unpack(declared, (), self.dtype)
         with of_model(self._bytes):
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
-        self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
+        self.run: Callable[..., tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
         self._write_reading = partial(self._source.function_of_several, y, declared)
         self._reading: Reading | None = None
@@ -313,7 +314,7 @@ class Stepper:
         self._source.splits &= runs_on_tokens(node, self._types)
         self._source.calls_modules |= not op.builtin
         run = self._source.prepared(lambda: _prepared(op, parameters) if module.op is op else None)
-        derived = run is not None and not is_own_matrix(op, parameters)
+        derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
         if run is None:
             plain = partial(op.forward, parameters, self._call) if is_pointwise(op) else None
             whole = plain or self._of_sequences(module, node, parameters)
@@ -321,7 +322,13 @@ class Stepper:
                 return None
             run = self._source.constant(whole)
         self._note_parameters(module, derived)
-        return self._source.call(run, self._source.at_ports(node, inputs), path, [*node.state])
+        size = self._bytes_of_first(node) if takes_out else None
+        return self._source.call(run, self._source.at_ports(node, inputs), path, [*node.state], size)
+
+    def _bytes_of_first(self, node: Node) -> int | None:
+        """Return the bytes of the first part of a step's state for one sequence, or None if there are none."""
+        first = next(iter(node.state.values()), None)
+        return None if first is None else first.numel * dtype_of(first, self.dtype).itemsize or None
 
     def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
         """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run."""

@@ -76,6 +76,50 @@ model:
     - unembed
 """
 
+LINEAR = [
+    "decay: g, heads: 2", "decay: gk, heads: 2", "heads: 2", "heads: 1, value_heads: 2, fixed_decay: retention",
+    "decay: gk, heads: 2, bonus: true", "decay: g, heads: 2, normalize: true", "beta: b, heads: 2, rule: delta",
+    "decay: g, beta: b, heads: 1, value_heads: 2, rule: delta, qk_norm: l2",
+    "decay: gk, a: v, b: k, heads: 2, rule: dplr",
+]  # fmt: skip
+
+
+def linear_attention(mixer: str) -> SequenceModel:
+    """Return a model whose last step is `mixer`, in float64. It reads some of the wires q, k, v, g, gk, gv, a and b."""
+    width = 4 if "heads: 1" in mixer else 8
+    spec = f"""
+seqblocks: 1
+model:
+  input: {{features: 6}}
+  steps:
+    - identity: {{as: x}}
+    - linear: {{from: x, features: {width}, as: q}}
+    - linear: {{from: x, features: {width}, name: of_k}}
+    - l2_norm: {{heads: {width // 4}, as: k}}
+    - linear: {{from: x, features: 8, as: v}}
+    - linear: {{from: x, features: 2, name: of_g}}
+    - log_decay: {{kind: exp, as: g}}
+    - linear: {{from: x, features: 8, name: of_gk}}
+    - log_decay: {{kind: exp, as: gk}}
+    - linear: {{from: x, features: 8, name: of_gv}}
+    - log_decay: {{kind: exp, as: gv}}
+    - linear: {{from: x, features: 2, name: of_b}}
+    - sigmoid: {{as: b}}
+    - {mixer}
+"""
+    used = {name for name in ("q", "k", "g", "gk", "gv", "b") if f": {name}," in mixer or f": {name}}}" in mixer}
+    return seqblocks.build_text(_only(spec, used), dtype=torch.float64, seed=0).eval()
+
+
+def _only(spec: str, used: set[str]) -> str:
+    """Return the spec without unused wires, which would be errors."""
+    lines = spec.splitlines()
+    for name in ("q", "k", "g", "gk", "gv", "b"):
+        if name not in used:
+            at = next(n for n, line in enumerate(lines) if f"as: {name}}}" in line)
+            del lines[at if name == "q" else at - 1 : at + 1]
+    return "\n".join(lines)
+
 
 def build(spec: str = SPEC, **options: Any) -> SequenceModel:
     model = seqblocks.build_model(seqblocks.load_text(spec)[1], **({"dtype": torch.float64} | options)).eval()

@@ -22,6 +22,7 @@ from seqblocks.runtime.stepping import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
     GATES,
+    LINEAR,
     SMALL,
     SPEC,
     add_to_all,
@@ -33,6 +34,7 @@ from tests.torch.planned import (
     compiled,
     hook_block,
     hook_inside,
+    linear_attention,
     load_others,
     parametrize_last,
     replace_last,
@@ -48,14 +50,6 @@ def test_the_same_numbers_as_the_whole_sequence() -> None:
     assert isinstance(model._stepper, Stepper)
 
 
-LINEAR = [
-    "decay: g, heads: 2", "decay: gk, heads: 2", "heads: 2", "heads: 1, value_heads: 2, fixed_decay: retention",
-    "decay: gk, heads: 2, bonus: true", "decay: g, heads: 2, normalize: true", "beta: b, heads: 2, rule: delta",
-    "decay: g, beta: b, heads: 1, value_heads: 2, rule: delta, qk_norm: l2",
-    "decay: gk, a: v, b: k, heads: 2, rule: dplr",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "mixer",
     [*(f"linear_attention: {{q: q, k: k, v: v, {options}}}" for options in LINEAR),
@@ -64,29 +58,7 @@ LINEAR = [
 )  # fmt: skip
 def test_tokens_of_linear_attention_and_of_gated_recurrences(mixer: str) -> None:
     """Planned steps of all rules and options equal the whole sequence."""
-    width = 4 if "heads: 1" in mixer else 8
-    spec = f"""
-seqblocks: 1
-model:
-  input: {{features: 6}}
-  steps:
-    - identity: {{as: x}}
-    - linear: {{from: x, features: {width}, as: q}}
-    - linear: {{from: x, features: {width}, name: of_k}}
-    - l2_norm: {{heads: {width // 4}, as: k}}
-    - linear: {{from: x, features: 8, as: v}}
-    - linear: {{from: x, features: 2, name: of_g}}
-    - log_decay: {{kind: exp, as: g}}
-    - linear: {{from: x, features: 8, name: of_gk}}
-    - log_decay: {{kind: exp, as: gk}}
-    - linear: {{from: x, features: 8, name: of_gv}}
-    - log_decay: {{kind: exp, as: gv}}
-    - linear: {{from: x, features: 2, name: of_b}}
-    - sigmoid: {{as: b}}
-    - {mixer}
-"""
-    used = {name for name in ("q", "k", "g", "gk", "gv", "b") if f": {name}," in mixer or f": {name}}}" in mixer}
-    model = seqblocks.build_text(_only(spec, used), dtype=torch.float64, seed=0).eval()
+    model = linear_attention(mixer)
     x = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     state, found = None, []
     with torch.no_grad():
@@ -94,16 +66,6 @@ model:
             y, state = model.step(x[:, t], state)
             found.append(y)
         torch.testing.assert_close(torch.stack(found, 1), model(x), rtol=0, atol=1e-12)
-
-
-def _only(spec: str, used: set[str]) -> str:
-    """Return the spec without unused wires, which would be errors."""
-    lines = spec.splitlines()
-    for name in ("q", "k", "g", "gk", "gv", "b"):
-        if name not in used:
-            at = next(n for n, line in enumerate(lines) if f"as: {name}}}" in line)
-            del lines[at if name == "q" else at - 1 : at + 1]
-    return "\n".join(lines)
 
 
 VERBS = [
