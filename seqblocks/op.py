@@ -171,6 +171,10 @@ class Op(BaseModel):
         """Return whether `forward` sets new rows and columns for its output, with `call.set_grid`."""
         return False
 
+    def turns_length_into_width(self, *wires: Any, **_: Any) -> bool:
+        """Return whether the features of the output follow from the number of tokens, or the size, of the inputs."""
+        return False
+
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
         """Return the kernel that `forward` calls, and the options that determine its implementation."""
         return None

@@ -9,7 +9,7 @@ from tests.composed import Body, Kind, Writer
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "elu_plus_one", "positive", "rational_exp",
+    "elu_plus_one", "positive", "rational_exp", "exp",
 )  # fmt: skip
 INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",

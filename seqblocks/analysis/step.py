@@ -40,13 +40,13 @@ class Verb(Record):
 
 def find_verb(file: SpecFile, verb: str) -> Verb | None:
     """Look up a verb in a file; return None if there is none."""
+    if verb in file.visible:
+        return _block_verb(file.visible[verb])
     if verb in COMBINATORS:
         combinator = find_combinator(verb)
         infos, holds = field_infos(combinator), combinator.holds[0]
         required = tuple(key for key, info in infos.items() if info.is_required())
         return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None)
-    if verb in file.visible:
-        return _block_verb(file.visible[verb])
     op = find_primitive(verb)
     if op is None:
         return None

@@ -440,23 +440,31 @@ class Reader:
             return None
         return read_text(target, shown, self.report, span)
 
-    def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
-        unknown = Block(name, span, file, "", {}, None, None, None, incomplete=True)
+    def _may_be_block(self, file: SpecFile, name: str, span: Span) -> bool:
+        """Return whether a block may have this name; report it if not. Its uses are then UNKNOWN."""
         if not is_name(self.report, name, span):
-            file.blocks[name] = file.visible[name] = unknown
-            return
+            return False
         if self.is_builtin(name):
             self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
-            return
-        if name in file.visible:
-            clash = file.visible[name]
+            return False
+        if clash := file.visible.get(name):
             note = Note("the other one is here", clash.span)
-            self.report.add(Diagnostic("E309", f"block {quote(name)} is already defined", span, notes=(note,)))
-            return
+            message, hint = f"block {quote(name)} is already defined", "give the block another name"
+            self.report.add(Diagnostic("E309", message, span, notes=(note,), hint=hint))
+            return False
+        return True
+
+    def _is_mapping(self, name: str, node: Node) -> bool:
         if not isinstance(node, Mapping):
             self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
+        return isinstance(node, Mapping)
+
+    def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
+        if not (self._may_be_block(file, name, span) and self._is_mapping(name, node)):
+            unknown = Block(name, span, file, "", {}, None, None, None, incomplete=True)
             file.blocks[name] = file.visible[name] = unknown
             return
+        assert isinstance(node, Mapping)
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}", FILE_KEYS, TO_THE_TOP)
         file.incomplete |= "use" in node.entries or "blocks" in node.entries
         let, given = self._mapping(node, "let"), self._mapping(node, "args")

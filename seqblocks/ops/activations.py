@@ -94,6 +94,11 @@ class Softplus(Activation):
     """log(1 + exp(x))."""
 
 
+@primitive("exp")
+class Exp(Activation):
+    """e^x: of a log decay, the part of the state that remains."""
+
+
 @primitive("positive")
 class Positive(Activation):
     """x + 0.5 for x >= 0, sigmoid(x) for x < 0; always positive."""

@@ -212,6 +212,12 @@ class _Axes(Op):
         _, right = parse(self.pattern)
         return len(right) == 3 and not to_image(right)
 
+    def turns_length_into_width(self, x: Wire) -> bool:
+        left, right = parse(self.pattern)
+        of_features = left[0] if x.kind == "image" else left[-1]
+        lengths = {*names(left)} - {*of_features} - {*self.given}
+        return not lengths.isdisjoint(right[0 if to_image(right) else -1])
+
     def transform(self, x: Any, pattern: str) -> Any:
         """Apply einops to x with the axes of `pattern`, including the batch."""
         from einops import rearrange

@@ -10,7 +10,7 @@ from seqblocks.types import Facts, Wire
 
 ActivationName = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one",
+    "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one", "exp",
 ]  # fmt: skip
 
 
@@ -28,6 +28,8 @@ def activation(name: str) -> Callable[[Any], Any]:
             return lambda x: functional.gelu(x, approximate="tanh")
         case "positive":
             return lambda x: torch.where(x >= 0, x + 0.5, x.sigmoid())
+        case "exp":
+            return torch.exp
         case "one_minus_exp":
             return lambda x: -torch.expm1(x)
         case "elu_plus_one":
@@ -47,9 +49,9 @@ _RANGES = {  # of all numbers
     "silu": Facts(-0.2785), "gelu": Facts(-0.17), "relu": Facts(0), "squared_relu": Facts(0), "selu": Facts(-1.7581),
     "sigmoid": Facts(0, 1), "tanh": Facts(-1, 1), "softplus": Facts(0), "gelu_tanh": Facts(-0.171),
     "positive": Facts(0), "one_minus_exp": Facts(high=1), "rational_exp": Facts(0), "elu_plus_one": Facts(0),
-    "elu": Facts(-1), "leaky_relu": Facts(),
+    "elu": Facts(-1), "leaky_relu": Facts(), "exp": Facts(0),
 }  # fmt: skip
-_AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive", "rational_exp", "elu_plus_one"}  # 0 stays 0
+_AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive", "rational_exp", "elu_plus_one", "exp"}  # 0 stays 0
 
 
 def activated(name: str, facts: Facts) -> Facts:
@@ -58,7 +60,7 @@ def activated(name: str, facts: Facts) -> Facts:
         return facts
     if name == "relu":
         return Facts(max(facts.low, 0.0), max(facts.high, 0.0))
-    if name == "one_minus_exp" and facts.high <= 0:
+    if name in ("exp", "one_minus_exp") and facts.high <= 0:
         return Facts(0, 1)
     return _RANGES[name]
 

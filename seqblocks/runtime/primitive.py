@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.errors import UsageError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch, products
 from seqblocks.op import Op
@@ -40,6 +40,8 @@ class Primitive(StepModule, Holder):
         rate = node.wires[0].rate if node.wires and node.wires[0] else 1
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
         self._gridded = gridded(node, place)
+        wires = [wire for wire in node.wires if wire]
+        self._sized_input = wires[0] if wires and node.op.turns_length_into_width(*wires) else None
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
         if place.held_elsewhere:
@@ -72,7 +74,20 @@ class Primitive(StepModule, Holder):
         parameters, inputs = self._arguments(tensors, call)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}
-        return self.checked(self.op.forward(parameters, call, *inputs), call)
+        y, state = self.checked(self.op.forward(parameters, call, *inputs), call)
+        if self._sized_input:
+            self._check_width(y, inputs[0])
+        return y, state
+
+    def _check_width(self, y: Tensor, x: Tensor) -> None:
+        """Raise RunError if the input x has another length, or other rows and columns, than its type."""
+        assert self._type
+        width, expected = y.shape[1 if self._type.kind == "image" else -1], self._type.features
+        if width != expected:
+            raise RunError(
+                f"{self._path} makes {width} features of {list(x.shape)}, not {expected}: they follow from the size of "
+                f"its input, which must be {self._sized_input}"
+            )
 
     def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> list[Tensor]:
         """Return the output of an op that may be a matrix, split along the features into parts of these sizes."""

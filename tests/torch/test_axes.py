@@ -1,5 +1,7 @@
 """Axes by patterns: values equal einops on plain tensors; checked shapes, streams, lookahead and errors."""
 
+import re
+
 import pytest
 import torch
 from einops import rearrange, reduce
@@ -271,6 +273,24 @@ def test_images_of_other_sizes_with_as_many_tokens() -> None:
         tokens = torch.nn.functional.conv2d(image, step.weight, step.bias)
         expected = rearrange(tokens, "b f r c -> b r c f").mean(2)
         torch.testing.assert_close(found["of_x" if name == "a" else "of_other"], expected)
+
+
+@pytest.mark.parametrize(
+    ("entering", "pattern", "sizes", "found"),
+    [
+        ("features: 6, length: 8", "seq d -> d seq", (5, 6), "makes 5 features of [2, 5, 6], not 8"),
+        ("features: 6, length: 8", "seq d -> (d seq)", (9, 6), "makes 54 features of [2, 9, 6], not 48"),
+        ("image: {size: 8, channels: 3}", "channels rows columns -> rows (columns channels)", (3, 8, 4), "makes 12"),
+    ],
+)  # fmt: skip
+def test_features_made_of_tokens_need_as_many_tokens(
+    entering: str, pattern: str, sizes: tuple[int, ...], found: str
+) -> None:
+    model = built(entering, f"rearrange: '{pattern}'", "linear: 4")
+    with pytest.raises(RunError, match=f"^rearrange {re.escape(found)}.*must be"):
+        model(draw(2, *sizes))
+    frames = built("features: 6, length: 8", "rearrange: {pattern: '(seq n) d -> seq (d n)', n: 2}", "linear: 4")
+    assert frames(draw(2, 12, 6)).shape == (2, 6, 4)  # the width of a frame does not depend on the length
 
 
 def test_a_context_of_a_wrong_number_of_tokens_is_named() -> None:

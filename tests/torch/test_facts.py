@@ -16,7 +16,7 @@ from seqblocks.types import Facts
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "positive", "one_minus_exp", "rational_exp", "elu_plus_one",
+    "positive", "one_minus_exp", "rational_exp", "elu_plus_one", "exp",
 )  # fmt: skip
 DECAYS = ("softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru")
 PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}

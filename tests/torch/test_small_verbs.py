@@ -136,6 +136,28 @@ def test_elu_and_leaky_relu() -> None:
     torch.testing.assert_close(y, torch.where(X > 0, X * X, 0.01 * X * X))
 
 
+def test_an_average_of_values_with_exponential_weights() -> None:
+    """The memory of RWKV-4: the weights e^k decay with the distance."""
+    text = """
+seqblocks: 1
+model:
+  input: {features: 6}
+  steps:
+    - constant: {features: 6, learned: false, value: -0.3, as: decay}
+    - scale: {from: input, by: 0.5, as: k}
+    - exp: {as: weight}
+    - gated_recurrence: {decay: decay, as: sum}
+    - gate: {from: input, by: k, activation: exp}
+    - gated_recurrence: {decay: decay, name: values}
+    - divide: {by: sum}
+"""
+    model = from_text(text)
+    distance = (torch.arange(9)[:, None] - torch.arange(9)).clamp(min=0)
+    weights = torch.exp(X / 2)[:, None] * torch.exp(-0.3 * distance).tril()[..., None]  # [batch, t, s, features]
+    torch.testing.assert_close(model(X), (weights * X[:, None]).sum(2) / weights.sum(2))
+    check_law(model)
+
+
 @pytest.mark.parametrize(
     "steps",
     [
