@@ -16,6 +16,7 @@ from seqblocks.kernels.mlstm.forward import (
     Options,
     advance,
     apply_,
+    begin,
     denominator,
     empty_state,
     outer,
@@ -23,9 +24,10 @@ from seqblocks.kernels.mlstm.forward import (
     rescale,
     row_dots,
     side_by_side,
+    state_of,
     weights_of,
 )  # fmt: skip
-from seqblocks.kernels.mlstm.gates import Chunk, make_plan, prepare, prepare_backward
+from seqblocks.kernels.mlstm.gates import Chunk, prepare_backward
 from seqblocks.kernels.numerics import without_autocast
 from seqblocks.kernels.products import multiply
 from seqblocks.kernels.resets import nonfinite
@@ -41,14 +43,12 @@ def backward(
 
     Without an initial state, its gradients are empty tensors. kept: what the forward pass saved, if given.
     """
-    B, S, H, DK = q.shape
-    DV = v.shape[-1]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, like the results of the fake op
-    dC0, dn0, dm0 = empty_state(q, v, f, C0 is not None)
-    if v.numel() == 0 or S == 0:
-        for given, out in ((dC_out, dC0), (dn_out, dn0), (dm_out, dm0)):
+    grads = Operands(*(x.new_empty(x.shape) for x in (q, k, v)))  # contiguous, like the results of the fake op
+    of_state = empty_state(q, v, f, C0 is not None)
+    if v.numel() == 0 or q.shape[1] == 0:
+        for given, out in zip((dC_out, dn_out, dm_out), of_state, strict=True):
             out.zero_() if given is None or C0 is None else out.copy_(given)
-        return dq, dk, dv, torch.zeros_like(i), torch.zeros_like(f), dC0, dn0, dm0
+        return *grads, torch.zeros_like(i), torch.zeros_like(f), *of_state
     undefined = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
@@ -56,35 +56,43 @@ def backward(
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
-        plan = make_plan(q, v, chunk_size, reverse) if kept is None else kept.plan
-        enters = C0 is not None or len(plan.chunks) > 1
-        kept = kept or Kept(plan, *prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [], [])
-        dC_out, dn_out = (None if x is None else x.clone() for x in (dC_out, dn_out))
-        rescale(kept.m, dC_out, dn_out)
-        options = Options(reverse, eps, input_gate == "exp", normalize, plan.singly)
-        of_groups = []
-        for group in reversed(plan.groups):
-            rows = slice(*group)
-            C = None if C0 is None else C0[rows].flatten(0, 1)
-            n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
-            dC, dn = _given_or_zeros(dC_out, dn_out, rows, ((group[1] - group[0]) * H, DK, DV))
-            of_gates, dC, dn = _group_backward(
-                Operands(dq, dk, dv), dh, dC, dn, Operands(q, k, v), C, n, kept, group, options
-            )
-            of_groups.append(of_gates)
-            if C0 is not None and dC is not None and dn is not None:
-                dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
-        of_gates = GateGrads(*(_join(x, 0, True) for x in zip(*of_groups, strict=True)))
-        of_gates = GateGrads(*(None if x is None else x.view(B, H, S) for x in of_gates))
+        kept = kept or begin(q, v, i, f, C0, m0, resets, chunk_size, reverse, input_gate)
+        dC, dn = (None if x is None else x.clone() for x in (dC_out, dn_out))
+        rescale(kept.m, dC, dn)
+        options = Options(reverse, eps, input_gate == "exp", normalize, kept.plan.singly)
+        of_gates = _operands_backward(grads, of_state[:2], dh, dC, dn, Operands(q, k, v), C0, n0, kept, options)
         di, df, dm = prepare_backward(
-            i, f, kept.scan, *of_gates, dm_out, plan.summed, reverse, input_gate, m0 is not None
+            i, f, kept.scan, *of_gates, dm_out, kept.plan.summed, reverse, input_gate, m0 is not None
         )
-        if m0 is not None and dm is not None:
-            dm0 = dm.contiguous()
-    results = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0
+    dC0, dn0, dm0 = of_state
+    dm0 = dm0 if m0 is None or dm is None else dm.contiguous()
+    results = *grads, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0
     if undefined is not None:
         nonfinite.fill(results, *undefined)
     return results
+
+
+def _operands_backward(
+    grads: Operands, of_state: tuple[Tensor, Tensor], dh: Tensor | None, dC: Tensor | None, dn: Tensor | None,
+    given: Operands, C: Tensor | None, n: Tensor | None, kept: Kept, options: Options,
+) -> GateGrads:
+    """Write the gradients of q, k, v and the initial C and n; return those of the gates [B, H, S].
+
+    dh, dC, dn: gradients of h and of the last state (None: zeros).
+    """
+    B, S, H, DK = given.q.shape
+    of_groups = []
+    for group in reversed(kept.plan.groups):
+        rows = slice(*group)
+        last = _given_or_zeros(dC, dn, rows, ((group[1] - group[0]) * H, DK, given.v.shape[3]))
+        state = state_of(C, n, group)
+        of_gates, *first = _group_backward(grads, dh, *last, given, *state, kept, group, options)
+        of_groups.append(of_gates)
+        for out, x in zip(of_state, first, strict=True):
+            if C is not None and x is not None:
+                out[rows] = x.view(-1, *out.shape[1:])
+    joined = (_join(x, 0, True) for x in zip(*of_groups, strict=True))
+    return GateGrads(*(None if x is None else x.view(B, H, S) for x in joined))
 
 
 class GateGrads(NamedTuple):
@@ -204,52 +212,88 @@ def _chunk_backward(
     C, n: the state before the chunk (None: zeros). den: from the forward pass, if saved.
     """
     q, k, v = given
-    us, parts = g.us, options.parts
-    qn = read_normaliser(q, n, us)
+    qn = read_normaliser(q, n, g.us)
     norm = None
     if options.normalize:
         norm = Normaliser.of(denominator(W, qn) if den is None else den, g.floor, options.eps)
     dnum = dh if norm is None else dh * norm.inverse
-
-    # Gradients through num
-    dW = [
-        multiply(parts(part_of(dnum, rows)), parts(part_of(v, keys).transpose(1, 2))) for rows, keys in chunk.blocks
-    ]
-    r = side_by_side([row_dots(w, d) for w, d in zip(W, dW, strict=True)])
-    dread = dp = None
-    if C is not None and us is not None:
-        dread = multiply(parts(dnum), parts(C.transpose(1, 2)))
-        dp = row_dots(parts(q), dread).mul_(us)
-        r += dp
-
-    # Gradients through den and the stabiliser
+    through = _num_backward(dnum, q, v, C, g.us, W, chunk, options)
+    dp = through.dp
     if norm is None:
-        dx, db, dden = -r, None, None
+        dx, db, dden = -through.r, None, None
     else:
-        dx, db, dden = norm.backward(r, g.floor, options)
-        for (rows, _), d in zip(chunk.blocks, dW, strict=True):
-            apply_(Tensor.add_, d, parts(part_of(dden, rows)))
-        if dread is not None and dp is not None and n is not None and qn is not None:
-            dp.addcmul_(dden, qn)
-            for part, dden_part, x in zip(dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
-                part.addcmul_(dden_part, x)
-    dS = [apply_(Tensor.mul_, d, parts(D)) for d, D in zip(dW, g.D, strict=True)]
+        dx, db, dden = norm.backward(through.r, g.floor, options)
+        _den_backward(dden, qn, n, through, chunk, options)
+    dS = [apply_(Tensor.mul_, d, options.parts(D)) for d, D in zip(through.dW, g.D, strict=True)]
 
     # Gradients of the operands. Those of the last token's gates are computed before dk is complete.
-    _fill_q(grads.q, dread, us, k, zip(chunk.blocks, dS, strict=True), options)
+    _fill_q(grads.q, through.dread, g.us, k, zip(chunk.blocks, dS, strict=True), options)
     if dC is not None and dn is not None:
         _write_backward(grads, given, dC, dn, g.write, options)
         _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
     _fill_k_and_v(grads, q, dnum, zip(chunk.blocks, W, dS, strict=True), dC is not None, options)
     de = row_dots((k,), (grads.k,))  # the sums over queries of weights times their gradients
-    if C is not None and n is not None and us is not None and g.keep is not None:
-        read = (q * us).transpose(1, 2)
-        dC = outer(read, dnum, None if dC is None else dC.mul_(g.keep), options)
-        dn = torch.zeros_like(n) if dn is None else dn.mul_(g.keep)
-        dn = dn if dden is None else dn.baddbmm_(read, dden)
-    if us is not None and (dp is None or not chunk.opens):
+    if C is not None and n is not None:
+        dC, dn = _state_backward(q, dnum, dden, n, dC, dn, g, options)
+    if g.us is not None and (dp is None or not chunk.opens):
         dp = torch.zeros_like(dx)
     return GateGrads(de, dx, db, dp), dC, dn
+
+
+class _Through(NamedTuple):
+    """Gradients through num: of W, in blocks and parts; of what is read from the state; of p; and r = dh . num.
+
+    dread, dp: None if the chunk reads no state.
+    """
+
+    dW: list[list[Tensor]]
+    dread: list[Tensor] | None
+    dp: Tensor | None
+    r: Tensor
+
+
+def _num_backward(
+    dnum: Tensor, q: Tensor, v: Tensor, C: Tensor | None, us: Tensor | None, W: Sequence[Sequence[Tensor]],
+    chunk: Chunk, options: Options,
+) -> _Through:
+    """Return the gradients through num, whose gradient is dnum."""
+    parts = options.parts
+    dW = [
+        multiply(parts(part_of(dnum, rows)), parts(part_of(v, keys).transpose(1, 2))) for rows, keys in chunk.blocks
+    ]
+    r = side_by_side([row_dots(w, d) for w, d in zip(W, dW, strict=True)])
+    if C is None or us is None:
+        return _Through(dW, None, None, r)
+    dread = multiply(parts(dnum), parts(C.transpose(1, 2)))
+    dp = row_dots(parts(q), dread).mul_(us)
+    r += dp
+    return _Through(dW, dread, dp, r)
+
+
+def _den_backward(
+    dden: Tensor, qn: Tensor | None, n: Tensor | None, through: _Through, chunk: Chunk, options: Options
+) -> None:
+    """Add the gradients through den to those through num."""
+    parts = options.parts
+    for (rows, _), d in zip(chunk.blocks, through.dW, strict=True):
+        apply_(Tensor.add_, d, parts(part_of(dden, rows)))
+    if through.dread is not None and through.dp is not None and n is not None and qn is not None:
+        through.dp.addcmul_(dden, qn)
+        for part, dden_part, x in zip(through.dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
+            part.addcmul_(dden_part, x)
+
+
+def _state_backward(
+    q: Tensor, dnum: Tensor, dden: Tensor | None, n: Tensor, dC: Tensor | None, dn: Tensor | None, g: ChunkGates,
+    options: Options,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the state before a chunk from those of the state after it, which may be overwritten."""
+    if g.us is None or g.keep is None:
+        return dC, dn
+    read = (q * g.us).transpose(1, 2)
+    dC = outer(read, dnum, None if dC is None else dC.mul_(g.keep), options)
+    dn = torch.zeros_like(n) if dn is None else dn.mul_(g.keep)
+    return dC, dn if dden is None else dn.baddbmm_(read, dden)
 
 
 def _fill_q(
@@ -302,9 +346,9 @@ def _fill_k_and_v(
     """Write dk and dv, or add to them if filled, from W and the gradients of the scores."""
     blocks, parts = list(blocks), options.parts
     for (rows, keys), W, dS in blocks if options.reverse else reversed(blocks):  # The first block contains all keys.
-        into = Operands(*(part_of(x, keys) for x in grads))
-        multiply([x.mT for x in dS], parts(part_of(q, rows)), parts(into.k), add=filled, alpha=q.shape[2] ** -0.5)
-        multiply([x.mT for x in W], parts(part_of(dnum, rows)), parts(into.v), add=filled)
+        dk, dv = parts(part_of(grads.k, keys)), parts(part_of(grads.v, keys))
+        multiply([x.mT for x in dS], parts(part_of(q, rows)), dk, add=filled, alpha=q.shape[2] ** -0.5)
+        multiply([x.mT for x in W], parts(part_of(dnum, rows)), dv, add=filled)
         filled = True
 
 

@@ -119,26 +119,39 @@ def forward(
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     with without_autocast(q.device.type):
-        plan = make_plan(q, v, chunk_size, reverse)
-        enters = C0 is not None or len(plan.chunks) > 1
-        gates, scan, m = prepare(i, f, m0, resets, plan, reverse, input_gate, enters)
-        kept = Kept(plan, gates, scan, m, [], [], [])
-        options = Options(reverse, eps, input_gate == "exp", normalize, plan.singly)
-        weights = kept if save and plan.pairs <= S * DV else None  # if W is at most as large as an input
-        for group in plan.groups:
-            rows = slice(*group)
-            C = None if C0 is None else C0[rows].flatten(0, 1)
-            n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
-            C, n = _group_forward(h, q, k, v, C, n, kept.gates, plan, group, weights, options, return_state)
+        kept = begin(q, v, i, f, C0, m0, resets, chunk_size, reverse, input_gate)
+        options = Options(reverse, eps, input_gate == "exp", normalize, kept.plan.singly)
+        weights = kept if save and kept.plan.pairs <= S * DV else None  # if W is at most as large as an input
+        for group in kept.plan.groups:
+            state = state_of(C0, n0, group)
+            C, n = _group_forward(h, q, k, v, *state, kept.gates, kept.plan, group, weights, options, return_state)
             if return_state and C is not None and n is not None:
-                C_out[rows] = C.view(-1, H, DK, DV)
-                n_out[rows] = n.view(-1, H, DK)
+                C_out[slice(*group)] = C.view(-1, H, DK, DV)
+                n_out[slice(*group)] = n.view(-1, H, DK)
         if return_state:
             m_out.copy_(kept.m)
             rescale(kept.m, C_out, n_out)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
     return (h, C_out, n_out, m_out), kept if save else None
+
+
+def begin(
+    q: Tensor, v: Tensor, i: Tensor, f: Tensor, C0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    chunk_size: int, reverse: bool, input_gate: str,
+) -> Kept:
+    """Divide a pass into chunks and compute the gates. Nothing is saved yet."""
+    plan = make_plan(q, v, chunk_size, reverse)
+    enters = C0 is not None or len(plan.chunks) > 1
+    return Kept(plan, *prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [], [])
+
+
+def state_of(C: Tensor | None, n: Tensor | None, group: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """Return C [N, DK, DV] and n [N, DK, 1] of a group of sequences; None if there is no state."""
+    if C is None or n is None:
+        return None, None
+    rows = slice(*group)
+    return C[rows].flatten(0, 1), n[rows].reshape(-1, n.shape[2], 1)
 
 
 def _group_forward(
