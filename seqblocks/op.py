@@ -213,6 +213,9 @@ class Op(BaseModel):
 
         The function may have a keyword parameter `out=None`: memory for the new first part of the state, a contiguous
         tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
+
+        It may have an attribute `several`, which does the same for several tokens: a function of the batch size, the
+        state and inputs [seq * batch, features], the tokens of all sequences one after another.
         """
         return None
 

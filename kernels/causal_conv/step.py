@@ -1,4 +1,4 @@
-"""One token of a depthwise causal convolution, with the taps in the layout that is fastest for one token.
+"""Single tokens of a depthwise causal convolution, with the taps in the layout that is fastest for one token.
 
 B batch, D channels, K taps.
 """
@@ -40,16 +40,27 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
 def _prepare_few(
     before: Sequence[Tensor], now: Tensor, bias: Tensor | None, activation: str | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Do the same for few taps, each [D]: products are added without a tensor of all of them."""
+    """Do the same for few taps, each [D]: products are added without a tensor of all of them.
 
-    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, inputs = x * now if bias is None else torch.addcmul(bias, x, now), window.unbind(1)
+    f.several is for several tokens, see `Op.prepare_step`.
+    """
+
+    def convolved(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        y = x * now if bias is None else torch.addcmul(bias, x, now)
         for each, tap in zip(inputs, before, strict=True):
             y.addcmul_(each, tap)
-        if activation == "silu":
-            y = F.silu(y, inplace=True)
-        return y, torch.stack([*inputs[1:], x], 1)
+        return F.silu(y, inplace=True) if activation == "silu" else y
 
+    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = window.unbind(1)
+        return convolved(x, inputs), torch.stack([*inputs[1:], x], 1)
+
+    def several(batch: int, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, count = torch.cat([*window.unbind(1), x]), len(x)
+        y = convolved(x, [inputs.narrow(0, at * batch, count) for at in range(len(before))])
+        return y, torch.stack(inputs.narrow(0, count, len(before) * batch).split(batch), 1)
+
+    step.several = several  # type: ignore[attr-defined]
     return step
 
 

@@ -1,7 +1,7 @@
 """A few tokens of a stream at once, such as a short prompt, read by the function of a stepper.
 
 Steps without state process all tokens at once, like the tokens of several sequences, and those with a state one token
-after another. For many tokens, the kernels of whole sequences take less time.
+after another, or in a function of their own. For many tokens, the kernels of whole sequences take less time.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ def over_tokens(
 ) -> tuple[Tensor, ...]:
     """Call a function of one token for each of several, and return the outputs of all and the last state.
 
-    run(*state, *inputs [batch, ...]) returns that many outputs and then the state; inputs [seq * batch, ...].
+    run(*state, *inputs [batch, ...]) returns that many outputs and then the state; inputs [seq * batch, ...]. A
+    function `run.several`, if there is one, does the same for all tokens in fewer operations (`Op.prepare_step`).
     """
-    made = []
+    if several := getattr(run, "several", None):
+        made: tuple[Tensor, ...] = several(batch, *state, *inputs)
+        return made
+    outputs_of = []
     for now in zip(*(repeat(None) if x is None else x.split(batch) for x in inputs), strict=False):
         done = run(*state, *now)
-        made.append(done[:outputs])
+        outputs_of.append(done[:outputs])
         state = done[outputs:]
-    return *(torch.cat(each) for each in zip(*made, strict=True)), *state
+    return *(torch.cat(each) for each in zip(*outputs_of, strict=True)), *state

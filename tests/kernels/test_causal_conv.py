@@ -12,12 +12,15 @@ from torch import Tensor
 
 from seqblocks.kernels import causal_conv, numerics, use_backend
 from seqblocks.kernels.causal_conv import interface
+from seqblocks.kernels.causal_conv import step as step_of_conv
+from seqblocks.runtime.reading import over_tokens
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
     Subject,
     assert_close,
     check,
+    crossed,
     draw,
     with_gradients,
 )  # fmt: skip
@@ -186,3 +189,14 @@ def test_a_backward_pass_within_autocast_is_computed_like_the_forward_pass(token
         with torch.autocast("cpu", torch.bfloat16):
             found = torch.autograd.grad(y, (x, weight), dy)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@crossed(("seq", [1, 2, 7]), ("B", [1, 3]), ("K", [2, 4]), ("activation", [None, "silu"]), ("biased", [False, True]))
+def test_several_tokens_are_single_tokens(seq: int, B: int, K: int, activation: str | None, biased: bool) -> None:
+    sizes = (5, 1, K), (5,), (B, K - 1, 5), (seq * B, 5)
+    weight, bias, window, x = (torch.randn(size, dtype=torch.float64) for size in sizes)
+    step = step_of_conv.prepare(weight, bias if biased else None, activation)
+    found = step.several(B, window, x)  # type: ignore[attr-defined]
+    torch.testing.assert_close([*found], [*over_tokens(lambda *given: step(*given), B, 1, [window], [x])])
+    assert found[1].is_contiguous()
+    assert found[1].untyped_storage().nbytes() == window.untyped_storage().nbytes()

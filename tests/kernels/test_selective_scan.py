@@ -13,8 +13,10 @@ from torch import Tensor
 
 from seqblocks import BackendError
 from seqblocks.kernels import numerics, selective_scan, why
+from seqblocks.kernels.selective_scan import step as step_of_scan
 from seqblocks.kernels.selective_scan import torch as selective_scan_torch
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
+from seqblocks.runtime.reading import over_tokens
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -406,3 +408,22 @@ def _full_length() -> Tensors:
     A, B, C = -torch.rand(64, 4), torch.rand(1, 300, 4), torch.rand(1, 300, 4)
     x = {"u": u, "dt": dt, "z": z, "A": A, "B": B, "C": C, "D": torch.rand(64), "dt_bias": torch.rand(64)}
     return {name: each.requires_grad_() for name, each in x.items()}
+
+
+@crossed(("dtype", [torch.float32, torch.float64]), ("B", [1, 3]), ("N", [1, 5]), ("softplus", [False, True]))
+def test_single_tokens_are_the_recurrence(dtype: torch.dtype, B: int, N: int, softplus: bool) -> None:
+    """One token after another and several at once, against the recurrence in float64."""
+    sizes = {"A": (6, N), "D": (6,), "h": (B, 6, N), "x": (B, 4, 6), "dt": (B, 4, 6), "B": (B, 4, N), "C": (B, 4, N)}
+    A, D, h, x, dt, *of_states = (torch.randn(size, dtype=torch.float64) for size in sizes.values())
+    A, dt = A.abs(), dt if softplus else dt.abs()
+    expected = selective_scan(
+        x, dt, -A, *of_states, D=D, z=x, state=h, dt_softplus=softplus, return_state=True, backend="reference"
+    )  # fmt: skip
+    step = step_of_scan.prepare(A.log().to(dtype), D.to(dtype), softplus)
+    rows = [each.to(dtype).transpose(0, 1).flatten(0, 1) for each in (x, dt, *of_states, x)]
+    found = step.several(B, h.to(dtype), *rows)  # type: ignore[attr-defined]
+    one_by_one = over_tokens(lambda *given: step(*given), B, 1, [h.to(dtype)], rows)
+    exact = expected[0].transpose(0, 1).flatten(0, 1), expected[1]
+    margin = 1e-5 if dtype is torch.float32 else 1e-12
+    for each in (found, one_by_one):
+        torch.testing.assert_close([x.double() for x in each], [*exact], rtol=margin, atol=margin)
