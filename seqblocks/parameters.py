@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree
-from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.language.vocabulary import did_you_mean, instead_of
 from seqblocks.record import Record
 
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
@@ -141,7 +141,7 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             "E408",
             f"there is no initialiser {quote(name)}",
             expected=f"one of {listing(INITIALISERS, 20)}",
-            hint=did_you_mean(name, INITIALISERS),
+            hint=did_you_mean(name, INITIALISERS) or instead_of(name),
         )
     values: dict[str, Any] = dict(known.arguments)
     for key, number in _by_name(name, known, numbers).items():

@@ -7,7 +7,7 @@ from itertools import chain
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.step import Step, find_verb
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.vocabulary import did_you_mean, key_hint
@@ -30,7 +30,9 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
     node = step.get("init")
     if not isinstance(node, Mapping):
         if node is not None:
-            message, hint = "init must be a mapping of parameter: initialiser", "init: {weight: zeros}"
+            written = node.text if isinstance(node, Scalar) and isinstance(node.value, str) else "zeros"
+            hint = f'init: {{{next(iter(parameters), "weight")}: "{written}"}}'
+            message = "init must be a mapping of parameter: initialiser"
             ctx.report(Fault("E203", message, found=kind_of(node), hint=hint), node.span)
         return parameters
     out = dict(parameters)
@@ -110,7 +112,7 @@ def _check_step(ctx: Context, step: Step) -> None:
     node = step.get("tie")
     if isinstance(node, Scalar) and isinstance(node.value, str):
         first = node.value.partition(".")[0]
-        if not any(body.incomplete or first in body.nodes for body in bodies_around(ctx)):
+        if not may_be_step(ctx, first):
             ctx.report(_no_step(ctx, first), node.span)
 
 
@@ -163,7 +165,7 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
             if ctx.run.is_known(node):
                 raise _no_target(tie, [graph.join(first, name) for name in there])
             return None
-    if any(body.incomplete for body in bodies_around(ctx)):
+    if may_be_step(ctx, first):
         return None
     raise _no_step(ctx, first)
 
@@ -176,9 +178,22 @@ def bodies_around(ctx: Context) -> Iterator[Body]:
         body = body.outer
 
 
+def may_be_step(ctx: Context, name: str) -> bool:
+    """Return whether a step above may have this name: one has, or one that could not be read may have it."""
+    return any(body.incomplete or name in body.nodes or _has_unknown_verb(ctx, body) for body in bodies_around(ctx))
+
+
+def _has_unknown_verb(ctx: Context, body: Body) -> bool:
+    """Return whether the name of some step is that of its verb, which is unknown."""
+    unknown = (node for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
+    return any(node.verb not in ctx.passed and find_verb(ctx.file, node.verb) is None for node in unknown)
+
+
 def _no_step(ctx: Context, name: str) -> Fault:
     def hint() -> str:
         known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
+        if name == "model":
+            return "leave out `model.`: names begin at this list of steps, or at an enclosing one"
         return did_you_mean(name, known) or "tie to a step above this one"
 
     return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)
@@ -189,6 +204,8 @@ def _no_target(tie: _Tie, names: list[str]) -> Fault:
     written = tie.target.rpartition(".")[0] if tie.of_step else tie.target
 
     def hint() -> str | None:
+        if tie.of_step and written in names:
+            return f"tie: {{{tie.ours}: {written}}}"
         known = dict.fromkeys(name.rpartition(".")[0] if tie.of_step else name for name in names)
         return did_you_mean(written, [name for name in known if name != written])
 

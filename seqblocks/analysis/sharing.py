@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.parameters import bodies_around
+from seqblocks.analysis.parameters import bodies_around, may_be_step
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
@@ -94,7 +94,7 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
             raise Fault("E320", message, at="share", hint="name a step above")
         if found:
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
-    if any(body.incomplete for body in bodies_around(ctx)):
+    if may_be_step(ctx, first):
         return None
     raise _no_step(ctx, step, first)
 

@@ -7,6 +7,7 @@ so the limits are enforced while reading, before any large structure is built.
 
 from __future__ import annotations
 
+import itertools
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -372,6 +373,7 @@ class _Reader:
         if top.mapping:
             if top.flow:
                 self.drop_split_calls(top)
+                self.drop_split_numbers(top)
             node = Mapping(span, top.size, top.depth, top.entries, top.incomplete)
         else:
             node = Sequence(span, top.size, top.depth, top.items)
@@ -386,6 +388,20 @@ class _Reader:
             for each in (key, *pieces[1:]):
                 top.entries.pop(each, None)
             top.incomplete = True
+
+    def drop_split_numbers(self, top: _Open) -> None:
+        """Report a number that a comma inside braces splits, `{dim: 1,024}`, and drop its parts."""
+        if not any(len(key) == 3 and key.isdecimal() for key in top.entries):
+            return
+        for key, (_, value) in [*top.entries.items()]:
+            after = itertools.takewhile(lambda each: re.fullmatch(r"\d{3}", each), _keys_after(top.entries, key))
+            if isinstance(value, Scalar) and re.fullmatch(r"\d{1,3}", value.text) and (parts := [*after]):
+                written = ",".join([value.text, *parts])
+                message = f"the comma in {written} ends the value"
+                self.report.add(Diagnostic("E110", message, value.span, hint=f"{key}: {written.replace(',', '')}"))
+                for each in (key, *parts):
+                    top.entries.pop(each)
+                top.incomplete = True
 
     def syntax(self, error: yaml.YAMLError) -> Diagnostic:
         mark = getattr(error, "problem_mark", None)
@@ -450,14 +466,19 @@ class _Reader:
             if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
                 above.append((number, text))
         for number, text in [(line, current), *above[:1]]:
+            if found := re.search(_SPACES, text):
+                return f"line {number} contains U+{ord(found[0]):04X} instead of a space: replace it"
             if re.match(r"\s*-[^\s-]", text):
                 return f"a space is missing after the '-' in line {number}"
         same = next(((number, text) for number, text in above if _indent(text) == _indent(current)), None)
         if same and current.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
             return f"line {same[0]} is among the items of a list: add '- ' in front"
+        if same and current.strip() and not current.lstrip().startswith("-") and same[1].lstrip().startswith("- "):
+            return f"line {same[0]} is an item of a list: add '- ' in front of this line, or remove it there"
         if not same and above and current.strip():
             known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
-            return f"this line is indented by {_indent(current)} spaces, the lines above by {known}"
+            count = f"{_indent(current)} space{'s' if _indent(current) != 1 else ''}"
+            return f"this line is indented by {count}, the lines above by {known}"
         return None
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
@@ -465,13 +486,10 @@ class _Reader:
         at = next((i for i, c in enumerate(text) if not re.match(_PRINTABLE, c)), 0)
         line, column = _place(text[:at])
         span = Span(self.source, line, column, line, column + 1)
-        return (
-            Diagnostic(
-                "E109", f"character U+{ord(text[at]):04X} is not allowed in YAML", span, hint="remove or escape it"
-            )
-            if text
-            else Diagnostic("E101", f"not YAML: {error.reason}", span)
-        )
+        if not text:
+            return Diagnostic("E101", f"not YAML: {error.reason}", span)
+        hint = "save the file as UTF-8" if text[at] == "\0" else "remove or escape it"
+        return Diagnostic("E109", f"character U+{ord(text[at]):04X} is not allowed in YAML", span, hint=hint)
 
 
 _READ: dict[type, Callable[[_Reader, Any], None]] = {
@@ -503,6 +521,12 @@ def _split_calls(entries: dict[str, tuple[Span, Node]]) -> list[tuple[str, list[
         if len(pieces) > 1:
             found.append((key, pieces))
     return found
+
+
+def _keys_after(entries: dict[str, tuple[Span, Node]], key: str) -> Iterator[str]:
+    """Return the keys after another one, up to the first with a value."""
+    after = itertools.dropwhile(lambda each: each != key, entries)
+    return itertools.takewhile(lambda each: kind_of(entries[each][1]) == "nothing", itertools.islice(after, 1, None))
 
 
 def _indent(line: str) -> int:
@@ -549,6 +573,7 @@ def _comma(inside: str, rest: str) -> str | None:
     return f"use ',' instead of ';' before `{match[2]}`" if match[1] else f"a ',' is missing before `{match[2]}`"
 
 
+_SPACES = "[\u00a0\u2000-\u200b\u202f\u3000\ufeff]"  # characters that look like a space, or like nothing
 _NEAR = 200  # number of characters before an error that hints examine
 _NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # wording of libyaml and PyYAML
 

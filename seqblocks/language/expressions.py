@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -156,7 +157,7 @@ def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
     return NameFault(
         name,
         offset,
-        lambda: did_you_mean(name, known) or did_you_mean(name, FUNCTIONS),
+        lambda: f"{name} is a function: {name}(…)" if name in FUNCTIONS else did_you_mean(name, known),
         lambda: f"one of {listing(sorted(known))}" if known else "a number",
     )
 
@@ -254,8 +255,23 @@ def syntax_tree(text: str) -> ast.expr:
             warnings.simplefilter("ignore")  # Python warns about literals next to keywords, such as "2if"
             return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        hint = "write `//` for integer division and `**` for powers" if "^" in text else None
-        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=hint) from None
+        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=_notation(text)) from None
+
+
+_NOTATIONS = {
+    r"\^": "write `**` for powers",
+    r"[{}]": "write names without braces",
+    r"^\d+(\.\d+)? ?([kKMGBT]i?|%)$": "write the number in full, without a unit",
+    r"^\d{1,3}(,\d{3})+$": "write the number without commas; `1_000` is allowed",
+    r"&&|\|\|": "write `and` and `or`",
+    r"(?<![=<>!])=(?!=)": "write `==` to compare",
+    r"^None$": "leave the key out",
+}
+
+
+def _notation(text: str) -> str | None:
+    """Return a hint for the notation of another language."""
+    return next((hint for pattern, hint in _NOTATIONS.items() if re.search(pattern, text)), None)
 
 
 _ALLOWED = (
@@ -290,10 +306,9 @@ def _check(node: ast.AST, text: str) -> None:
             pass
         case _ if isinstance(node, _ALLOWED):
             return
-    hint = "use `**` for powers" if isinstance(getattr(node, "op", None), ast.BitXor) else None
     raise Fault(
         "E501",
         f"{quote(text)} uses syntax that expressions do not support",
         expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions",
-        hint=hint,
+        hint=_notation(text),
     )

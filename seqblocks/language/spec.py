@@ -313,7 +313,8 @@ class Reader:
             file.incomplete = file.root.incomplete
             return
         if not isinstance(node, Sequence):
-            self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint="use: [vil]")
+            hint = f"use: [{node.value if isinstance(node, Scalar) and isinstance(node.value, str) else 'vil'}]"
+            self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint=hint)
             file.incomplete = True
             return
         for item in node.items:
