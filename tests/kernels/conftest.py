@@ -22,7 +22,9 @@ import pytest
 
 # Warnings of torch or its compiler (about float32 products without TF32, for example) are no failures of a kernel, but
 # a failed check of an implementation is. The last filter takes precedence.
-WARNINGS = ("default", r"ignore:TensorFloat32 tensor cores:UserWarning", r"error:the Triton form of:UserWarning")
+WARNINGS = (
+    "default", "ignore:TensorFloat32 tensor cores:UserWarning", "error:the Triton implementation of:UserWarning",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

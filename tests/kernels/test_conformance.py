@@ -548,7 +548,13 @@ DEVICE_SHAPES: dict[str, dict[str, int]] = {
     "selective_scan": {"batch": 4, "S": 300, "E": 256, "N": 16}, "causal_conv": {"batch": 4, "S": 300, "D": 256},
     "centaurus": {"batch": 3, "S": 400, "H": 64, "N": 128}, "head_norm": {"batch": 4, "S": 300, "D": 768},
     "headwise_linear": {"batch": 4, "S": 300, "G": 64}, "linear_attention": {"batch": 4, "S": 300, "K": 64, "V": 64},
+    "residual_norm": {"batch": 4, "S": 300, "D": 768},
 }
+
+
+def test_every_triton_kernel_has_a_shape_for_devices() -> None:
+    assert {*DEVICE_SHAPES} == {kernel.name for kernel in TRITON}
+
 
 
 def called_on_device(kernel: Kernel, dtype: torch.dtype) -> tuple[Subject, Tensors]:

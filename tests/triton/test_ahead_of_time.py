@@ -121,6 +121,33 @@ def test_every_launch_has_the_options_that_all_share(op: str, root: Path) -> Non
     assert not jitted & launched
 
 
+def absent_results(tree: ast.AST) -> set[str]:
+    """Return the names of functions whose result may be None."""
+    found = set()
+    for f in ast.walk(tree):
+        if isinstance(f, ast.FunctionDef):
+            nothing = {
+                target.id for node in ast.walk(f) if isinstance(node, ast.Assign) for target in node.targets
+                if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant) and node.value.value is None
+            }
+            returned = {n.value.id for n in ast.walk(f) if isinstance(n, ast.Return) and isinstance(n.value, ast.Name)}
+            found |= {f.name} if nothing & returned else set()
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tuple_has_a_result_that_may_be_none(op: str, root: Path) -> None:
+    """Triton 3.6 and earlier do not compile `a, b = f(x), g(y)` if a device function returns None."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in triton_files(root / "kernels" / op)]
+    absent = set().union(*map(absent_results, trees))
+    assert op != "selective_scan" or absent
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Tuple):
+                called = {ast.unparse(x.func) for x in node.elts if isinstance(x, ast.Call)}
+                assert not called & absent, ast.unparse(node)
+
+
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
     names = table(["--names"], root, tmp_path)
     assert {name.split()[0] for name in names} == set(OPS) == {path.stem for path in (root / GOLDEN).glob("*.txt")}

@@ -217,9 +217,12 @@ def scan_backward(
         count = min(end - first, CHUNK)
         # Relative to this token, offsets fit into 32 bits.
         t = tl.cast(origin + SIGN * first, tl.int64)
-        x_, dt_ = token_pointers(u, b, t, e, ub, us), token_pointers(dt, b, t, e, db, ds)
-        dy_, z_ = token_pointers(dy, b, t, e, gb, gs), token_pointers(z, b, t, e, zb, zs)
-        B_, C_ = matrix_pointers(B, b, t, group, n, Bb, Bs, Bg), matrix_pointers(C, b, t, group, n, Cb, Cs, Cg)
+        x_ = token_pointers(u, b, t, e, ub, us)
+        dt_ = token_pointers(dt, b, t, e, db, ds)
+        dy_ = token_pointers(dy, b, t, e, gb, gs)
+        z_ = token_pointers(z, b, t, e, zb, zs)
+        B_ = matrix_pointers(B, b, t, group, n, Bb, Bs, Bg)
+        C_ = matrix_pointers(C, b, t, group, n, Cb, Cs, Cg)
         resets_ = mark_pointer(resets, b, t, S)
         line = (b * S + t) * E + e
         dz_, dB_, dC_ = None, None, None

@@ -50,8 +50,10 @@ def scan_ends(
     for start in range(0, end - first, CHUNK):
         t = tl.cast(end - 1 - start if BACK else first + start, tl.int64)
         t = S - 1 - t if REVERSE else t
-        x_, dt_ = token_pointers(x, b, t, e, xb, xs), token_pointers(dt, b, t, e, db, ds)
-        z_, w_ = token_pointers(z, b, t, e, zb, zs), matrix_pointers(w, b, t, group, n, wb, ws, wg)
+        x_ = token_pointers(x, b, t, e, xb, xs)
+        dt_ = token_pointers(dt, b, t, e, db, ds)
+        z_ = token_pointers(z, b, t, e, zb, zs)
+        w_ = matrix_pointers(w, b, t, group, n, wb, ws, wg)
         resets_ = mark_pointer(resets, b, t, S)
         rest = end - first - start
         ahead = load_tokens(x_, dt_, z_, w_, None, resets_, 0, rest, mask, is_n, xs, ds, zs, ws, None, SIGN, STEPS)
@@ -180,9 +182,12 @@ def scan(
     for start in range(begin, end, CHUNK):
         # Relative to the first token of a chunk, offsets fit into 32 bits.
         t = tl.cast(S - 1 - start if REVERSE else start, tl.int64)
-        u_, dt_ = token_pointers(u, b, t, e, ub, us), token_pointers(dt, b, t, e, db, ds)
-        z_, B_ = token_pointers(z, b, t, e, zb, zs), matrix_pointers(B, b, t, group, n, Bb, Bs, Bg)
-        C_, resets_ = matrix_pointers(C, b, t, group, n, Cb, Cs, Cg), mark_pointer(resets, b, t, S)
+        u_ = token_pointers(u, b, t, e, ub, us)
+        dt_ = token_pointers(dt, b, t, e, db, ds)
+        z_ = token_pointers(z, b, t, e, zb, zs)
+        B_ = matrix_pointers(B, b, t, group, n, Bb, Bs, Bg)
+        C_ = matrix_pointers(C, b, t, group, n, Cb, Cs, Cg)
+        resets_ = mark_pointer(resets, b, t, S)
         y_ = y + (b * S + t) * E + e
         if between is not None:
             tl.store(between + (b * tl.cdiv(S, CHUNK) + start // CHUNK) * E * N + along, h, own)
