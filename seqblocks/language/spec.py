@@ -14,9 +14,22 @@ from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
-from seqblocks.errors import Diagnostic, Fault, Lazy, Note, Report, Source, Span, SpecError, UsageError, listing, quote
+from seqblocks.errors import (
+    Diagnostic,
+    Fault,
+    Lazy,
+    Note,
+    Report,
+    Source,
+    SourceKind,
+    Span,
+    SpecError,
+    UsageError,
+    listing,
+    quote,
+)  # fmt: skip
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
@@ -205,6 +218,15 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
 # --- reading a file ---------------------------------------------------------------------------------------------------
 
 
+class _Found(NamedTuple):
+    """A file in `use:`, with its name for messages, and its path relative to the folder of the spec."""
+
+    path: Path
+    shown: str
+    relative: str
+    kind: SourceKind
+
+
 class Reader:
     """Read a file, and each of the files that it uses, once."""
 
@@ -359,54 +381,61 @@ class Reader:
                 file.incomplete = True
 
     def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
-        own = looks_like_path(name)
-        provided = self.provided or {}
-        if own:
-            relative = os.path.normpath(os.path.join(folder, name))
-            path = self.base / relative
-            shown = os.path.normpath(path)
-        else:
-            found = bundled()
-            if name not in found and name not in provided:
-                found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
-                self.fault(
-                    "E306",
-                    f"there is no bundled spec {quote(name)}",
-                    span,
-                    expected=f"one of {listing(found)}",
-                    hint=lambda: did_you_mean(name, found) or "to use a file, write its path: ./blocks.yaml",
-                )
-                return None
-            path, shown, relative = found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name))
-        key = os.path.abspath(path)
+        """Return a file in `use:`, read at its first use, or report an error and return None."""
+        found = self._find(name, span, folder)
+        if found is None:
+            return None
+        key = os.path.abspath(found.path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
             self.fault("E307", f"the files use each other: {ring}", span, hint="move the shared blocks to a third file")
             return None
         if key not in self.files:
             self.files[key] = None
-            if len(self.open) > MAX_USES:
-                expected = f"at most {MAX_USES} levels"
-                self.fault("E104", "`use` is nested too deeply", span, expected=expected)
-                return None
-            if own:
-                text = self._text_in_use(name, relative, path, shown, span)
-            else:
-                text = provided[name] if name in provided else read_text(path, shown, self.report)
-            if text is None:
-                return None
-            self.texts[relative if own else name] = text
-            source = Source.of(shown, text, "own" if own else "bundled")
-            tree = document.parse(source, self.report)
-            self.size += tree.size if tree and (own or name in provided) else 0
-            if self.size > document.MAX_NODES:
-                expected = f"at most {document.MAX_NODES:,} nodes in total"
-                self.fault("E104", "the used files are too large", span, expected=expected)
-                return None
-            self.open.append(key)
-            self.files[key] = self.read(tree, source, os.path.dirname(relative))
-            self.open.pop()
+            self.files[key] = self._read_used(name, found, key, span)
         return self.files[key]
+
+    def _find(self, name: str, span: Span, folder: str) -> _Found | None:
+        if looks_like_path(name):
+            relative = os.path.normpath(os.path.join(folder, name))
+            path = self.base / relative
+            return _Found(path, os.path.normpath(path), relative, "own")
+        found = bundled()
+        if name not in found and name not in (self.provided or {}):
+            found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
+            self.fault(
+                "E306",
+                f"there is no bundled spec {quote(name)}",
+                span,
+                expected=f"one of {listing(found)}",
+                hint=lambda: did_you_mean(name, found) or "to use a file, write its path: ./blocks.yaml",
+            )
+            return None
+        return _Found(found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name)), "bundled")
+
+    def _read_used(self, name: str, found: _Found, key: str, span: Span) -> SpecFile | None:
+        if len(self.open) > MAX_USES:
+            self.fault("E104", "`use` is nested too deeply", span, expected=f"at most {MAX_USES} levels")
+            return None
+        own, provided = found.kind == "own", self.provided or {}
+        if own:
+            text = self._text_in_use(name, found.relative, found.path, found.shown, span)
+        else:
+            text = provided[name] if name in provided else read_text(found.path, found.shown, self.report)
+        if text is None:
+            return None
+        self.texts[found.relative if own else name] = text
+        source = Source.of(found.shown, text, found.kind)
+        tree = document.parse(source, self.report)
+        self.size += tree.size if tree and (own or name in provided) else 0
+        if self.size > document.MAX_NODES:
+            expected = f"at most {document.MAX_NODES:,} nodes in total"
+            self.fault("E104", "the used files are too large", span, expected=expected)
+            return None
+        self.open.append(key)
+        file = self.read(tree, source, os.path.dirname(found.relative))
+        self.open.pop()
+        return file
 
     def _text_in_use(self, name: str, relative: str, path: Path, shown: str, span: Span) -> str | None:
         """Return the text of a file in `use:`, or report an error and return None. Check permission before reading."""
