@@ -146,6 +146,20 @@ class _Tokens:
         return carry
 
 
+    def through_decays(self, grads: Tensor, decay: Tensor, states: Tensor, before: Tensor, a: int) -> Tensor:
+        """Turn the gradients [L, B, G, N, E] of the states into those of the exponents dt A, in place.
+
+        before: the state before the chunk.
+        """
+        p = grads.mul_(decay)
+        p[-1 if self._reverse else 0].mul_(before)
+        later, earlier = (slice(-1), slice(1, None)) if self._reverse else (slice(1, None), slice(-1))
+        p[later].mul_(states[earlier])
+        if (fresh := self.begin_among(a, a + len(grads))) is not None:
+            p.masked_fill_(fresh, 0.0)
+        return p
+
+
 def _over_states(x: Tensor, states: Tensor) -> Tensor:
     """Return the sums over n of x[..., n] states[..., n, e]: [L, B, G, N] and [L, B, G, N, E] to [L, B, G, E]."""
     return (x.unsqueeze(-2) @ states).squeeze(-2)
@@ -242,12 +256,7 @@ def _scan_backward(
                 dD += torch.mul(dout, part.u).sum((0, 1)).flatten()
                 of_u.addcmul_(D.view(A.shape[:2]), dout)
             du[:, a:b] = of_u.flatten(2).transpose(0, 1)
-            p = grads.mul_(decay)
-            p[-1 if reverse else 0].mul_(before)
-            later, earlier = (slice(-1), slice(1, None)) if reverse else (slice(1, None), slice(-1))
-            p[later].mul_(states[earlier])
-            if (fresh := scan.begin_among(a, b)) is not None:
-                p.masked_fill_(fresh, 0.0)
+            p = scan.through_decays(grads, decay, states, before, a)
             summed = torch.mul(p, scan.A, out=memory).sum(-2)
             of_dt = scan.through_softplus(summed.addcmul_(through, part.u), part)
             ddt[:, a:b] = of_dt.flatten(2).transpose(0, 1)
