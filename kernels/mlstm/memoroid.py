@@ -180,24 +180,16 @@ def mlstm_memoroid(
 
     Raises ValueError for wrong shapes or an unknown readout, BackendError (see dispatch).
     """
-    if readout not in READOUTS:
-        raise ValueError(f"mlstm_memoroid: readout must be one of {', '.join(READOUTS)}, not {readout!r}")
-    B, S, H, DK = q.shape
-    if k.shape != q.shape or v.shape[:3] != q.shape[:3] or i.shape != q.shape[:3] or f.shape != q.shape[:3]:
-        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, i, f))
-        raise ValueError(f"mlstm_memoroid expects q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; got {shapes}")
+    _check(q, k, v, i, f, readout)
     double = any(t.dtype == torch.float64 for t in (q, k, v, i, f))
     dtype = torch.float64 if double else torch.float32
     x = tuple(t.to(dtype) for t in (q, k, v, i, f))
-    if state is None:
-        fresh = x[4].new_full((B, H), NOTHING)
-        state = MLSTMState(fresh.new_zeros(B, H, DK, v.shape[-1]), fresh.new_zeros(B, H, DK), fresh)
-    C, n, m = (t.to(dtype) for t in state)
+    C, n, m = _fresh(x) if state is None else (t.to(dtype) for t in state)
     found = None
-    if resets is not None and torch.is_grad_enabled() and S and nonfinite.suspected(*x, C, n, m):
+    if resets is not None and torch.is_grad_enabled() and q.shape[1] and nonfinite.suspected(*x, C, n, m):
         found = nonfinite.find(x[0], x[1], x[2], x[3], x[4], (C, n, m), resets, reverse)
         x, (C, n, m) = tuple(found.clean(*x)), found.clean_state(C, n, m)
-    if S == 0:
+    if q.shape[1] == 0:
         h, last = empty_with_gradients(v, *x).to(v.dtype), MLSTMState(C, n, m)
     else:
         with without_autocast(q.device.type):
@@ -210,3 +202,19 @@ def mlstm_memoroid(
         h, (C, n, m) = nonfinite.marked(found, h, last)
         last = MLSTMState(C, n, m)
     return (h, last) if return_state else h
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, readout: str) -> None:
+    if readout not in READOUTS:
+        raise ValueError(f"mlstm_memoroid: readout must be one of {', '.join(READOUTS)}, not {readout!r}")
+    if k.shape != q.shape or v.shape[:3] != q.shape[:3] or i.shape != q.shape[:3] or f.shape != q.shape[:3]:
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, i, f))
+        raise ValueError(f"mlstm_memoroid expects q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; got {shapes}")
+
+
+def _fresh(x: tuple[Tensor, ...]) -> MLSTMState:
+    """Return the state before the first token, for the inputs q, k, v, i, f."""
+    q, _, v, _, f = x
+    B, _, H, DK = q.shape
+    m = f.new_full((B, H), NOTHING)
+    return MLSTMState(m.new_zeros(B, H, DK, v.shape[-1]), m.new_zeros(B, H, DK), m)

@@ -35,35 +35,47 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
         expected = f"at most {MAX_MATCHES // count:,}, not counting parts that are a single index (blocks.{{layer}})"
         ctx.report(Fault("E104", message, expected=expected), table[0].span)
         return
-    names: dict[str, Any] = {}
-    for item in graph.parameters(body, shared=True) if parted else ():
-        level = names
-        for part in item.name.split("."):
-            level = level.setdefault(part, {})
-    top, owners = _Places([body], _inside), _Places([names], dict)
+    top, owners = _Places([body], _inside), _Places([_names(body) if parted else {}], dict)
     composed: set[int] = set()
     is_valid = True
     for entry in table:
-        places = top
-        start = 0
-        for part in entry.ours.split("."):
-            found = places.below(part, open)
-            if not found.members:
-                otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.members)
-                if not (otherwise or places.without_layers or part in places.absent):
-                    _unknown(ctx, entry, part, start, places)
-                    is_valid = False
-                break
-            places, start = found, start + len(part) + 1
-        else:
-            _check_axis(ctx, entry, places)
-            _check_layout(ctx, entry, places)
-            if (len(entry.theirs) > 1 or not isinstance(entry.theirs[0], Name)) and places.mapped:
-                composed.add(id(entry))
-            if parted and places.shapes:
-                is_valid &= _check_owner(ctx, entry, owners)
+        places, is_known = _find(ctx, entry, top, open)
+        is_valid &= is_known
+        if places is None:
+            continue
+        _check_axis(ctx, entry, places)
+        _check_layout(ctx, entry, places)
+        if (len(entry.theirs) > 1 or not isinstance(entry.theirs[0], Name)) and places.mapped:
+            composed.add(id(entry))
+        if parted and places.shapes:
+            is_valid &= _check_owner(ctx, entry, owners)
     for layout in dict.fromkeys(entry.layout for entry in table) if is_valid else ():
         _check_use(ctx, table, layout, body, open, composed)
+
+
+def _names(body: Graph) -> dict[str, Any]:
+    """Return the names of all parameters as nested dicts, one level for each part of a name."""
+    names: dict[str, Any] = {}
+    for item in graph.parameters(body, shared=True):
+        level = names
+        for part in item.name.split("."):
+            level = level.setdefault(part, {})
+    return names
+
+
+def _find(ctx: Context, entry: Entry, places: _Places, open: bool) -> tuple[_Places | None, bool]:
+    """Return what an entry's key matches, or None, and whether it is known. Reports an unknown key."""
+    start = 0
+    for part in entry.ours.split("."):
+        found = places.below(part, open)
+        if not found.members:
+            otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.members)
+            is_known = bool(otherwise or places.without_layers or part in places.absent)
+            if not is_known:
+                _unknown(ctx, entry, part, start, places)
+            return None, is_known
+        places, start = found, start + len(part) + 1
+    return places, True
 
 
 def _check_use(
