@@ -207,7 +207,41 @@ def test_initial_values_of_mamba() -> None:
     assert 0.38 < steps.max().item() <= 0.4001
 
 
+def spread(model: SequenceModel, *names: str) -> list[float]:
+    """Return the standard deviation of each parameter, in float64."""
+    return [model.get_parameter(name).detach().double().std().item() for name in names]
+
+
+def test_initial_values_of_rwkv6() -> None:
+    """The maps of the mixer are Glorot-uniform with a gain of 2^-2.5, those of the network normal."""
+    mixer = seqblocks.build_text(spec(64, "rwkv6_mixer: {name: it, dim: 64, heads: 2, mix_rank: 16}", use="rwkv6"))
+    bound = (6 / (64 + 5 * 16)) ** 0.5 / 2**2.5
+    for name in ("mix_in", "mix_r", "mix_w", "mix_k", "mix_v", "mix_g"):
+        assert 0.9 * bound < mixer.get_parameter(f"it.{name}.weight").abs().max().item() <= bound, name
+    network = seqblocks.build_text(spec(64, "rwkv6_channel_mixer: {name: it, dim: 64}", use="rwkv6"))
+    found = spread(network, "it.key.weight", "it.value.weight", "it.receptance.weight")
+    torch.testing.assert_close(found, [0.02] * 3, rtol=0.1, atol=0)
+
+
+def test_initial_values_of_griffin() -> None:
+    """The variance of output projections is 2 / layers over their width, that of the convolution 0.01 over its taps."""
+    mixer = "[{griffin_mixer: {name: mixer, dim: 64, heads: 2, layers: 8}}]"
+    layer = f"griffin_layer: {{name: it, dim: 64, hidden: 128, layers: 8, mixer: {mixer}}}"
+    model = seqblocks.build_text(spec(64, layer, use="griffin"))
+    mixer = "it.temporal.mixer.mixer"
+    found = spread(model, f"{mixer}.linear_out.weight", "it.channel.down_proj.weight", f"{mixer}.conv_1d.weight")
+    torch.testing.assert_close(found, [0.0625, 0.0442, 0.05], rtol=0.15, atol=0)
+    model = seqblocks.build_text(spec(64, "griffin_attention: {name: it, dim: 64, heads: 2, layers: 8}", use="griffin"))
+    torch.testing.assert_close(spread(model, "it.o_proj.weight"), [0.0625], rtol=0.1, atol=0)
+
+
 # --- xLSTM ------------------------------------------------------------------------------------------------------------
+
+def test_biases_of_xlstm_large_are_initially_zero() -> None:
+    model = seqblocks.build_text(spec(32, "xlstm_large_block: {name: it, dim: 32, heads: 4, bias: true}"))
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("bias") and "gate." not in name}
+    assert len(biases) == 11
+    assert not any(p.any() for p in biases.values())
 
 
 def memory(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, heads: int, gate: str, normalize: bool) -> Tensor:

@@ -62,3 +62,16 @@ def test_logits_tokens_and_weights_are_those_of_the_package(name: str, tmp_path:
     back = weights_in(tmp_path / "back")
     assert back.headers.keys() == weights.keys()
     assert all(torch.equal(back.read(key), tensor) for key, tensor in weights.items())
+
+
+def test_weights_drawn_anew_have_the_initial_values_of_the_package(tmp_path: Path) -> None:
+    def redrawn(name: str) -> dict[str, Tensor]:
+        place, *_ = written(name, tmp_path / name, torch.float32)
+        return dict(seqblocks.build_model(seqblocks.from_pretrained(place).spec).named_parameters())
+
+    rwkv7, hgrn2 = redrawn("rwkv7"), redrawn("hgrn2")
+    assert rwkv7["embed.weight"].abs().max() <= 1e-4
+    head = rwkv7["unembed.weight"]
+    torch.testing.assert_close(head @ head.T, 0.25 * torch.eye(len(head)), rtol=0, atol=1e-5)
+    for name in ("unembed.weight", "layers.0.channel.swiglu.gate_weight", "layers.1.channel.swiglu.down_weight"):
+        assert 0.015 < hgrn2[name].std() < 0.025, name

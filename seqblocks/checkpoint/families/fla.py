@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seqblocks.checkpoint.families.text import Language, language, swiglu
+from seqblocks.checkpoint.families.text import NORMAL, Language, language, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -182,10 +182,12 @@ def hgrn2(config: Config) -> str:
     least = "select: {from: lower, first: layer * dim, features: dim, as: least}"
     mixer = f"hgrn2_mixer: {{dim: dim, key: {key}, lower: least}}"
     none = "constant: {features: dim, learned: false, value: 0, as: least}"
+    drawn = ", ".join(f'{part}_weight: "{NORMAL}"' for part in ("gate", "up", "down"))
+    network = f"swiglu: {{hidden: {_hidden(config, 4)}, init: {{{drawn}}}}}"
     steps = [
         least if bounded else none,
         f"residual: {{from: input, name: token, steps: [{{{norm}}}, {{{mixer}}}]}}",
-        f"residual: {{name: channel, steps: [{{{norm}}}, {{swiglu: {_hidden(config, 4)}}}]}}",
+        f"residual: {{name: channel, steps: [{{{norm}}}, {{{network}}}]}}",
     ]
     names = [
         f"layers.{{layer}}.token.norm: {OFFICIAL}.attn_norm",
@@ -221,7 +223,11 @@ def rwkv7(config: Config) -> str:
     }
     norm = f"eps: {scalar(eps)}, bias: {scalar(flag(config, 'norm_bias', True))}"
     hidden = _hidden(config, 4, share=1, multiple=32)
-    model = _language(config, "RWKV-7", ["rwkv7"])._replace(norm=f"layer_norm: {{name: norm, {norm}}}")
+    model = _language(config, "RWKV-7", ["rwkv7"])._replace(
+        norm=f"layer_norm: {{name: norm, {norm}}}",
+        embedding="uniform(-0.0001, 0.0001)",
+        unembedding="orthogonal(0.5 * sqrt(max(1, vocabulary / dim)))",
+    )
     return _rwkv7_text(model, depth, norm, written(mixer), hidden)
 
 

@@ -32,11 +32,14 @@ def recurrent_gemma(config: Config) -> str:
     require(config, hidden_activation=("gelu_pytorch_tanh", None))
     dim, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
     eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
-    layer = f"griffin_layer: {{dim: dim, hidden: {whole(config, 'intermediate_size') // 2}, eps: {scalar(eps)}, mixer: "
+    depth = depth_of(config)
+    common = {"hidden": whole(config, "intermediate_size") // 2, "eps": eps, "layers": depth}
+    layer = f"griffin_layer: {{dim: dim, {written(common)}, mixer: "
     recurrent = {
         "width": whole_or(config, "lru_width", dim),
         "heads": heads,
         "kernel": whole(config, "conv1d_width", 4),
+        "layers": depth,
     }
     attention = {
         "heads": heads,
@@ -52,7 +55,6 @@ def recurrent_gemma(config: Config) -> str:
         "a": f"- {layer}[{{attention_mixer: {{dim: dim, {written(attention)}}}}}]}}",
     }
     found = words(config, "block_types", ("recurrent", "attention")) or ["recurrent"]
-    depth = depth_of(config)
     blocks = ["griffin", "attention"]
     model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
         names=("model.embed_tokens", "model.final_norm"),

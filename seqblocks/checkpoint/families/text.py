@@ -9,13 +9,15 @@ from typing import NamedTuple
 from seqblocks.checkpoint.families.values import Config, flag, scalar, whole
 
 CACHE = 2048  # tokens cached by attention without a window; change it with `set={"cache": …}`
+NORMAL = "normal(0, 0.02)"  # the usual initial values
 
 
 class Language(NamedTuple):
     """The common parts of language models.
 
     norm: the step of the last norm. names: the official names of the embedding and of that norm. before, after: steps
-    after the embedding and after the head. share: the parameters that layers of one kind share.
+    after the embedding and after the head. share: the parameters that layers of one kind share. embedding, unembedding:
+    initial values of the embedding, and of the head unless it is tied.
     """
 
     about: str
@@ -28,10 +30,13 @@ class Language(NamedTuple):
     before: str = ""
     after: str = ""
     share: str = ""
+    embedding: str = NORMAL
+    unembedding: str = NORMAL
 
     def text(self, layers: Sequence[str], kinds: Mapping[str, str], checkpoint: str) -> str:
         """Return the spec. layers: the kind of each; kinds: their steps, line by line; checkpoint: lines of the map."""
         embed, norm_name = self.names
+        head = "tie: embed" if self.tied else f'init: {{weight: "{self.unembedding}"}}'
         return f"""seqblocks: 1
 about: {self.about}, as its config.json says
 use: [{", ".join(self.use)}]
@@ -41,12 +46,12 @@ let: {{dim: {self.dim}, vocabulary: {self.vocabulary}, cache: {CACHE}}}
 model:
   input: {{tokens: vocabulary}}
   steps:
-    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}, name: embed}}
+    - embed: {{features: dim, init: {{weight: "{self.embedding}"}}, name: embed}}
 {_lines(self.before, 4)}    - repeat:
         name: layers
         pattern: {pattern(layers)}
 {_lines(self.share, 8)}{_kinds(kinds)}    - {self.norm}
-    - unembed: {{bias: false{", tie: embed" if self.tied else ""}}}
+    - unembed: {{bias: false, {head}}}
 {_lines(self.after, 4)}
 checkpoint:
   embed: {embed}
