@@ -73,7 +73,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def addresses(stream: Stream) -> list[int]:
     """Return the addresses of the parts of the state that are written to spares."""
     states = torch.utils._pytree.tree_flatten_with_path(stream.state)[0]
-    return [x.data_ptr() for path, x in states if path[-1].key in ("C", "S")]
+    return [x.data_ptr() for path, x in states if path[-1].key in ("C", "S", "h")]
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, *MLSTMS, ""])
