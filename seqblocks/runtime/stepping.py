@@ -206,9 +206,11 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
+        memory: list[Tensor] = []
+
         def prepare() -> Callable[[Tensor], Tensor] | None:
             matrices = [_matrix(child, node, call) for child, node in children]
-            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix])
+            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix], memory)
 
         run = self._source.prepared(prepare)
         assert run is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -95,6 +97,22 @@ def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]
     for some in (matrices, matrices[:1]):
         expected = torch.cat([torch.nn.functional.linear(x, m.weight, m.bias) for m in some], 1)
         torch.testing.assert_close(products.prepare_joined(some)(x), expected)
+
+
+@pytest.mark.parametrize("modes", list(itertools.product([False, True], repeat=2)))
+def test_a_joined_matrix_is_written_to_the_memory_of_an_earlier_one(modes: tuple[bool, bool]) -> None:
+    """A tensor made under inference mode cannot be written without it; otherwise no page is allocated again."""
+    memory: list[torch.Tensor] = []
+    addresses = []
+    for seed, inference in enumerate(modes):
+        matrices = [products.Matrix(x + seed) for x in drawn((3, 5), (4, 5))]
+        (x,) = drawn((2, 5))
+        with torch.inference_mode(inference):
+            found = products.prepare_joined(matrices, memory)(x)
+            torch.testing.assert_close(found, torch.cat([linear(x, each.weight) for each in matrices], 1))
+        addresses.append(memory[0].data_ptr())
+    assert len(memory) == 1
+    assert addresses[0] == addresses[1] or modes[0] != modes[1]
 
 
 @pytest.mark.usefixtures("cold")
