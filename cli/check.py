@@ -56,6 +56,8 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
 
 def run(options: argparse.Namespace) -> int:
     """Check all specs, continuing after errors."""
+    if options.spec.count("-") > 1:
+        raise UsageError("standard input can be read only once: write `-` once")
     records: list[dict[str, Any]] = []
     status = 0
     for spec in options.spec:

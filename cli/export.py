@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from seqblocks import export
 
     kind, path = next((k, getattr(options, k)) for k in ("onnx", "pt2", "aoti") if getattr(options, k) is not None)
+    if path == "-":
+        raise UsageError(f"--{kind} writes a file, not standard output: give it a name")
     more = {"batch": _size(options.batch, "--batch"), "length": _size(options.length, "--length")}
     model = _model(options)
     check = {"check": options.check} if kind == "onnx" or options.check is not None else {}

@@ -190,7 +190,8 @@ def _in_onnxruntime(file: Path, contract: Contract) -> Run:
     try:
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise RunError(f"onnxruntime cannot load the exported file: {_first_line(error)}") from error
+        message = f"onnxruntime cannot load the exported file: {_first_line(error)}"
+        raise RunError(f"{message}. To write the file without running it, use --no-check or check=False") from error
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         feeds = {name: x.numpy() for name, x in zip(contract.input_names, tensors, strict=True)}

@@ -62,6 +62,7 @@ def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.Ca
         (["{spec}", "--onnx", "a", "--length", "many"], 2, "--length takes a positive whole number or dynamic"),
         (["{spec}", "--onnx", "a", "--batch", "0"], 2, "--batch takes a positive whole number or dynamic"),
         (["{spec}", "--onnx", ""], 2, "is a folder, not a file"),
+        (["{spec}", "--onnx", "-"], 2, "writes a file, not standard output"),
         (["{spec}", "--pt2", "a"], 2, "the file's name must end in .pt2"),
         (["{spec}", "--onnx", "{folder}/no/a"], 2, "there is no folder"),
         (["{spec}", "--onnx", "a", "--context"], 2, "m has no graph `context`: its only input is the one that streams"),

@@ -352,3 +352,11 @@ def test_compiled_packages(graph: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_onnxruntime_cannot_run(tmp_path: Path) -> None:
+    file = tmp_path / "m.onnx"
+    file.write_bytes(b"no model")
+    model = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 2}, steps: [silu]}")
+    with pytest.raises(RunError, match=r"cannot load .* To write the file without running it, use --no-check"):
+        files._in_onnxruntime(file, program.trace(model, "forward").contract)
