@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,10 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from seqblocks.kernels import linear_attention
+from seqblocks.kernels import linear_attention, triton_common
+from seqblocks.kernels.dispatch import custom_op
 from seqblocks.kernels.linear_attention import torch as chunkwise
 from seqblocks.kernels.linear_attention.triton import sizes
+from seqblocks.kernels.mlstm.triton.sizes import LONGEST_CHUNK
 from tests.kernels import test_linear_attention as stored
 from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, Subject, check, draw, on_device
 from tests.kernels.linear_attention import LINEAR_ATTENTION
@@ -108,6 +112,35 @@ def test_gradients_at_any_number_of_warps(
     monkeypatch.setattr(sizes, "tiles", changed)
     subject = Subject(LINEAR_ATTENTION, variant, IMPLEMENTATIONS["gpu"])
     check(subject, subject.inputs(S=200, K=64, V=64), precision=Precision(dtype))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("decay", ["head", "key"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_offsets_within_a_chunk_fit_into_32_bits(decay: str, delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels multiply strides over tokens by places in a chunk, without 64 bits: tensors with longer ones are copied.
+    """
+    found: dict[str, int] = {}
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        names = inspect.signature(kernel.function.fn).parameters
+        return lambda *args, **options: found.update(zip(names, args, strict=False))
+
+    def far(width: int) -> Tensor:
+        return torch.empty_strided((1, 100, 1, width), (1 << 40, 1 << 27, width, 1), requires_grad=True)
+
+    monkeypatch.setattr(triton_common.Kernel, "__getitem__", launch)
+    monkeypatch.setattr(custom_op, "is_seen", lambda args: False)
+    with FakeTensorMode():
+        x = {name: far(16) for name in ("q", "k", "v")}
+        x["decay"] = far(16) if decay == "key" else torch.empty(1, 100, 1, requires_grad=True)
+        x |= {"beta": torch.empty(1, 100, 1)} if delta else {}
+        y = linear_attention(**x, backend="triton")  # type: ignore[arg-type]
+        assert isinstance(y, Tensor)
+        y.backward(torch.empty_like(y))
+    strides = {name: value for name, value in found.items() if name in ("qs", "ks", "vs", "gs", "ys")}
+    assert {"qs", "ks"} < {*strides}
+    assert max(strides.values()) * LONGEST_CHUNK < 1 << 31, strides
 
 
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])

@@ -13,6 +13,7 @@ from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.linear_attention import separate
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
+from seqblocks.kernels.mlstm.triton.sizes import LONGEST_CHUNK
 from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
 
@@ -21,8 +22,8 @@ DIVISORS = 5  # index of the plane DEN in the mLSTM's gates
 
 
 def _laid_out(lines: tuple[Maybe, ...], whole: tuple[Maybe, ...]) -> list[Any]:
-    """Lay tensors out for the kernels: contiguous rows for `lines`, fully contiguous for `whole`."""
-    rows = [None if x is None else common.last_contiguous(x) for x in lines]
+    """Lay tensors out for the kernels: contiguous rows with short strides for `lines`, contiguous for `whole`."""
+    rows = [None if x is None else common.near(x, LONGEST_CHUNK) for x in lines]
     return rows + [None if x is None else x.contiguous() for x in whole]
 
 
