@@ -330,6 +330,14 @@ def ours_tail(x: Leaves, backend: str | None) -> Any:
     return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], **given, backend=backend)
 
 
+def draw_residual_norm(s: Shape) -> Leaves:
+    return draw_norm(s) | {"residual": normal(s["B"], s["S"], s["D"])}
+
+
+def ours_residual_norm(x: Leaves, backend: str | None) -> Any:
+    return kernels.residual_norm(**x, backend=backend)
+
+
 # --- Centaurus ------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +444,12 @@ CASES = {
         draw_tail, ("x", "weight", "bias", "skip", "skip_weight", "gate"), ours_tail,
         lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]),
         ("weight", "bias", "skip_weight"), has_torch=True,
+    ),
+    "residual_norm": Case(
+        "RMS norm with the residual before it, 4,096 features",
+        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
+        draw_residual_norm, ("x", "weight", "bias", "residual"), ours_residual_norm,
+        lambda s: (8.0 * s["B"] * s["S"] * s["D"], 8.0 * s["B"] * s["S"] * s["D"]), ("weight", "bias"), has_torch=True,
     ),
     "linear": Case(
         "product by blocks of 4, 4,096 channels",

@@ -228,6 +228,26 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
             assert timed <= launched(case, gpu.shortened(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
 
 
+def test_the_gpu_benchmark_has_a_case_for_every_triton_kernel(
+    gpu: ModuleType, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from seqblocks.kernels import dispatch
+
+    found = set()
+
+    def choose(op: str, *args: Any, **facts: Any) -> Any:
+        found.add(op)
+        raise gpu.LaunchSizes({})
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    for case in gpu.CASES.values():
+        with FakeTensorMode(), pytest.raises(gpu.LaunchSizes):
+            case.ours(gpu.draw_leaves(case, gpu.rehearsed(case.shapes[0]), "cpu", torch.float32), "triton")
+    assert found == {path.parent.name for path in (root / "kernels").glob("*/triton*") if path.stem == "triton"}
+
+
 def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
     case = gpu.CASES["conv"]
     wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
