@@ -57,8 +57,7 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
     the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
     """
-    if not isinstance(model, SequenceModel):
-        raise UsageError(f"save needs a model from seqblocks.build, not {type(model).__name__}")
+    _check_model(model)
     if model.spec.source is None:
         raise UsageError("the model was built without the text of its spec, so it cannot be saved")
     limit = checked_size(shard_size)
@@ -73,6 +72,16 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
         write_model(folder, model._whole_spec, Weights(tensors, tensors.__getitem__), tied, limit)
 
     on_first_rank(groups, lambda: writing.write(target or writing.target_of(as_path(path)), work))
+
+
+def _check_model(model: Any) -> None:
+    """Raise UsageError unless this is a built model; a wrapper, such as a compiled model, is named."""
+    if isinstance(model, SequenceModel):
+        return
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    inside = next((name for name, part in parts if isinstance(part, SequenceModel)), None)
+    hint = "" if inside is None else f': save the model in it, model.get_submodule("{inside}")'
+    raise UsageError(f"save needs a model from seqblocks.build, not {type(model).__name__}{hint}")
 
 
 def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:

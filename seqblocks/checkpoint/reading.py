@@ -98,7 +98,8 @@ def _file(path: Path) -> Weights:
     except (UnavailableError, UsageError):
         raise
     except pickle.UnpicklingError:
-        raise UsageError(f"{path} contains pickled objects other than tensors, which could run code") from None
+        what = f"{path} contains pickled objects other than tensors, which could run code"
+        raise UsageError(f"{what}. Where you trust the file, write its state dict to a new one") from None
     except Exception as error:  # the libraries' own messages describe format internals
         raise UsageError(f"{path} is not a file of weights, or it is truncated ({type(error).__name__})") from None
 

@@ -48,6 +48,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build_model(seqblocks.load_spec("vil_tiny")), "build_model takes the result of load_model"),
         (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save needs a model from seqblocks.build, not Linear"),
+        (lambda: checkpoint.save(torch.compile(small()), "x"), "save the model in it, model.get_submodule"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
         (lambda: checkpoint.save(small(), "."), r"\. contains files that save did not write and would remove: "),
         (lambda: small().init_state("x"), "batch_size must be a number of sequences, not 'x'"),
