@@ -13,7 +13,7 @@ from seqblocks.errors import RunError
 from seqblocks.state import States
 
 Step = Callable[..., tuple[Any, States]]
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+Recorder = Callable[[Callable[[], None], torch.device], Callable[[], None]]
 WARM_UPS = 3  # kernels are compiled and checked, and libraries reserve memory, before anything is recorded
 
 
@@ -29,7 +29,7 @@ class CapturedStep:
         self._y: Any = None
         before = tree_map(torch.clone, state)
         try:
-            self._replay = record(self._compute)
+            self._replay = record(self._compute, x.device)
         finally:
             overwrite(state, before)
 
@@ -74,8 +74,13 @@ def _by_path(state: States, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield (*path, key), item
 
 
-def cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
-    """Record the kernel launches of a function on the current device, and return a function that replays them."""
+def cuda_graph(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Record the kernel launches of a function on a device, and return a function that replays them."""
+    with torch.cuda.device(device):  # Launches on any other than the current device are not recorded.
+        return _cuda_graph(function)
+
+
+def _cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):

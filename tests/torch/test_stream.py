@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ def model(request: pytest.FixtureRequest) -> SequenceModel:
     return seqblocks.build(request.param, seed=0).eval()
 
 
-def record(function: Callable[[], None]) -> Callable[[], None]:
+def record(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Simulate on a CPU what a CUDA graph does to memory: the function runs before it is recorded, and at each launch.
     """
     for _ in range(2):
@@ -32,6 +35,29 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+
+
+def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on any other than the current device run at once, and a replay would not repeat them."""
+    current, calls = [torch.device("cuda", 0)], []
+
+    @contextlib.contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def note(*args: Any) -> Any:
+        calls.append(current[-1].index)
+        return mock.MagicMock()
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, note)
+    captured.cuda_graph(note, torch.device("cuda", 1))  # type: ignore[arg-type]
+    assert len(calls) > 6
+    assert {*calls} == {1}
+    assert len(current) == 1
 
 
 def by_hand(model: SequenceModel, tokens: Tensor, resets: Tensor | None = None) -> Tensor:
