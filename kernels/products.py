@@ -27,7 +27,7 @@ CACHE = 1 << 24  # bytes: the weights of larger models are read from memory for 
 LARGE = 1 << 16  # elements: products with smaller matrices are dominated by the overhead of the call.
 FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no longer whole than as a product of blocks.
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
-BLOCKS = 16  # blocks of rows, which several threads can share
+BLOCKS = 4  # blocks of rows for each thread; with 16 of them, a token of an xLSTM-large of 6 layers takes 3 % longer
 MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
 MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
@@ -307,9 +307,10 @@ class _Blocks:
 
     def __init__(self, weight: Tensor) -> None:
         rows, self.width = weight.shape
-        count = math.gcd(rows, BLOCKS)
-        self.rest = rows % BLOCKS if count == 1 else 0
-        self.blocks, self.rows = BLOCKS if self.rest else count, rows - self.rest
+        most = BLOCKS * torch.get_num_threads()
+        count = math.gcd(rows, most)
+        self.rest = rows % most if count == 1 else 0
+        self.blocks, self.rows = most if self.rest else count, rows - self.rest
         self._weight = weight
         self._make_views()
 

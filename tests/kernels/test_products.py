@@ -65,7 +65,7 @@ def test_an_exported_step_takes_any_number_of_tokens() -> None:
 
 @pytest.mark.usefixtures("cold")
 def test_all_rows_follow_a_parameter_whose_data_is_replaced() -> None:
-    """19 rows are 16 blocks of one row, and three that remain."""
+    """With one thread, 19 rows are four blocks of four rows, and three that remain."""
     weight, other, x = drawn((19, 10), (19, 10), (1, 10))
     parameter = torch.nn.Parameter(weight)
     step = products.prepare_linear(parameter)
@@ -152,7 +152,8 @@ def test_a_matrix_is_read_in_blocks_where_a_cache_does_not_hold_the_model(monkey
     with products.of_model(products.CACHE + 1):
         products.prepare_linear(weight)(x)
         products.prepare_linear(torch.ones(64, 512))(x)
-    assert calls == [(16, 64, 512)]
+    blocks = products.BLOCKS * torch.get_num_threads()
+    assert calls == [(blocks, 1024 // blocks, 512)]
 
 
 def test_onednn_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
