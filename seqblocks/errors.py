@@ -278,15 +278,15 @@ class Fault(Exception):
         return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity)
 
 
-class _Wrong(NamedTuple):
-    """A fault that depends on values: its code with each possible cause and with the reported one, and its diagnostic.
+class _Wrong:
+    """A fault that depends on values: its code with each possible cause, the reported one first, and its diagnostic.
 
     The diagnostic is None if it is not listed.
     """
 
-    causes: frozenset[tuple[Any, ...]]
-    cause: tuple[Any, ...]
-    diagnostic: Diagnostic | None = None
+    def __init__(self, causes: list[tuple[Any, ...]]) -> None:
+        self.causes = causes
+        self.diagnostic: Diagnostic | None = None
 
 
 class Report:
@@ -325,7 +325,7 @@ class Report:
         if self._is_new(fault.code, fault.message, causes or [span], places):
             self._append(fault.as_diagnostic(span, notes()))
             if places:
-                self._wrong[places] = self._wrong[places]._replace(diagnostic=self.diagnostics[-1])
+                self._wrong[places].diagnostic = self.diagnostics[-1]
 
     def _is_new(
         self,
@@ -343,14 +343,14 @@ class Report:
                 return False
             for wrong in [wrong for wrong in self._wrong if values < wrong]:
                 self._remove(self._wrong.pop(wrong))
-            self._wrong[values] = _Wrong(frozenset(places), places[0])
+            self._wrong[values] = _Wrong(places)
         self._seen.add(places[0])
         shown = len(self.diagnostics) < MAX_DIAGNOSTICS
         self.dropped += not shown
         return shown
 
     def _remove(self, wrong: _Wrong) -> None:
-        self._seen.discard(wrong.cause)
+        self._seen.discard(wrong.causes[0])
         if wrong.diagnostic is None:
             self.dropped -= 1
         else:

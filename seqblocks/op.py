@@ -125,8 +125,9 @@ class Op(BaseModel):
         """Drop inherited methods that compute the same as a `forward` that this class replaces."""
         super().__pydantic_init_subclass__(**options)
         for name in SAME_AS_FORWARD:
-            if _depth(cls, "forward") < _depth(cls, name):
-                setattr(cls, name, getattr(Op, name))
+            general = getattr(Op, name)
+            if getattr(cls, name) is not general and _depth(cls, "forward") < _depth(cls, name):
+                setattr(cls, name, general)
 
     # Inputs are in the order of `ports`, absent optional ones None. Signatures are open so that ops can name them.
 

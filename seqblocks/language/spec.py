@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
 from seqblocks.errors import (
     Diagnostic,
@@ -218,7 +218,7 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
 # --- reading a file ---------------------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Found(Record):
     """A file in `use:`, with its name for messages, and its path relative to the folder of the spec."""
 
     path: Path
