@@ -29,6 +29,7 @@ FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no lon
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 BLOCKS = 4  # blocks of rows for each thread; with 16 of them, a token of an xLSTM-large of 6 layers takes 3 % longer
 MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
+MANY_FROM_MEMORY = 1 << 20  # the same where no cache holds the matrix, which MKL reads at half the speed of oneDNN
 MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
 MOST_SHAPES_IN_KERNELS = 64
@@ -60,8 +61,10 @@ ON_ONEDNN = _prefers_onednn()
 # --- sequences ------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, from_memory: bool = False) -> Tensor:
     """Return x W' + b [..., O] for x [..., I], weight [O, I], bias [O], like `torch.nn.functional.linear`.
+
+    from_memory: whether no cache is expected to hold the matrix.
 
     Large float32 products use oneDNN where it is faster than MKL: 2.1 times on an AMD EPYC with AVX-512. Without
     gradients, few tokens read a matrix that no cache holds in blocks, as in a step (`prepare_linear`).
@@ -72,7 +75,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     graded = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     if not graded and _reads_blocks(x, weight, bias):
         return _Blocks(weight)(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], weight.shape[0])
-    if not ON_ONEDNN or not _is_large(x, weight, bias):
+    if not ON_ONEDNN or not _is_large(x, weight, bias, MANY_FROM_MEMORY if from_memory else MANY):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias) if graded else _by_onednn(x, weight, bias)
 
@@ -100,7 +103,7 @@ def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[in
     return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))
 
 
-def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None, many: int) -> bool:
     """Return whether oneDNN supports these operands and the product is large enough. torch handles all others."""
     each = (x, weight) if bias is None else (x, weight, bias)
     if not all(t.is_cpu and t.dtype is torch.float32 for t in each) or not weight.dim() == 2 <= x.dim():
@@ -108,7 +111,7 @@ def _is_large(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     rows, width = weight.shape
     if x.shape[-1] != width or (bias is not None and bias.shape != (rows,)):
         return False
-    if x.numel() * rows < MANY or x.numel() <= FEW * width:
+    if x.numel() * rows < many or x.numel() <= FEW * width:
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
@@ -296,7 +299,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
         size = weight.numel()
         return lambda x: (linear if x.shape[0] * size >= MANY else F.linear)(x, weight, bias)
     by_blocks = _Blocks(weight)
-    return lambda x: by_blocks(x, bias) if 0 < x.shape[0] <= FEW else linear(x, weight, bias)
+    return lambda x: by_blocks(x, bias) if 0 < x.shape[0] <= FEW else linear(x, weight, bias, from_memory=True)
 
 
 class _Blocks:

@@ -164,6 +164,24 @@ def test_onednn_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [products._is_known(shape) for shape in shapes] == [True, True, False, True]
 
 
+@pytest.mark.skipif(not products.ON_MKL, reason="MKL is for x86-64")
+@pytest.mark.parametrize(("tokens", "by_onednn"), [(4, False), (5, False), (8, True)])
+def test_onednn_multiplies_smaller_matrices_that_come_from_memory(
+    tokens: int, by_onednn: bool, onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "MANY", 8 * 32 * 10 + 1)
+    monkeypatch.setattr(products, "MANY_FROM_MEMORY", 8 * 32 * 10)
+    weight, bias, x = drawn((32, 10), (32,), (tokens, 10), dtype=torch.float32)
+    exact = linear(x.double(), weight.double(), bias.double()).float()
+    cached = products.prepare_linear(weight, bias)
+    torch.testing.assert_close(cached(x), exact)
+    assert not onednn
+    monkeypatch.setattr(products, "LARGE", 0)
+    with products.of_model(products.CACHE + 1):
+        torch.testing.assert_close(products.prepare_linear(weight, bias)(x), exact)
+    assert onednn == [weight.shape] * by_onednn
+
+
 @pytest.mark.parametrize("shape", [(12, 10), (2, 6, 10), (2, 0, 10)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_onednn_has_the_same_numbers_and_gradients(
