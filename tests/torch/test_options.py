@@ -66,13 +66,13 @@ def rms(x: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def convolved(w: Weights, name: str, x: Tensor) -> Tensor:
-    """Return silu of the causal convolution; the last tap is at the current token."""
+def convolved(w: Weights, name: str, x: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """Return the activation of the causal convolution; the last tap is at the current token."""
     kernel = w[f"{name}.weight"]
     taps = kernel.shape[-1]
     padded = F.pad(x, (0, 0, taps - 1, 0))
     y = sum(padded[:, k : k + x.shape[1]] * kernel[:, 0, k] for k in range(taps))
-    return F.silu(y + w[f"{name}.bias"] if f"{name}.bias" in w else y)  # type: ignore[operator]
+    return activation(y + w[f"{name}.bias"] if f"{name}.bias" in w else y)  # type: ignore[arg-type]
 
 
 # --- Vision Mamba -----------------------------------------------------------------------------------------------------
@@ -233,6 +233,35 @@ def test_initial_values_of_griffin() -> None:
     torch.testing.assert_close(found, [0.0625, 0.0442, 0.05], rtol=0.15, atol=0)
     model = seqblocks.build_text(spec(64, "griffin_attention: {name: it, dim: 64, heads: 2, layers: 8}", use="griffin"))
     torch.testing.assert_close(spread(model, "it.o_proj.weight"), [0.0625], rtol=0.1, atol=0)
+
+
+# --- DeltaNet ---------------------------------------------------------------------------------------------------------
+
+
+KEY_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "elu_plus_one": lambda x: torch.where(x >= 0, 1 + x, x.exp()),
+    "none": lambda x: x,
+}
+
+
+def deltanet(w: Weights, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    q, k = (convolved(w, f"{n}_conv1d", affine(w, f"{n}_proj", x), activation).unflatten(-1, (2, -1)) for n in "qk")
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    v = convolved(w, "v_conv1d", affine(w, "v_proj", x)).unflatten(-1, (2, -1))
+    beta, S, os = affine(w, "b_proj", x).sigmoid()[..., None], x.new_zeros(len(x), 2, k.shape[-1], v.shape[-1]), []
+    for t in range(x.shape[1]):
+        u = beta[:, t] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
+        S = S + k[:, t, :, :, None] * u[:, :, None]
+        os.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) / k.shape[-1] ** 0.5)
+    return affine(w, "o_proj", (rms(torch.stack(os, 1), 1e-5) * w["o_norm.weight"]).flatten(-2))
+
+
+@pytest.mark.parametrize("activation", KEY_MAPS)
+def test_deltanet_with_other_activations(activation: str) -> None:
+    step = f"deltanet_mixer: {{name: it, dim: 6, heads: 2, activation: {activation}}}"
+    model, w = built(spec(6, step, use="deltanet") + 'checkpoint: {it: ""}')
+    same(model, w, lambda w, x: deltanet(w, x, KEY_MAPS[activation]), draw(2, 7, 6))
 
 
 # --- xLSTM ------------------------------------------------------------------------------------------------------------

@@ -75,3 +75,12 @@ def test_weights_drawn_anew_have_the_initial_values_of_the_package(tmp_path: Pat
     torch.testing.assert_close(head @ head.T, 0.25 * torch.eye(len(head)), rtol=0, atol=1e-5)
     for name in ("unembed.weight", "layers.0.channel.swiglu.gate_weight", "layers.1.channel.swiglu.down_weight"):
         assert 0.015 < hgrn2[name].std() < 0.025, name
+
+
+@pytest.mark.parametrize(("official", "ours"), [("relu", "q_relu"), ("elu", "q_elu"), ("identity", None)])
+def test_deltanet_with_other_activations_of_queries(official: str, ours: str | None, tmp_path: Path) -> None:
+    place, *_ = written("delta_net", tmp_path / "it", torch.float32)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "qk_activation": official}))
+    names = {name.rpartition(".")[2] for name, _ in seqblocks.from_pretrained(place).named_modules()}
+    assert names & {"q_relu", "q_elu"} == ({ours} if ours else set())

@@ -78,12 +78,15 @@ def _sizes(config: Config, heads: int, expand_k: float, expand_v: float) -> dict
 
 def delta_net(config: Config) -> str:
     """Write a DeltaNet language model."""
-    require(config, use_beta=True, use_short_conv=True, qk_norm="l2", qk_activation="silu", use_output_norm=True)
-    arguments = {
+    activations = {"silu": "silu", "relu": "relu", "elu": "elu_plus_one", "identity": "none"}
+    require(config, use_beta=True, use_short_conv=True, qk_norm="l2", use_output_norm=True)
+    require(config, qk_activation=(*activations, None))
+    arguments: dict[str, float | str] = {
         "heads": whole(config, "num_heads", 16),
         "expand_k": number(config, "expand_k", 1.0),
         "expand_v": number(config, "expand_v", 1.0),
         "kernel": whole(config, "conv_size", 4),
+        "activation": activations[config.get("qk_activation") or "silu"],
         "gated": flag(config, "use_gate", False),
         "negative": flag(config, "allow_neg_eigval", False),
         "eps": _eps(config),
