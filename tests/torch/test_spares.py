@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,22 @@ def test_what_is_held_never_changes(name: str) -> None:
         del C
     stream.step(x)
     assert all(torch.equal(read(), expected()) for read, expected in held)
+
+
+def test_tensors_are_new() -> None:
+    """Their memory is used again, but not what Python holds about them."""
+    model = mlstm(MLSTMS[0])
+    stream, seen = model.stream(BATCH), []
+    for x in inputs(model):
+        stream.step(x)
+        C = stream.state["mlstm"]["C"]
+        assert not hasattr(C, "mark")
+        C.mark = "mine"
+        seen.append(weakref.ref(C))
+        C.transpose_(2, 3)
+        C.transpose_(2, 3)
+        del C
+    assert [each() is None for each in seen] == [True] * (TOKENS - 1) + [False]
 
 
 def test_a_state_that_was_set_never_changes() -> None:
