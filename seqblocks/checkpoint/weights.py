@@ -155,7 +155,7 @@ def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tenso
     for name in names:
         _copy(name, own[name], read(name), model._parts)
     if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
-        model.tie()  # to_empty and load_state_dict untie parameters
+        model.tie()  # to_empty of a single step unties its parameters
 
 
 def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> None:
