@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the GPU cases of tests/kernels, then benchmarks/gpu.py, within 10 minutes, and write four files to a folder.
+# Run the GPU tests of kernels and of captured streams, then benchmarks/gpu.py, within 10 minutes, and write four files
+# to a folder.
 #
 #     bash benchmarks/gpu.sh FOLDER                          tests for up to 4 minutes, the benchmark for the rest
 #     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm     no tests; further arguments are passed to gpu.py
@@ -33,8 +34,9 @@ failed=0
 if [ "${TESTS:-240}" != 0 ]; then
     # compile within each process, which would otherwise start a pool; load only the named pytest plugins
     TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
-        "$python" -m pytest tests/kernels -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
-        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/kernels/.* $' || true; } || failed=1
+        "$python" -m pytest tests/kernels tests/torch/test_stream.py -m gpu -vv --tb=short -rfE \
+        -p xdist -n "${WORKERS:-12}" --maxschedchunk 1 -o faulthandler_timeout=60 2>&1 | tee "$out/tests.log" |
+        { grep -Ev ' PASSED | SKIPPED |^tests/(kernels|torch)/.* $' || true; } || failed=1
 fi
 
 # for the benchmark only, so that no dependency of a peer shadows one of the tests
