@@ -175,7 +175,7 @@ class Body(StepModule):
             ends = self._ends
         opened = ends.leaves if ends else ()
         plan = self._begin_phase(values, call, states) if call.phase else self._plan
-        last = plan[-1] if following else None
+        last = plan[-1].steps[0].name if following else ""
         for group in plan:
             if call.last_only and group.steps[0].name == self._first_of_tail:
                 values.update({value: _last_token(values[value]) for value in self._timed & values.keys()})
@@ -187,7 +187,7 @@ class Body(StepModule):
                     self._run_once(step, values, states, call)
                     continue
                 child, inputs, inner = self._modules[step.name], [values[v] for v in step.reads], call.into(step.name)
-                if following and group is last:
+                if following and group.steps[0].name == last:
                     y, state = child._forward_with(inputs, inner, following)  # type: ignore[operator,union-attr]
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
