@@ -64,7 +64,9 @@ class Attention(_Heads):
 
     ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
     reads = "past"
-    window: int = argument(0, "number of visible tokens, including the current one (0: all)", ge=0)
+    window: int = argument(
+        0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
+    )
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
     causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
     cache: int = argument(2048, "maximum number of tokens of a stream, if there is no window", ge=1)
@@ -104,10 +106,15 @@ class Attention(_Heads):
         return (self.window - 1) * q.rate if self.window else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
-        """Count those of a token with an average number of keys; for an open length, a full window or half a cache."""
+        """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
+
+        Without `causal`, a window reaches as far to the other side, and all of the cache counts.
+        """
         width = self.pair(q, v)
         if not isinstance(q.length, int):
-            return (self.window or self.cache // 2) * width
+            if self.causal:
+                return (self.window or self.cache // 2) * width
+            return (2 * self.window - 1 if self.window else self.cache) * width
         return self.seen(q.length) * width // q.length
 
     def seen(self, tokens: int) -> int:

@@ -422,6 +422,8 @@ def test_costs() -> None:
         ("causal: false, window: 3", 5, (3 + 4 + 5 + 4 + 3) / 5),
         ("cache: 64", None, 32),
         ("window: 10", None, 10),
+        ("causal: false, window: 10", None, 19),
+        ("causal: false, cache: 64", None, 64),
     ],
 )
 def test_attention_costs_depend_on_visible_tokens(options: str, length: int | None, seen: float) -> None:
