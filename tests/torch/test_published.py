@@ -24,10 +24,19 @@ WHOLE: dict[str, dict[str, Any]] = {
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
 }
 STREAMS: dict[str, dict[str, Any]] = {
+    "codestral_mamba_7b": WORDS | {"dim": 256},
     "falcon_7b": WORDS | {"dim": 142, "head": 2},
+    "falcon_h1_05b": WORDS
+    | {"dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 16, "ssm": 8, "mamba_head": 4, "state": 4},
     "gemma_2b": WORDS | {"dim": 12, "head": 4, "hidden": 16},
+    "lfm2_350m": {
+        "input.tokens": 11, "rounds": "c a", "dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 16,
+    },
     "llama2_7b": WORDS | {"dim": 64, "hidden": 16},
     "mixtral_8x7b": WORDS | {"dim": 64, "hidden": 16},
+    "nemotron_h_8b": {
+        "input.tokens": 11, "layers": "m f a", "dim": 16, "heads": 4, "kv_heads": 2, "hidden": 16, "inner": 512,
+    },
     "opt_125m": WORDS | {"dim": 24},
     "pythia_160m": WORDS | {"dim": 48, "turned": 2},
     "qwen2_05b": WORDS | {"dim": 56, "hidden": 16},
