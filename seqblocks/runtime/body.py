@@ -51,7 +51,7 @@ def _plan(body: Graph, place: Place) -> list[Group]:
 
 def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
     axis = node.type.feature_axis if node.split and node.type else -1
-    split_map = bool(node.split) and node.op is not None and may_be_matrix(node.op)
+    split_map = bool(node.split) and axis == -1 and node.op is not None and may_be_matrix(node.op)
     return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node), split_map)
 
 

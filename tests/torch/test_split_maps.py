@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import seqblocks
 from seqblocks.kernels import products
-from seqblocks.op import PRIMITIVES, Op, argument, primitive
+from seqblocks.op import PRIMITIVES, Op, Port, argument, builtin_verbs, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.testing import check_law
 from seqblocks.types import Wire
@@ -156,6 +157,8 @@ def test_transforms_modes_and_autocast_see_one_product(calls: list[list[int]]) -
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Define linear maps as a plug-in would."""
+    for module in {*builtin_verbs().values()}:  # so that they are registered in the table that is restored
+        import_module(module)
     monkeypatch.setattr("seqblocks.op.PRIMITIVES", dict(PRIMITIVES))
 
     @primitive("unit_rows")
@@ -191,6 +194,18 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
         """The same map, which may draw random numbers in training mode."""
 
         random = True
+
+    @primitive("pixel_rows")
+    class PixelRows(UnitRows):
+        """The same map of each pixel of an image, whose features are not the last axis."""
+
+        ports = (Port("x", "the image", main=True, kinds=("image",)),)
+
+        def matrix(self, p: Any) -> tuple[Any, ...]:
+            return normalize(p["weight"]), None
+
+        def forward(self, p: Any, call: Any, x: Any) -> Tensor:
+            return torch.einsum("oi,bihw->bohw", normalize(p["weight"]), x)
 
 
 def derivatives_at_once(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -233,3 +248,24 @@ def test_an_op_without_one_dense_matrix_is_not(step: str, calls: list[list[int]]
     torch.testing.assert_close(derivatives(model, x), derivatives_at_once(model, x), rtol=0, atol=0)
     assert not calls
     check_law(model)
+
+
+IMAGE = """
+seqblocks: 1
+model:
+  input: {features: 8, grid: [16, 16]}
+  steps:
+    - to_image
+    - pixel_rows: {features: 16, as: [a, b], name: up}
+    - patch_embed: {from: a, patch: 1, features: 8, as: x}
+    - patch_embed: {from: b, patch: 1, features: 8}
+    - add: {with: x}
+"""
+
+
+def test_a_map_of_an_image_is_split_along_its_features(calls: list[list[int]], plugins: None) -> None:
+    """The image has as many columns as features, so that its columns could be split instead."""
+    model = seqblocks.build_text(IMAGE, seed=0).double()
+    x = drawn(2, 256, 8)
+    torch.testing.assert_close(derivatives(model, x), derivatives_at_once(model, x), rtol=0, atol=0)
+    assert not calls
