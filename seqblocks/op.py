@@ -124,10 +124,7 @@ class Op(BaseModel):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         """Drop inherited methods that compute the same as a `forward` that this class replaces."""
         super().__pydantic_init_subclass__(**options)
-        for name in SAME_AS_FORWARD:
-            general = getattr(Op, name)
-            if getattr(cls, name) is not general and _depth(cls, "forward") < _depth(cls, name):
-                setattr(cls, name, general)
+        drop_inherited(cls, Op, SAME_AS_FORWARD)
 
     # Inputs are in the order of `ports`, absent optional ones None. Signatures are open so that ops can name them.
 
@@ -257,6 +254,14 @@ class Op(BaseModel):
 
 
 SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps")
+
+
+def drop_inherited(cls: type[Op], base: type[Op], names: Iterable[str]) -> None:
+    """Where `cls` replaces `forward` but inherits methods that compute the same, use those of `base` instead."""
+    for name in names:
+        general = getattr(base, name)
+        if getattr(cls, name) is not general and _depth(cls, "forward") < _depth(cls, name):
+            setattr(cls, name, general)
 
 
 def _depth(cls: type[Op], method: str) -> int:

@@ -4,7 +4,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from seqblocks.op import ANY, Op, Port, Split, argument, primitive
+from seqblocks.op import ANY, Op, Port, Split, argument, drop_inherited, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -21,6 +21,11 @@ class Norm(Op):
     )
     bias: bool = argument(True, "whether to add a bias")
     eps: float = argument(1e-5, "added to the variance", gt=0)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        drop_inherited(cls, Norm, ["adds_before"])
 
     def gain_width(self, x: Wire) -> int:
         """Return the width of the gain and the bias."""

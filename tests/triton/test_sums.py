@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
 import seqblocks
 from seqblocks.kernels import same_backend, use_backend
+from seqblocks.op import PRIMITIVES, primitive
+from seqblocks.ops.norm import LayerNorm
 from seqblocks.runtime.repeat import checkpoint_layers
 from seqblocks.runtime.sums import Sum
 from tests.kernels.conformance import INTERPRETED, draw
@@ -75,6 +78,24 @@ def added(model: seqblocks.SequenceModel) -> tuple[int, int]:
 def test_only_sums_that_no_norm_reads_are_added() -> None:
     """Five residuals; `silu` reads the fourth, whose sum `seen` needs. The other four are added by norms."""
     assert added(built().eval()) == (1, 6)
+
+
+
+@INTERPRETED
+def test_a_norm_with_a_forward_of_its_own_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in's norm inherits no kernel that adds, which would compute the norm that it replaces."""
+    monkeypatch.setattr("seqblocks.op.PRIMITIVES", dict(PRIMITIVES))
+
+    @primitive("doubled_norm")
+    class DoubledNorm(LayerNorm):
+        """Twice the layer normalisation."""
+
+        def forward(self, p: Any, call: Any, x: Any) -> Tensor:
+            return 2 * layer_norm(x, x.shape[-1:], p["weight"], p["bias"], self.eps)
+
+    text = SPEC.replace("rms_norm: {name: last}", "doubled_norm: {name: last}").replace("[rms_norm,", "[doubled_norm,")
+    model = seqblocks.build_text(text, seed=1).eval()
+    close(results(model, "triton"), results(model.double(), "reference"))
 
 
 @INTERPRETED
