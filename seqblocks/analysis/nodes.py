@@ -80,7 +80,7 @@ def may_be_name(ctx: Context, name: str, span: Span) -> bool:
         ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
     elif name in RESERVED_NAMES or name.startswith("_"):
         message = f"{quote(name)} is reserved: built models have an attribute of that name"
-        hint = f"choose another name, such as {quote(name.strip('_') + '_step')}"
+        hint = f"choose another name, such as {quote((name.strip('_0123456789') or 'a') + '_step')}"
         ctx.report(Fault("E311", message, hint=hint), span)
     else:
         return is_name(ctx.run.report, name, span)

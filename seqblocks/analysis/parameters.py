@@ -10,7 +10,7 @@ from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
-from seqblocks.language.vocabulary import did_you_mean, key_hint
+from seqblocks.language.vocabulary import did_you_mean, key_hint, nearest
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.record import Record
 
@@ -180,13 +180,18 @@ def bodies_around(ctx: Context) -> Iterator[Body]:
 
 def may_be_step(ctx: Context, name: str) -> bool:
     """Return whether a step above may have this name: one has, or one that could not be read may have it."""
-    return any(body.incomplete or name in body.nodes or _has_unknown_verb(ctx, body) for body in bodies_around(ctx))
+    return any(
+        body.incomplete or name in body.nodes or _has_misspelt_verb(ctx, body, name) for body in bodies_around(ctx)
+    )
 
 
-def _has_unknown_verb(ctx: Context, body: Body) -> bool:
-    """Return whether the name of some step is that of its verb, which is unknown."""
-    unknown = (node for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
-    return any(node.verb not in ctx.passed and find_verb(ctx.file, node.verb) is None for node in unknown)
+def _has_misspelt_verb(ctx: Context, body: Body, name: str) -> bool:
+    """Return whether a step without a name has an unknown verb that may be a misspelling of `name`."""
+    unknown = (node.verb for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
+    return any(
+        verb not in ctx.passed and find_verb(ctx.file, verb) is None and (name in verb.lower() or nearest(verb, (name,)))
+        for verb in unknown
+    )
 
 
 def _no_step(ctx: Context, name: str) -> Fault:

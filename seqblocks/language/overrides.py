@@ -23,7 +23,7 @@ from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.vocabulary import did_you_mean
 
-_SEVERAL = r"""([^\[{("',]+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
+_SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
 NOT_THERE = "an override replaces a value of the spec or sets an argument of a step"
 USED = "defaults in a file imported with `use:` cannot be overridden: set the argument where the block is used"
 
@@ -124,8 +124,10 @@ def _parse(text: str, source: Source, report: Report) -> Node | None:
         hint = f"{source.text.rstrip()}…" if source.kind == "override" else "pass a number, a word or a list"
         report.add(_fault(source, "the override has no value", hint=hint))
         return None
-    if source.kind == "override" and (several := re.match(_SEVERAL, text)):
-        hint = f"--set {source.text.removeprefix('--set ').partition('=')[0]}={several[1]} --set {several[2]}"
+    path = source.text.removeprefix("--set ").partition("=")[0]
+    is_prose = path.rpartition(".")[2] == "about"
+    if source.kind == "override" and not is_prose and (several := re.match(_SEVERAL, text)):
+        hint = f"--set {path}={several[1]} --set {several[2]}"
         report.add(_fault(source, "an override sets one value", hint=hint))
         return None
     if text.strip() in ("null", "~"):  # an empty text is not a YAML document

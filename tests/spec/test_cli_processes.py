@@ -148,6 +148,8 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "standard input twice": ("seqblocks check - - < good.yaml", 2, "standard input can be read only once"),
     "an override without a value": ("seqblocks check good.yaml --set model.x=", 1, "hint: --set model.x=…"),
     "two overrides in one": ("seqblocks check good.yaml --set 'a=5, b.c=[2, 3]'", 1, "--set a=5 --set b.c=[2, 3]"),
+    "two overrides after a call": ("seqblocks check good.yaml --set 'a=max(2, 3),b=4'", 1, "--set a=max(2, 3) --set b=4"),
+    "a description with a comma": ("seqblocks check good.yaml --set 'about=a, b=2'", 0, "36 parameters"),
     "a schema for standard input": ("seqblocks schema --for - < good.yaml", 0, '"dim"'),
     "a schema for nothing": ("seqblocks schema --for ''", 1, "there is no bundled spec ''"),
     "a module that closes the streams": ("seqblocks check good.yaml --import closing.py", 0, "36 parameters"),
