@@ -188,10 +188,8 @@ def may_be_step(ctx: Context, name: str) -> bool:
 def _has_misspelt_verb(ctx: Context, body: Body, name: str) -> bool:
     """Return whether a step without a name has an unknown verb that may be a misspelling of `name`."""
     unknown = (node.verb for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
-    return any(
-        verb not in ctx.passed and find_verb(ctx.file, verb) is None and (name in verb.lower() or nearest(verb, (name,)))
-        for verb in unknown
-    )
+    close = [verb for verb in unknown if name in verb.lower() or nearest(verb, (name,))]
+    return any(verb not in ctx.passed and find_verb(ctx.file, verb) is None for verb in close)
 
 
 def _no_step(ctx: Context, name: str) -> Fault:
