@@ -466,8 +466,8 @@ class _Reader:
             if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
                 above.append((number, text))
         for number, text in [(line, current), *above[:1]]:
-            if found := re.search(_SPACES, text):
-                return f"line {number} contains U+{ord(found[0]):04X} instead of a space: replace it"
+            if found := re.match(rf"[ -]*(?:[\w.]+:? *)?({_SPACES})", text):  # not in texts or comments
+                return f"line {number} contains U+{ord(found[1]):04X} instead of a space: replace it"
             if re.match(r"\s*-[^\s-]", text):
                 return f"a space is missing after the '-' in line {number}"
         same = next(((number, text) for number, text in above if _indent(text) == _indent(current)), None)
