@@ -267,7 +267,7 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
         ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', but seqblocks only supports 'silu'"),
         ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, but expand \* hidden_size is 32"),
         ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
-        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "layer is 'Mamba3', but seqblocks only supports 'Mamba1'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "'Mamba3', but seqblocks only supports 'Mamba1' or 'Mamba2'"),
         ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1]}}, r"must be two numbers of at least 0, not \[1"),
         ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], but"),
         ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),

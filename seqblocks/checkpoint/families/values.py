@@ -30,7 +30,7 @@ def require(config: Config, **values: Any) -> None:
     for key, allowed in values.items():
         allowed = allowed if isinstance(allowed, tuple) else (allowed, None)
         if config.get(key) not in allowed:
-            expected = repr(next((value for value in allowed if value is not None), None))
+            expected = " or ".join(repr(value) for value in allowed if value is not None) or "None"
             raise UsageError(f"config.json: {key} is {config[key]!r}, but seqblocks only supports {expected}")
 
 
