@@ -346,6 +346,7 @@ def test_a_crash_or_a_hang_does_not_affect_other_work(children: ModuleType) -> N
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @forked
 def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
     def work(seconds: float) -> Iterator[str]:

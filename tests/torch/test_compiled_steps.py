@@ -41,6 +41,7 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
         assert_compiled_follows(model, step)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
     """Experts break the graph: what is read before the break has to be guarded there."""
     experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"
@@ -134,6 +135,7 @@ def test_compiled_products_of_one_input_run_next_to_each_other() -> None:
     assert all(places == [*range(places[0], places[0] + 6)] for places in joined)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_products_of_one_input_follows_a_changed_model() -> None:
     model = build(CONVOLUTIONS)
     step = compiled(model)

@@ -192,7 +192,15 @@ def leaves_of(out: Any) -> list[Tensor]:
     return [*found.values()]
 
 
-@pytest.mark.parametrize("op", sorted({op for op, _ in CALLS}))
+LONGEST = ("centaurus", "linear_attention", "selective_scan", "slstm")  # 12 s for these, 5 s for all others
+
+
+def ops() -> list[Any]:
+    marks = {op: [pytest.mark.slow] if op in LONGEST else [] for op, _ in CALLS}
+    return [pytest.param(op, marks=marks[op]) for op in sorted(marks)]
+
+
+@pytest.mark.parametrize("op", ops())
 def test_the_check_launches_what_the_call_launches(op: str, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[self_check.Call] = []
     monkeypatch.setattr(self_check, "fault_of", lambda call: checked.append(call) or "")
