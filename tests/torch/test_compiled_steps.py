@@ -101,7 +101,10 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
     assert model._traced is None
 
 
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid_small", "slstm")]
+
+
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", *SLOW])
 def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     """One graph serves all tokens. The number of its nodes determines the compile time."""
     by_hand = benchmark()
