@@ -56,7 +56,8 @@ SMALL = {
 
 MADE_OF_OTHERS = (  # other models have their mixers too
     "minlstm_small", "samba_small", "zamba_small", "zamba2_small", "xlstm_deltanet_small", "kimi_linear_small",
-    "qwen3_next_small", "jamba_small", "hybrid_small", "xlstm_125m_7_1", "centaurus_mlstm", "transformer_125m", "looped_small",
+    "qwen3_next_small", "jamba_small", "hybrid_small", "xlstm_125m_7_1", "centaurus_mlstm", "transformer_125m",
+    "looped_small",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
 
