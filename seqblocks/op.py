@@ -188,7 +188,7 @@ class Op(BaseModel):
         """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
         If W is block-diagonal with blocks of equal size, their number may follow. Values derived from `p` are valid as
-        long as those of `prepare_step`. A subclass that defines `forward` defines this too.
+        long as those of `prepare_step`. A subclass that replaces `forward` does not inherit this.
         """
         return None
 
@@ -206,8 +206,8 @@ class Op(BaseModel):
         It is called with the parts of the op's state, in the order of `state`, then the inputs [batch, features]
         (None for absent ones), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
-        are valid until a parameter changes; the function is then prepared again. A subclass that defines `forward`
-        defines this too.
+        are valid until a parameter changes; the function is then prepared again. A subclass that replaces `forward`
+        does not inherit this.
 
         The function may have a keyword parameter `out=None`: memory for the new first part of the state, a contiguous
         tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
