@@ -129,20 +129,26 @@ INITIALISERS: dict[str, Initialiser] = {
 }
 
 
-def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
-    """Parse `normal(0, 0.1)` or `normal(std=0.1)`; numbers may be expressions. Return None if one is UNKNOWN.
+DEFAULT = Init("default")  # the parameter keeps the initial values that its primitive declares
 
-    Raises Fault (E408, E209, and what expressions raise).
+
+def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
+    """Parse `normal(0, 0.1)`, `normal(std=0.1)` or `zeros if bias else default`; numbers may be expressions.
+
+    Return None if a number is UNKNOWN, DEFAULT if the condition is. Raises Fault (E408, E209, and what expressions
+    raise).
     """
+    if (choice := _choice(text)) is not None:
+        condition, *choices = choice
+        for each in choices:
+            _check_name(each)
+        chosen = parse(f"1 if {condition} else 0").evaluate(names)
+        return DEFAULT if chosen is UNKNOWN else read_init(choices[0 if chosen else 1], names)
+    _check_name(text)
     name, numbers = _call(text)
-    known = INITIALISERS.get(name)
-    if known is None:
-        raise Fault(
-            "E408",
-            f"there is no initialiser {quote(name)}",
-            expected=f"one of {listing(INITIALISERS, 20)}",
-            hint=did_you_mean(name, INITIALISERS) or instead_of(name),
-        )
+    if name == DEFAULT.name:
+        return DEFAULT
+    known = INITIALISERS[name]
     values: dict[str, Any] = dict(known.arguments)
     for key, number in _by_name(name, known, numbers).items():
         values[key] = parse(number).evaluate(names)
@@ -153,10 +159,39 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
 
 
 @lru_cache(maxsize=1024)
-def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    """Return the name of an initialiser and its numbers, each with its keyword or None."""
+def _choice(text: str) -> tuple[str, str, str] | None:
+    """Return the condition and the two initialisers of a choice; None for a single initialiser."""
     if len(text) > MAX_LENGTH:
         raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
+    match syntax_tree(text):
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return ast.unparse(test), ast.unparse(body), ast.unparse(orelse)
+    return None
+
+
+def _check_name(text: str) -> None:
+    """Raise Fault (E408) unless the text names an initialiser, `default`, or a choice of such; also in unused ones."""
+    if (choice := _choice(text)) is not None:
+        for each in choice[1:]:
+            _check_name(each)
+        return
+    name, numbers = _call(text)
+    if name == DEFAULT.name and not numbers:
+        return
+    known = INITIALISERS.get(name)
+    if known is None:
+        raise Fault(
+            "E408",
+            f"there is no initialiser {quote(name)}",
+            expected=f"one of {listing(INITIALISERS, 20)}",
+            hint=did_you_mean(name, INITIALISERS) or instead_of(name),
+        )
+    _by_name(name, known, numbers)
+
+
+@lru_cache(maxsize=1024)
+def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
+    """Return the name of an initialiser and its numbers, each with its keyword or None."""
     match syntax_tree(text):
         case ast.Name(id=name):
             return name, []

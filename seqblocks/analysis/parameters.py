@@ -11,7 +11,7 @@ from seqblocks.analysis.step import Step, find_verb
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.vocabulary import did_you_mean, key_hint, nearest
-from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
 
 Parameters = dict[str, Parameter]
@@ -39,6 +39,8 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
     for key, span, value in node:
         absent = known and parameters and key not in out
         init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may contain both
+        if init == DEFAULT:
+            continue
         if absent:
             _report_no_parameter(ctx, step, key, span, parameters)
         elif key in out and init:

@@ -484,6 +484,38 @@ def test_the_numbers_of_an_initialiser_are_given_in_order_or_by_name(text: str) 
     assert made.graph.nodes[0].parameters["weight"].init == ("normal", (0.0, 0.1))
 
 
+@pytest.mark.parametrize(
+    ("flag", "expected"), [("true", {"weight": ("normal", (0.0, 0.1)), "bias": ("zeros", ())}), ("false", None)]
+)
+def test_a_condition_chooses_an_initialiser_and_default_changes_nothing(flag: str, expected: Any) -> None:
+    drawn = '{weight: "normal(0, d) if d > 0 else default", bias: "zeros if bias else default"}'
+    let = f"let: {{d: 0.1 if bias else 0, bias: {flag}}}"
+    made = model(f"{{linear: {{features: 4, bias: bias, init: {drawn}}}}}", let)
+    usual = {"weight": ("fan_in_uniform", ())}
+    assert {name: each.init for name, each in made.graph.nodes[0].parameters.items()} == (expected or usual)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("zeros if d > 0 else zeroes", "E408.* no initialiser 'zeroes'"),
+        ("linspace(1) if d < 0 else ones", "E408.* linspace does not take 1 number"),
+        ("(ones if d < 0 else glorot) if d < 0 else ones", "E408.* no initialiser 'glorot'"),
+        ("zeros if e else ones", "E30.*'e'"),
+        ("normal(0, -1) if d > 0 else ones", "E209"),
+        ("default(1)", "E408.* no initialiser 'default'"),
+    ],
+)
+def test_each_choice_of_an_initialiser_is_checked(text: str, code: str) -> None:
+    with pytest.raises(SpecError, match=f"(?s){code}"):
+        model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {d: 0.1}")
+
+
+def test_an_initialiser_of_a_block_that_no_step_uses_is_checked_without_its_arguments() -> None:
+    linear = '{linear: {features: 4, bias: b, init: {bias: "zeros if b else default"}}}'
+    model("{linear: 4}", f"blocks: {{a: {{args: {{b: bool}}, steps: [{linear}]}}}}")
+
+
 def _doubled(levels: int, each: str) -> str:
     """Return blocks that each contain the previous one as `each` specifies, and a model of the last."""
     blocks = "".join(f"  b{i + 1}: {{steps: {each.replace('b', f'b{i}')}}}\n" for i in range(levels))
