@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seqblocks.checkpoint.families.text import NORMAL, Language, language, swiglu
+from seqblocks.checkpoint.families.text import Language, language, network_init, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -13,6 +13,7 @@ from seqblocks.checkpoint.families.values import (
     numbers,
     require,
     scalar,
+    std_of,
     whole,
     whole_or,
     written,
@@ -21,6 +22,7 @@ from seqblocks.errors import UsageError
 
 NAMES = ("model.embeddings", "model.norm")
 OFFICIAL = "model.layers.{layer}"
+LEARNED = ("product_map", "t2r_map", "hedgehog_map")  # feature maps with parameters
 
 
 def gla(config: Config) -> str:
@@ -43,13 +45,16 @@ def linear_attention(config: Config) -> str:
         "normalize": flag(config, "norm_feature_map", False),
     }
     width = int(whole(config, "hidden_size") * arguments["expand_k"]) // int(arguments["heads"])
-    step = f"{{{found}: {{heads: {arguments['heads']}, width: {width}}}}}" if found.endswith("_map") else found
+    sizes = {"heads": arguments["heads"], "width": width}
+    if found in LEARNED:
+        sizes["std"] = std_of(config)
+    step = f"{{{found}: {{{written(sizes)}}}}}" if found.endswith("_map") else found
     verb = "linear_attention_mixer"
     text = f"{verb}: {{dim: dim, {written(arguments)}, q_map: [{step}], k_map: [{step}]}}"
     names = [
         f"layers.{{layer}}.fla_layer.token.mixer.{verb}.{ours}_map.{found}: {OFFICIAL}.attn.feature_map_{ours}\n"
         for ours in "qk"
-        if found in ("product_map", "t2r_map", "hedgehog_map")
+        if found in LEARNED
     ]
     return _text(config, "Linear attention", "linear_attention", verb, text, 4, "".join(names))
 
@@ -73,6 +78,7 @@ def _sizes(config: Config, heads: int, expand_k: float, expand_v: float) -> dict
         "expand_k": number(config, "expand_k", expand_k),
         "expand_v": number(config, "expand_v", expand_v),
         "eps": _eps(config),
+        "std": std_of(config),
     }
 
 
@@ -90,6 +96,7 @@ def delta_net(config: Config) -> str:
         "gated": flag(config, "use_gate", False),
         "negative": flag(config, "allow_neg_eigval", False),
         "eps": _eps(config),
+        "std": std_of(config),
     }
     return _model(config, "DeltaNet", "deltanet", "deltanet_mixer", arguments)
 
@@ -114,6 +121,7 @@ def gated_deltaproduct(config: Config) -> str:
         "decays": flag(config, "use_forget_gate", False),
         "negative": flag(config, "allow_neg_eigval", False),
         "eps": _eps(config),
+        "std": std_of(config),
     }
     return _model(config, "Gated DeltaProduct", "deltaproduct", "gated_deltaproduct_mixer", arguments)
 
@@ -139,6 +147,7 @@ def _delta(config: Config, heads: int, head: int, expand_v: float) -> dict[str, 
         "kernel": whole(config, "conv_size", 4),
         "negative": flag(config, "allow_neg_eigval", False),
         "eps": _eps(config),
+        "std": std_of(config),
     }
 
 
@@ -168,7 +177,7 @@ def _model(
 
 def _text(config: Config, about: str, use: str, verb: str, mixer: str, ratio: float, more_names: str = "") -> str:
     require(config, hidden_act=("swish", "silu", None))
-    more = f"hidden: {_hidden(config, ratio)}, eps: {scalar(_eps(config))}"
+    more = f"hidden: {_hidden(config, ratio)}, eps: {scalar(_eps(config))}, std: {scalar(std_of(config))}"
     layer = f"- fla_layer: {{dim: dim, {more}, mixer: [{{{mixer}}}]}}"
     names = f"layers.{{layer}}.fla_layer: {OFFICIAL}\nlayers.{{layer}}.fla_layer.token.mixer.{verb}: {OFFICIAL}.attn\n"
     layers = ["layer"] * depth_of(config)
@@ -183,10 +192,9 @@ def hgrn2(config: Config) -> str:
     norm = f"rms_norm: {{eps: {scalar(_eps(config))}, name: norm}}"
     bounded = flag(config, "use_lower_bound", True)
     least = "select: {from: lower, first: layer * dim, features: dim, as: least}"
-    mixer = f"hgrn2_mixer: {{dim: dim, key: {key}, lower: least}}"
+    mixer = f"hgrn2_mixer: {{dim: dim, key: {key}, lower: least, std: {scalar(std_of(config))}}}"
     none = "constant: {features: dim, learned: false, value: 0, as: least}"
-    drawn = ", ".join(f'{part}_weight: "{NORMAL}"' for part in ("gate", "up", "down"))
-    network = f"swiglu: {{hidden: {_hidden(config, 4)}, init: {{{drawn}}}}}"
+    network = f"swiglu: {{hidden: {_hidden(config, 4)}, init: {network_init(std_of(config))}}}"
     steps = [
         least if bounded else none,
         f"residual: {{from: input, name: token, steps: [{{{norm}}}, {{{mixer}}}]}}",

@@ -33,13 +33,18 @@ def recurrent_gemma(config: Config) -> str:
     dim, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
     eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
     depth = depth_of(config)
-    common = {"hidden": whole(config, "intermediate_size") // 2, "eps": eps, "layers": depth}
+    width, kernel = whole_or(config, "lru_width", dim), whole(config, "conv1d_width", 4)
+    variance = max(0.0, number(config, "w_init_variance_scale", 0.01))
+    std = math.sqrt(variance / kernel)
+    common = {"hidden": whole(config, "intermediate_size") // 2, "eps": eps, "layers": depth, "std": std}
     layer = f"griffin_layer: {{dim: dim, {written(common)}, mixer: "
     recurrent = {
-        "width": whole_or(config, "lru_width", dim),
+        "width": width,
         "heads": heads,
-        "kernel": whole(config, "conv1d_width", 4),
+        "kernel": kernel,
         "layers": depth,
+        "std_conv": std,
+        "std_gates": math.sqrt(variance / (width // heads)),
     }
     attention = {
         "heads": heads,
@@ -49,6 +54,8 @@ def recurrent_gemma(config: Config) -> str:
         "turned": int(dim // heads * part),
         "bias": flag(config, "attention_bias", False),
         "bias_out": True,
+        "std": 1 / math.sqrt(dim),
+        "std_out": math.sqrt(2 / (depth * dim)),
     }
     kinds = {
         "r": f"- {layer}[{{griffin_mixer: {{dim: dim, {written(recurrent)}}}}}]}}",
@@ -58,6 +65,7 @@ def recurrent_gemma(config: Config) -> str:
     blocks = ["griffin", "attention"]
     model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
         names=("model.embed_tokens", "model.final_norm"),
+        std=std,
         before=f"- scale: {{by: {in_bfloat16(math.sqrt(dim))}, name: embedded}}",
         after=f"- soft_cap: {{cap: {scalar(number(config, 'logits_soft_cap', 30.0))}}}",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks.checkpoint.families.layers import decoder, gated_network, layer_map, used
 from seqblocks.checkpoint.families.mamba import limits
-from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -14,7 +14,7 @@ from seqblocks.checkpoint.families.values import (
     rank,
     require,
     rotary,
-    scalar,
+    std_of,
     whole,
     whole_or,
     written,
@@ -37,7 +37,8 @@ def jamba(config: Config) -> str:
     ]
     network = gated_network(config)
     top = whole(config, "num_experts_per_tok", 2)
-    experts = f"experts: {{count: {count}, top: {top}, normalize: false, steps: [{{{network}}}]}}"
+    router = f'init: {{router.weight: "{normal(std_of(config))}"}}'
+    experts = f"experts: {{count: {count}, top: {top}, normalize: false, {router}, steps: [{{{network}}}]}}"
     kinds = {
         word: decoder(mixers[word.split("_")[0]], experts if word.endswith("experts") else network, eps)
         for word in dict.fromkeys(layers)
@@ -65,13 +66,16 @@ def _mamba(config: Config, eps: float) -> str:
         "conv_bias": flag(config, "mamba_conv_bias", True),
         "norms": True,
         "eps": eps,
+        "std": std_of(config),
+        "std_all": True,
     }
     return f"mamba_mixer: {{dim: dim, layers: layers, {written(arguments)}}}"
 
 
 def _attention(config: Config, **more: float) -> str:
     heads = whole(config, "num_attention_heads")
-    arguments = {"heads": heads, "kv_heads": whole_or(config, "num_key_value_heads", heads), **more}
+    shared = whole_or(config, "num_key_value_heads", heads)
+    arguments = {"heads": heads, "kv_heads": shared, **more, "std": std_of(config)}
     return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 
 
@@ -84,7 +88,7 @@ def bamba(config: Config) -> str:
     listed = numbers(config, "attn_layer_indices")
     layers = ["attention" if at in listed else "mamba2" for at in range(depth_of(config))]
     wide = flag(config, "mlp_bias", False)
-    network = f"swiglu: {{hidden: {whole(config, 'intermediate_size')}, bias: {scalar(wide)}}}"
+    network = gated_network(config, wide)
     kinds = used(
         {"mamba2": decoder(_mamba2(config, eps), network, eps), "attention": decoder(attention, network, eps)}, layers
     )
@@ -118,5 +122,9 @@ def _mamba2(config: Config, eps: float) -> str:
         "conv_bias": flag(config, "mamba_conv_bias", True),
         "eps": eps,
         **limits(config),
+        "dt_random": False,
+        "A_random": False,
+        "std": std_of(config),
+        "std_all": True,
     }
     return f"mamba2_mixer: {{dim: dim, layers: layers, {written(arguments)}}}"

@@ -13,6 +13,7 @@ from seqblocks.checkpoint.families.values import (
     number,
     numbers,
     require,
+    std_of,
     whole,
     whole_or,
     words,
@@ -91,6 +92,7 @@ def _memory(linear: dict[str, Any], eps: float) -> str:
         "kernel": whole(linear, "linear_conv_kernel_dim", 4),
         "gate_bias": False,
         "eps": eps,
+        "std": std_of(linear),
     }
     return f"kda_mixer: {{dim: dim, {written(arguments)}}}"
 
@@ -104,6 +106,7 @@ def _attention(config: Config) -> str:
         "rank": whole(config, "kv_lora_rank", 512),
         "q_rank": whole_or(config, "q_lora_rank", 0),
         "bias": flag(config, "attention_bias", False),
+        "std": std_of(config),
     }
     return f"latent_attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 
@@ -117,5 +120,6 @@ def _experts(config: Config) -> str:
         "shared": each * count,
         "normalize": flag(config, "moe_renormalize", True),
         "factor": number(config, "routed_scaling_factor", 2.446),
+        "std": std_of(config),
     }
     return f"corrected_network: {{{written(arguments)}}}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from seqblocks.checkpoint.families.text import swiglu
-from seqblocks.checkpoint.families.values import Config, depth_of, require, scalar, whole, words
+from seqblocks.checkpoint.families.text import network_init, swiglu
+from seqblocks.checkpoint.families.values import Config, depth_of, require, scalar, std_of, whole, words
 from seqblocks.errors import UsageError
 
 TYPES = ("linear_attention", "full_attention")  # of layers, in configs of transformers
@@ -17,10 +17,11 @@ def decoder(mixer: str, network: str, eps: float, gain: str = "plain", verb: str
     return f"- {verb}: {{mixer: [{{{mixer}}}], network: [{{{network}}}], gain: {gain}, eps: {scalar(eps)}}}"
 
 
-def gated_network(config: Config) -> str:
+def gated_network(config: Config, bias: bool = False) -> str:
     """Return the step of a dense gated network as YAML."""
     require(config, hidden_act="silu")
-    return f"swiglu: {whole(config, 'intermediate_size')}"
+    more = ", bias: true" if bias else ""
+    return f"swiglu: {{hidden: {whole(config, 'intermediate_size')}{more}, init: {network_init(std_of(config))}}}"
 
 
 def layer_map(

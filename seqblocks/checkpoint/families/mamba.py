@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from seqblocks.checkpoint.families.text import normal
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -13,11 +14,16 @@ from seqblocks.checkpoint.families.values import (
     rank,
     require,
     scalar,
+    std_of,
+    step_sizes,
     whole,
     whole_or,
     written,
 )
 from seqblocks.errors import UsageError
+
+# What `initializer_range` is if a config of transformers has none, for these models only.
+RANGE = 0.1
 
 
 def mamba(config: Config) -> str:
@@ -36,7 +42,20 @@ def mamba(config: Config) -> str:
         conv_bias=flag(config, "use_conv_bias", True),
         eps=number(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", True),
+        std=std_of(config, RANGE),
+        rescaled=flag(config, "rescale_prenorm_residual", False),
+        **_steps(config),
     )
+
+
+def _steps(config: Config) -> dict[str, float]:
+    """Return the arguments of a Mamba mixer for its initial step sizes."""
+    found = step_sizes(config)
+    if (scale := number(config, "time_step_scale", 1.0)) != 1:
+        found["dt_scale"] = scale
+    if config.get("time_step_init_scheme") == "constant":
+        found["dt_random"] = False
+    return found
 
 
 def mamba_ssm(config: Config) -> str:
@@ -60,6 +79,8 @@ def mamba_ssm(config: Config) -> str:
         conv_bias=flag(inner, "conv_bias", True),
         eps=number(config, "norm_epsilon", 1e-5),
         tied=flag(config, "tie_embeddings", True),
+        rescaled=True,
+        **step_sizes(inner, "dt_", "init_floor"),
         **(_second(inner) if second else {"rank": rank(inner.get("dt_rank", "auto"))}),
     )
 
@@ -98,7 +119,11 @@ def mamba2(config: Config) -> str:
         conv_bias=flag(config, "use_conv_bias", True),
         eps=number(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", False),
+        std=std_of(config, RANGE),
+        rescaled=flag(config, "rescale_prenorm_residual", False),
         **limits(config),
+        **step_sizes(config),
+        A_random=False,
     )
 
 
@@ -113,9 +138,24 @@ def limits(config: Config) -> dict[str, float]:
 
 
 def _mamba_text(
-    kind: str, *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, **block: float | str
+    kind: str,
+    *,
+    dim: int,
+    depth: int,
+    vocabulary: int,
+    eps: float,
+    tied: bool,
+    rescaled: bool,
+    std: float = 0.0,
+    **block: float | str,
 ) -> str:
-    arguments = {**block, "eps": eps}
+    """Return the spec. std: of the initial weights in transformers; 0: those of the official package.
+
+    rescaled: whether the initial output projections are divided by the square root of the number of layers.
+    """
+    arguments = {**block, "eps": eps, **({"std": std} if std else {})}
+    unembedding = normal(std) if std else "fan_in_uniform"
+    head = "tie: embed" if tied else f'init: {{weight: "{unembedding}"}}'
     return f"""seqblocks: 1
 about: {kind} language model, as its config.json says
 use: [{kind}]
@@ -125,14 +165,14 @@ let: {{dim: {dim}, depth: {depth}, vocabulary: {vocabulary}}}
 model:
   input: {{tokens: vocabulary}}
   steps:
-    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}}}
+    - embed: {{features: dim, init: {{weight: "{normal(std or 0.02)}"}}}}
     - repeat:
         name: layers
         times: depth
         steps:
-          - {kind}_block: {{dim: dim, layers: layers, {written(arguments)}}}
+          - {kind}_block: {{dim: dim, {"layers: layers, " if rescaled else ""}{written(arguments)}}}
     - rms_norm: {{name: norm_f, eps: {scalar(eps)}}}
-    - unembed: {{bias: false{", tie: embed" if tied else ""}}}
+    - unembed: {{bias: false, {head}}}
 
 checkpoint:
   embed: backbone.embedding
@@ -150,6 +190,12 @@ def falcon_mamba(config: Config) -> str:
     bias = scalar(flag(config, "use_bias", False))
     norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
     eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
+    conv_bias, weights = scalar(flag(config, "use_conv_bias", True)), normal(std_of(config, RANGE))
+    residuals = "depth * inner" if flag(config, "rescale_prenorm_residual", False) else "inner"
+    steps = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4, "dt_scale": 1.0, "dt_random": True, **_steps(config)}
+    low_end = "-spread" if steps["dt_random"] else "spread"
+    step_bias = ", ".join(scalar(steps[name]) for name in ("dt_min", "dt_max", "dt_floor"))
+    head = "tie: embed" if flag(config, "tie_word_embeddings", True) else f'init: {{weight: "{weights}"}}'
     return f"""seqblocks: 1
 about: FalconMamba language model, as its config.json says
 
@@ -163,25 +209,48 @@ blocks:
       inner: floor({scalar(expansion(config))} * dim)
       low: {low or "ceil(dim / 16)"}
       state: {whole(config, "state_size", 16)}
+      spread: {scalar(steps["dt_scale"])} / sqrt(low)
     steps:
       - residual:
           steps:
             - rms_norm: {{eps: {eps}, name: norm}}
-            - linear: {{features: 2 * inner, bias: {bias}, as: [x, z], name: in_proj}}
+            - linear:
+                features: 2 * inner
+                bias: {bias}
+                init: {{weight: "{weights}", bias: {"zeros" if bias == "true" else "default"}}}
+                as: [x, z]
+                name: in_proj
             - causal_conv:
                 from: x
                 kernel: {whole(config, "conv_kernel", 4)}
-                bias: {scalar(flag(config, "use_conv_bias", True))}
+                bias: {conv_bias}
+                init: {{bias: {"zeros" if conv_bias == "true" else "default"}}}
                 activation: silu
                 as: u
                 name: conv1d
-            - linear: {{features: low + 2 * state, bias: false, as: {{t: low, b: state, c: state}}, name: x_proj}}
+            - linear:
+                features: low + 2 * state
+                bias: false
+                init: {{weight: "{weights}"}}
+                as: {{t: low, b: state, c: state}}
+                name: x_proj
             - rms_norm: {{from: t, {norm}, as: dt_low}}
             - rms_norm: {{from: b, {norm}, as: B}}
             - rms_norm: {{from: c, {norm}, as: C}}
-            - linear: {{from: dt_low, features: inner, as: dt, name: dt_proj, init: {{bias: inverse_softplus}}}}
+            - linear:
+                from: dt_low
+                features: inner
+                init: {{weight: "uniform({low_end}, spread)", bias: "inverse_softplus({step_bias})"}}
+                as: dt
+                name: dt_proj
             - ssm: {{from: u, dt: dt, B: B, C: C, z: z, state: state}}
-            - linear: {{features: dim, bias: {bias}, name: out_proj}}
+            - linear:
+                features: dim
+                bias: {bias}
+                init:
+                  weight: uniform(-1 / sqrt({residuals}), 1 / sqrt({residuals}))
+                  bias: {"zeros" if bias == "true" else "default"}
+                name: out_proj
     checkpoint:
       residual: mixer
       residual.norm: norm
@@ -191,10 +260,10 @@ blocks:
 model:
   input: {{tokens: vocabulary}}
   steps:
-    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}}}
+    - embed: {{features: dim, init: {{weight: "{weights}"}}}}
     - repeat: {{name: layers, times: depth, steps: [falcon_mamba_block: {{dim: dim}}]}}
     - rms_norm: {{name: norm_f, eps: {eps}}}
-    - unembed: {{bias: false{", tie: embed" if flag(config, "tie_word_embeddings", True) else ""}}}
+    - unembed: {{bias: false, {head}}}
 
 checkpoint:
   embed: backbone.embeddings

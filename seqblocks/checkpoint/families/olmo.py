@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types, used
 from seqblocks.checkpoint.families.text import language
-from seqblocks.checkpoint.families.values import Config, depth_of, flag, number, rotary, whole, whole_or, written
+from seqblocks.checkpoint.families.values import (
+    Config,
+    depth_of,
+    flag,
+    number,
+    rotary,
+    std_of,
+    step_sizes,
+    whole,
+    whole_or,
+    written,
+)
 
 # In attention layers, transformers saves one norm under a different name than the releases.
 LAYOUT = """layouts:
@@ -46,7 +57,12 @@ def _memory(config: Config) -> str:
         "expand_v": whole_or(config, "linear_value_head_dim", 2 * head) / head,
         "kernel": whole(config, "linear_conv_kernel_dim", 4),
         "negative": flag(config, "linear_allow_neg_eigval", True),
+        "std": std_of(config),
+        **step_sizes(config, "linear_dt_", "init_floor"),
     }
+    low, high = number(config, "linear_a_log_min", 0.0), number(config, "linear_a_log_max", 16.0)
+    if 0 <= low < high:  # otherwise, the config describes no initial values
+        arguments |= {"A_min": low, "A_max": high}
     return f"gated_deltanet_mixer: {{dim: dim, {written(arguments)}}}"
 
 
@@ -60,6 +76,7 @@ def _attention(config: Config, eps: float) -> str:
         "bias": bias,
         "bias_out": bias,
         "eps": eps,
+        "std": std_of(config),
     }
     return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 

@@ -12,6 +12,7 @@ from seqblocks.checkpoint.families.values import (
     numbers,
     require,
     rotary,
+    std_of,
     whole,
     whole_or,
     written,
@@ -63,6 +64,9 @@ def _memory(config: Config, eps: float) -> str:
         "expand_v": whole(config, "linear_value_head_dim", 128) / head,
         "kernel": whole(config, "linear_conv_kernel_dim", 4),
         "eps": eps,
+        "std": std_of(config),
+        "A_min": 0.01,
+        "dt_random": False,
     }
     return f"gated_deltanet_mixer: {{dim: dim, {written(arguments)}}}"
 
@@ -76,6 +80,7 @@ def _attention(config: Config, eps: float) -> str:
         "turned": int(head * part),
         "rotary": base,
         "eps": eps,
+        "std": std_of(config),
     }
     return f"gated_attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 
@@ -88,5 +93,6 @@ def _experts(config: Config) -> str:
         "hidden": whole(config, "moe_intermediate_size", 512),
         "shared": whole(config, "shared_expert_intermediate_size", 512),
         "normalize": flag(config, "norm_topk_prob", True),
+        "std": std_of(config),
     }
     return f"sparse_network: {{dim: dim, {written(arguments)}}}"

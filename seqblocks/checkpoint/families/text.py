@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from seqblocks.checkpoint.families.values import Config, flag, scalar, whole
+from seqblocks.checkpoint.families.values import Config, flag, scalar, std_of, whole
 
 CACHE = 2048  # tokens cached by attention without a window; change it with `set={"cache": …}`
-NORMAL = "normal(0, 0.02)"  # the usual initial values
 
 
 class Language(NamedTuple):
     """The common parts of language models.
 
     norm: the step of the last norm. names: the official names of the embedding and of that norm. before, after: steps
-    after the embedding and after the head. share: the parameters that layers of one kind share. embedding, unembedding:
-    initial values of the embedding, and of the head unless it is tied.
+    after the embedding and after the head. share: the parameters that layers of one kind share. std: standard
+    deviation of the initial values of the embedding, and of the head unless it is tied. embedding, unembedding: other
+    initial values of these.
     """
 
     about: str
@@ -30,13 +30,15 @@ class Language(NamedTuple):
     before: str = ""
     after: str = ""
     share: str = ""
-    embedding: str = NORMAL
-    unembedding: str = NORMAL
+    std: float = 0.02
+    embedding: str = ""
+    unembedding: str = ""
 
     def text(self, layers: Sequence[str], kinds: Mapping[str, str], checkpoint: str) -> str:
         """Return the spec. layers: the kind of each; kinds: their steps, line by line; checkpoint: lines of the map."""
         embed, norm_name = self.names
-        head = "tie: embed" if self.tied else f'init: {{weight: "{self.unembedding}"}}'
+        embedding, unembedding = (each or normal(self.std) for each in (self.embedding, self.unembedding))
+        head = "tie: embed" if self.tied else f'init: {{weight: "{unembedding}"}}'
         return f"""seqblocks: 1
 about: {self.about}, as its config.json says
 use: [{", ".join(self.use)}]
@@ -46,7 +48,7 @@ let: {{dim: {self.dim}, vocabulary: {self.vocabulary}, cache: {CACHE}}}
 model:
   input: {{tokens: vocabulary}}
   steps:
-    - embed: {{features: dim, init: {{weight: "{self.embedding}"}}, name: embed}}
+    - embed: {{features: dim, init: {{weight: "{embedding}"}}, name: embed}}
 {_lines(self.before, 4)}    - repeat:
         name: layers
         pattern: {pattern(layers)}
@@ -74,7 +76,19 @@ def language(
         vocabulary=whole(config, "vocab_size"),
         norm=f"rms_norm: {{name: norm, gain: {gain}, eps: {scalar(eps)}}}",
         tied=flag(config, "tie_word_embeddings", tied),
+        std=std_of(config),
     )
+
+
+def normal(std: float) -> str:
+    """Return the initialiser of a normal distribution."""
+    return f"normal(0, {scalar(std)})"
+
+
+def network_init(std: float) -> str:
+    """Return the initial values of a gated network as YAML."""
+    parts = ", ".join(f'{part}_weight: "{normal(std)}"' for part in ("gate", "up", "down"))
+    return f"{{{parts}}}"
 
 
 def pattern(layers: Sequence[str]) -> str:

@@ -77,6 +77,28 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return found
 
 
+def std_of(config: Config, default: float = 0.02) -> float:
+    """Return the standard deviation of initial weights; like transformers, treat null and 0 as 0.02."""
+    found = number(config, "initializer_range", default) if config.get("initializer_range", default) else 0.02
+    if found < 0:
+        raise UsageError(f"config.json: initializer_range must be at least 0, not {found}")
+    return found
+
+
+def step_sizes(config: Config, prefix: str = "time_step_", floor: str = "floor") -> dict[str, float]:
+    """Return the arguments of a mixer for its initial step sizes that are not the usual ones.
+
+    A config whose limits are not positive has the usual ones: it describes no initial values, but weights may exist.
+    """
+    usual = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4}
+    names = dict(zip(usual, ("min", "max", floor), strict=True))
+    found = {ours: number(config, prefix + name, usual[ours]) for ours, name in names.items()}
+    if min(found.values()) <= 0:
+        return {}
+    found["dt_min"], found["dt_max"] = sorted((found["dt_min"], found["dt_max"]))  # transformers accepts any order
+    return {name: value for name, value in found.items() if value != usual[name]}
+
+
 def flag(config: Config, key: str, default: bool) -> bool:
     return bool(_value(config, key, (bool,), "true or false", default))
 

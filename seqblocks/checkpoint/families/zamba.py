@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from seqblocks.checkpoint.families.layers import used
-from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -14,6 +14,8 @@ from seqblocks.checkpoint.families.values import (
     require,
     rotary,
     scalar,
+    std_of,
+    step_sizes,
     whole,
     whole_or,
     words,
@@ -47,12 +49,12 @@ def zamba2(config: Config) -> str:
     types, blocks = _types(config), whole(config, "num_mem_blocks", 1)
     hybrids = [at for at, kind in enumerate(types) if kind == "hybrid"]
     layers = [f"shared{hybrids.index(at) % blocks}" if at in hybrids else "mamba" for at in range(len(types))]
-    mixer, block = _mamba2(config), _block(config)
+    mixer, block, weights = _mamba2(config), _block(config), normal(std_of(config))
     eps = number(config, "rms_norm_eps", 1e-5)
     norm = f"rms_norm: {{eps: {scalar(eps)}, name: norm}}"
     kinds = {"mamba": f"- residual: {{name: mamba, steps: [{{{norm}}}, {{{mixer}}}]}}"}
     for at in range(min(blocks, len(hybrids))):
-        linear = "linear: {features: dim, bias: false, name: linear}"
+        linear = f'linear: {{features: dim, bias: false, init: {{weight: "{weights}"}}, name: linear}}'
         steps = f"{{identity: {{as: h}}}}, {{{block}}}, {{{linear}}}, {{add: {{with: h, name: sum}}}}"
         kinds[f"shared{at}"] = f"- residual: {{name: shared{at}, steps: [{steps}, {{{norm}}}, {{{mixer}}}]}}"
     firsts = {layers[at]: at for at in reversed(hybrids)}
@@ -84,6 +86,10 @@ def _mamba2(config: Config) -> str:
         "bias": flag(config, "add_bias_linear", False),
         "dt_least": number(config, "time_step_min", 0.001),
         "eps": 1e-5,
+        **step_sizes(config),
+        "A_random": False,
+        "std": std_of(config),
+        "std_all": True,
     }
     return f"mamba2_mixer: {{dim: dim, layers: layers, {written(arguments)}, name: mixer}}"
 
@@ -99,6 +105,7 @@ def _block(config: Config) -> str:
         "rotary": rotary(config)[0] if flag(config, "use_mem_rope", False) else 0,
         "bias": flag(config, "add_bias_linear", False),
         "eps": number(config, "rms_norm_eps", 1e-5),
+        "std": std_of(config),
     }
     return f"zamba2_block: {{dim: dim, embedded: embedded, cache: cache, {written(arguments)}, name: block}}"
 
