@@ -216,7 +216,9 @@ ODD = (0, -1, 10**7, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"
 MORE = {  # optional entries of a config
     "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
     "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
-    "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand",
+    "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand", "initializer_range",
+    "time_step_min", "time_step_floor", "time_step_scale", "rescale_prenorm_residual", "w_init_variance_scale",
+    "linear_a_log_max", "linear_dt_min",
 }  # fmt: skip
 
 
@@ -233,6 +235,13 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
     assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_a_recurrent_gemma_may_have_one_kind_of_layer(kind: str) -> None:
+    model = seqblocks.build_text(families.spec_text({**GRIFFIN, "block_types": [kind]}), device="meta")
+    names = {name.split(".")[5] for name, _ in model.named_parameters() if "mixer" in name}
+    assert names == {"griffin_mixer" if kind == "recurrent" else "attention_mixer"}
 
 
 def test_the_blocks_of_an_xlstm_are_those_of_num_blocks() -> None:

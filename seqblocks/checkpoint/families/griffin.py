@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
@@ -20,11 +21,8 @@ from seqblocks.checkpoint.families.values import (
     written,
 )
 
-MAP = """
-layers.{layer}.griffin_layer: model.layers.{layer}
-layers.{layer}.griffin_layer.temporal.mixer.griffin_mixer: model.layers.{layer}.temporal_block
-layers.{layer}.griffin_layer.temporal.mixer.attention_mixer: model.layers.{layer}.temporal_block
-"""
+OURS, OFFICIAL = "layers.{layer}.griffin_layer", "model.layers.{layer}"
+MIXERS = {"r": "griffin_mixer", "a": "attention_mixer"}  # of each kind of layer
 
 
 def recurrent_gemma(config: Config) -> str:
@@ -69,7 +67,11 @@ def recurrent_gemma(config: Config) -> str:
         before=f"- scale: {{by: {in_bfloat16(math.sqrt(dim))}, name: embedded}}",
         after=f"- soft_cap: {{cap: {scalar(number(config, 'logits_soft_cap', 30.0))}}}",
     )
-    return model.text([found[at % len(found)][0] for at in range(depth)], kinds, MAP)
+    layers = [found[at % len(found)][0] for at in range(depth)]
+    kinds = used(kinds, layers)
+    names = [f"{OURS}: {OFFICIAL}"]
+    names += [f"{OURS}.temporal.mixer.{MIXERS[kind]}: {OFFICIAL}.temporal_block" for kind in kinds]
+    return model.text(layers, kinds, "\n".join(names) + "\n")
 
 
 def in_bfloat16(number: float) -> float:
