@@ -142,7 +142,7 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
         condition, *choices = choice
         for each in choices:
             _check_name(each)
-        chosen = parse(f"1 if {condition} else 0").evaluate(names)
+        chosen = parse(f"1 if ({condition}) else 0").evaluate(names)
         return DEFAULT if chosen is UNKNOWN else read_init(choices[0 if chosen else 1], names)
     _check_name(text)
     name, numbers = _call(text)

@@ -502,6 +502,7 @@ def test_a_condition_chooses_an_initialiser_and_default_changes_nothing(flag: st
         ("linspace(1) if d < 0 else ones", "E408.* linspace does not take 1 number"),
         ("(ones if d < 0 else glorot) if d < 0 else ones", "E408.* no initialiser 'glorot'"),
         ("zeros if e else ones", "E30.*'e'"),
+        ("zeros if 'x' else ones", "E501.*not support"),
         ("normal(0, -1) if d > 0 else ones", "E209"),
         ("default(1)", "E408.* no initialiser 'default'"),
     ],

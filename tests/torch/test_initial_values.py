@@ -186,7 +186,7 @@ def test_an_official_mamba_keeps_the_initial_values_of_its_package() -> None:
         ("mamba2", {**MAMBA2, "time_step_min": 0.5}),
         ("zamba2", {**ZAMBA, "time_step_floor": -1.0}),
         ("olmo_hybrid", {**OLMO, "linear_a_log_min": 20.0}),
-        ("recurrent_gemma", {**GEMMA, "block_types": ["recurrent", "attention"], "w_init_variance_scale": -1.0}),
+        ("recurrent_gemma", {**GEMMA, "block_types": ["recurrent"], "w_init_variance_scale": -1.0}),
         ("jamba", {**JAMBA, "initializer_range": 0}),
     ],
 )
