@@ -59,6 +59,18 @@ model:
 """
 GATED_DELTANET = LINEAR.replace("NAME", "gated_deltanet_mixer").replace("OPTIONS", "heads: 4, head: 32, expand_v: 1")
 GLA = LINEAR.replace("NAME", "gla_mixer").replace("OPTIONS", "heads: 4")
+CENTAURUS = """
+seqblocks: 1
+use: [centaurus]
+let: {dim: 128, depth: 3, vocabulary: 256}
+model:
+  input: {tokens: vocabulary}
+  steps:
+    - embed: {features: dim}
+    - repeat: {name: layers, times: depth, steps: [centaurus_block: {mode: neck, state: 64}]}
+    - rms_norm: {name: norm}
+    - unembed: {bias: false, tie: embed}
+"""
 Weights = dict[str, Tensor]
 Layer = Callable[[Tensor, list[Any]], Tensor]  # of a token x [batch, dim]; replaces its parts of the state
 
@@ -256,10 +268,28 @@ def gla(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
     return step
 
 
+def centaurus(w: Weights, batch: int, state: list[Any]) -> Layer:
+    p = "centaurus."
+    dt = torch.exp(w[p + "log_dt"]).unsqueeze(-1)
+    factor = torch.exp(dt * torch.complex(-F.softplus(w[p + "A_real"]), w[p + "A_imag"]))
+    into = dt * w[p + "B"]
+    at = len(state)
+    state += [torch.zeros(batch, *factor.shape, dtype=torch.complex64)]
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        h = factor * state[at] + F.linear(x, into).unsqueeze(-1)
+        state[at] = h
+        y = F.linear((w[p + "E"] * h.real).sum(-1), w[p + "C"])
+        return x + F.silu(rms_norm(y, w["rms_norm.weight"], 1e-6))
+
+    return step
+
+
 LAYERS: dict[str, Callable[..., Layer]] = {
     "mamba_block.residual.": mamba, "mlstm_block.residual.": mlstm, "slstm_block.": slstm,
     "attention_layer.residual.": attention, "swiglu_layer.residual.": swiglu,
     "residual_gated_deltanet_mixer.": gated_deltanet, "residual_gla_mixer.": gla,
+    "centaurus_block.residual.": centaurus,
 }  # fmt: skip
 
 
@@ -295,7 +325,7 @@ def _inside(weights: Weights, prefix: str) -> Weights:
 
 MODELS = {
     "mamba_small": "", "mlstm_small": "", "hybrid_small": "", "slstm": SLSTM,
-    "gated_deltanet": GATED_DELTANET, "gla": GLA,
+    "gated_deltanet": GATED_DELTANET, "gla": GLA, "centaurus": CENTAURUS,
 }  # fmt: skip
 
 

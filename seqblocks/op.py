@@ -213,7 +213,9 @@ class Op(BaseModel):
         tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
 
         It may have an attribute `several`, which does the same for several tokens: a function of the batch size, the
-        state and inputs [seq * batch, features], the tokens of all sequences one after another.
+        state and inputs [seq * batch, features], the first token of each sequence, then the second of each. It is used
+        for short prompts and for frames (`SequenceModel.step`). If it computes the tokens of a frame one after another,
+        `forward` takes less time for many; otherwise give it an attribute `any_length`.
         """
         return None
 

@@ -59,7 +59,7 @@ def centaurus(
     real = torch.float64 if double else torch.float32
     with numerics.without_autocast(x.device.type):
         A_real, A_imag, dt, B, C = (t.to(real) for t in (A_real, A_imag, dt, B, C))
-        bank = _bank(A_real, A_imag, dt, B, C, None if E is None else E.to(real), mode, hold)
+        bank = discretised(A_real, A_imag, dt, B, C, None if E is None else E.to(real), mode, hold)
         shape = (x.shape[0], *bank.decay.shape, 2)
         if state is not None and state.shape != shape:
             raise ValueError(f"centaurus expects a state {list(shape)}; got {list(state.shape)}")
@@ -81,7 +81,7 @@ def centaurus(
     return (y, last) if return_state else y
 
 
-def _bank(
+def discretised(
     A_real: Tensor, A_imag: Tensor, dt: Tensor, B: Tensor, C: Tensor, E: Tensor | None, mode: str, hold: str
 ) -> Bank:
     """Return the layer in discrete time: exponents of the decay, input weights and read-out weights."""

@@ -187,14 +187,18 @@ def _chunks(
     if resets is not None:
         state = state.masked_fill(along(resets[:, -1 if reverse else 0], state), 0.0)
     if torch.compiler.is_compiling():  # the length may be symbolic
-        v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
+        v, state = _scan(_enter(bank, x), state, *chunk_matrices(bank, T, reverse), resets, reverse)
     else:
-        T = -(-S // -(-S // T))  # chunks of about equal length: 65 tokens are 33 + 32, not 64 + 1
-        return _part_by_part(bank, x, state, _chunk(bank, T, reverse), resets, reverse)
+        return part_by_part(bank, x, state, chunk_matrices(bank, chunk_length(S, T), reverse), resets, reverse)
     return _leave(bank, v, H), state
 
 
-def _part_by_part(
+def chunk_length(S: int, most: int = CHUNK) -> int:
+    """Return the length of chunks that are about equal: 65 tokens are 33 + 32, not 64 + 1."""
+    return -(-S // -(-S // most))
+
+
+def part_by_part(
     bank: Bank, x: Tensor, state: Tensor, chunk: Chunk, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Return y and the last state, computed for some chunks at a time.
@@ -225,7 +229,8 @@ def _part(x: Tensor, chunk: Chunk) -> int:
     return max(1, most // (N * x.shape[0] * T)) * T if x.is_cpu else x.shape[1]
 
 
-def _chunk(bank: Bank, T: int, reverse: bool) -> Chunk:
+def chunk_matrices(bank: Bank, T: int, reverse: bool) -> Chunk:
+    """Return the matrices of a chunk of T tokens."""
     re, im = _powers(bank, torch.arange(T + 1, device=bank.decay.device, dtype=bank.decay.dtype))
     powers = torch.cat([re, im], 1)
     read, across = bank.read.unsqueeze(-1), bank.across.unsqueeze(-1)

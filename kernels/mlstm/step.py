@@ -14,18 +14,22 @@ from torch import Tensor
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
 
 
-def prepare(heads: int, eps: float, input_gate: str, normalize: bool) -> Callable[..., tuple[Tensor, ...]]:
+def prepare(
+    heads: int, eps: float, input_gate: str, normalize: bool, readout: str = "paper"
+) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(C [B, H, DK, DV], n [B, H, DK], m [B, H], q, k [B, H * DK], v [B, H * DV], i, f [B, H]).
 
-    f returns h [B, H * DV] and the next C, n, m: the same values as `mlstm` for one token. out: memory for the next C.
+    f returns h [B, H * DV] and the next C, n, m: the same values as `mlstm`, or `mlstm_memoroid` with that readout, for
+    one token. out: memory for the next C.
     """
+    power = 0.5 if readout == "paper" else 1.0
 
     def step(
         C: Tensor, n: Tensor, m: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         B, _, DK, DV = C.shape
-        q, k, v = q.view(B, heads, DK) * DK**-0.5, k.view(B, heads, DK), v.view(B, heads, 1, DV)
+        q, k, v = q.view(B, heads, DK) * DK**-power, k.view(B, heads, DK), v.view(B, heads, 1, DV)
         log_i, through = log_input_gate(i, input_gate), F.logsigmoid(f).add_(m)
         m = torch.maximum(through, log_i) if input_gate == "exp" else torch.zeros_like(m)
         keep, write = through.sub_(m).exp_().unsqueeze(-1), (log_i - m).exp_().unsqueeze(-1) * k
@@ -33,8 +37,12 @@ def prepare(heads: int, eps: float, input_gate: str, normalize: bool) -> Callabl
         n = write.addcmul_(keep, n)
         h = torch.bmm(q.reshape(-1, 1, DK), C.flatten(0, 1)).view(B, heads, DV)
         if normalize:
-            floor = m.neg().clamp_(max=largest_exponent(m.dtype)).exp_().unsqueeze(-1)
-            h /= torch.maximum(q.mul_(n).sum(-1, keepdim=True).abs_(), floor).add_(eps)
+            size = q.mul_(n).sum(-1, keepdim=True).abs_()
+            if readout == "paper":
+                size = torch.maximum(size, m.neg().clamp_(max=largest_exponent(m.dtype)).exp_().unsqueeze(-1))
+            else:
+                size = size.clamp_(min=1.0)
+            h /= size.add_(eps)
         return h.flatten(1), C, n, m
 
     return step

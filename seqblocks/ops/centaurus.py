@@ -111,8 +111,8 @@ class Centaurus(Op):
 
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         _, rows, channels = self.sizes(x)
-        mode = "pointwise" if self.mode == "s5" else self.mode
-        return "centaurus", {"mode": mode, "channels": channels, "substates": rows * self.sub_states // channels}
+        substates = rows * self.sub_states // channels
+        return "centaurus", {"mode": self.kernel_mode, "channels": channels, "substates": substates}
 
     def bank(self, p: Any) -> tuple[Any, Any, Any]:
         """Return the real and the imaginary part of A [N, M], and dt [N], in float32 at least."""
@@ -140,6 +140,16 @@ class Centaurus(Op):
 
         return move
 
+    @property
+    def kernel_mode(self) -> str:
+        return "pointwise" if self.mode == "s5" else self.mode
+
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.centaurus.interface import discretised
+        from seqblocks.kernels.centaurus.step import prepare
+
+        return prepare(discretised(*self.bank(p), p["B"], p["C"], p.get("E"), self.kernel_mode, self.hold))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import centaurus
 
@@ -149,7 +159,7 @@ class Centaurus(Op):
             p["B"],
             p["C"],
             p.get("E"),
-            mode="pointwise" if self.mode == "s5" else self.mode,
+            mode=self.kernel_mode,
             hold=self.hold,
             state=call.state["s"] if call.state else None,
             return_state=call.return_state,

@@ -130,6 +130,33 @@ class Conv1d(_Conv):
             y = y + self.convolve(lagged(past, lag, earlier), weight[..., tap : tap + 1], None if tap else bias)
         return y, past.state
 
+    def prepare_step(self, p: Any) -> Any:
+        if self.stride > 1 or self.later() or self.groups > 1:
+            return None
+        import torch
+
+        from seqblocks.kernels.products import prepare_linear
+
+        by, every = self.earlier(), self.dilation
+        product = prepare_linear(p["weight"].flatten(1), p.get("bias"))
+        if not by:
+            return product
+
+        def step(window: Any, x: Any) -> Any:
+            tokens = torch.cat([window, x.unsqueeze(1)], 1)
+            return product(tokens[:, ::every].mT.flatten(1)), tokens[:, 1:].clone(memory_format=torch.contiguous_format)
+
+        def several(batch: int, window: Any, x: Any) -> Any:
+            tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
+            seq = tokens.shape[0] - by
+            taps = torch.stack([tokens[lag : lag + seq] for lag in range(0, by + 1, every)], -1)
+            after = tokens[seq:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            return product(taps.flatten(2).flatten(0, 1)), after
+
+        several.any_length = True  # type: ignore[attr-defined]
+        step.several = several  # type: ignore[attr-defined]
+        return step
+
     def convolve(self, x: Any, weight: Any, bias: Any) -> Any:
         """Return the convolution of x [B, S, D] without padding."""
         from torch.nn.functional import conv2d

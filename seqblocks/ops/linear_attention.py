@@ -203,12 +203,12 @@ class LinearAttention(Op):
 
         from seqblocks.kernels.linear_attention.step import prepare
 
-        if self.writes > 1:  # a token with several corrections is computed as a short sequence
-            return None
+        def one(fixed: Any) -> Any:
+            return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
 
         def prepared(dtype: Any) -> Any:
             fixed = self.retention(torch.zeros(1, dtype=dtype, device="cpu")) if self.fixed_decay != "none" else None
-            return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
+            return one(fixed) if self.writes == 1 else corrected(self.writes, one(fixed), one(None))
 
         if self.fixed_decay == "none":
             return prepared(torch.float32)
@@ -231,6 +231,22 @@ class LinearAttention(Op):
             return x
         exact = x if x.dtype == torch.float64 else x.float()
         return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def corrected(writes: int, first: Any, other: Any) -> Any:
+    """Return a function for a token with several corrections, from those for the first one and for the others.
+
+    Only the first correction decays the state.
+    """
+
+    def step(S: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any, out: Any = None) -> Any:
+        (k, *keys), (v, *values), (beta, *betas) = (x.chunk(writes, -1) for x in (k, v, beta))
+        o, S = first(S, q, k, v, decay, beta, out=out)
+        for k, v, beta in zip(keys, values, betas, strict=True):
+            o, S = other(S, q, k, v, None, beta)
+        return o, S
+
+    return step
 
 
 def spread(

@@ -35,7 +35,9 @@ class MLSTMMemoroid(MLSTM):
         return "associative_scan", {}
 
     def prepare_step(self, p: Any) -> Any:
-        return None
+        from seqblocks.kernels.mlstm.step import prepare
+
+        return prepare(self.heads, self.eps, "exp", True, self.readout)
 
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently

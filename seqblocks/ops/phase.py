@@ -28,6 +28,14 @@ class Phase(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"sum": State((x.features,))}
 
+    def prepare_step(self, p: Any) -> Any:
+        def step(before: Any, x: Any) -> Any:
+            angle = before.double() + x.double()
+            turns = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor()).to(x.dtype)
+            return turns, turns.clone()
+
+        return step
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 

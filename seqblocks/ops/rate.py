@@ -33,6 +33,16 @@ def check_tokens(x: Any, factor: int, verb: str) -> None:
         raise RunError(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}")
 
 
+def _of_frames(several: Any) -> Any:
+    """Return a function for `Op.prepare_step`. A single token is only passed to it if the factor is 1."""
+
+    def step(x: Any) -> Any:
+        return x
+
+    step.several = several  # type: ignore[attr-defined]
+    return step
+
+
 class _Rate(Op):
     """Base of both ops. No sequence may start in the middle of a window, and a stream advances by whole windows."""
 
@@ -58,6 +68,15 @@ class Downsample(_Rate):
     def shape(self, x: Wire) -> Wire:
         return merged_tokens(x, self.factor, "factor")
 
+    def prepare_step(self, p: Any) -> Any:
+        factor, means = self.factor, self.method == "mean"
+
+        def several(batch: int, x: Any) -> Any:
+            windows = x.view(-1, factor, batch, x.shape[1])
+            return (windows.mean(1) if means else windows[:, -1]).reshape(-1, x.shape[1])
+
+        return _of_frames(several)
+
     def looks_ahead(self, x: Wire) -> int:
         return x.rate * (self.factor - 1)
 
@@ -73,6 +92,15 @@ class Upsample(_Rate):
 
     def shape(self, x: Wire) -> Wire:
         return split_tokens(x, self.factor, "factor", self.verb)
+
+    def prepare_step(self, p: Any) -> Any:
+        factor = self.factor
+
+        def several(batch: int, x: Any) -> Any:
+            copies = x.view(-1, 1, batch, x.shape[1]).expand(-1, factor, -1, -1)
+            return copies.reshape(-1, x.shape[1])
+
+        return _of_frames(several)
 
     def looks_ahead(self, x: Wire) -> int:
         return 0  # copies come at or after the token that they copy

@@ -227,17 +227,18 @@ class SequenceModel(Body):
     ) -> tuple[Tensor, States]:
         if self._obstacle:
             raise RunError(self._obstacle)
-        planned = self._stepper_for(x) if self.frame_size == 1 else None
+        planned = self._stepper_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
         if planned is None or resets is not None or not planned.takes(x):
             self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
             others = ", ".join(f"{name}=…" for name in self.graph.ports)
             raise RunError(f"a stream of this model begins with its context: state = model.init_state(batch, {others})")
+        if planned is not None and planned.suits(x):
+            if found := self._run_planned(planned, x, state, resets, spares):
+                return found
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
-        if planned is not None and (found := self._run_planned(planned, x, state, resets, spares)):
-            return found
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         if self._token_outputs or not self._has_tokens:

@@ -109,8 +109,8 @@ class Primitive(StepModule, Holder):
 
     @property
     def takes_plain_tokens(self) -> bool:
-        """Return whether a token can run with nothing but its state: the op reads no grid and no vectors."""
-        return self._gridded is None and self._vectors is None and self._reduction is None
+        """Return whether tokens can run with nothing but their state: the op reads no grid."""
+        return self._gridded is None and self._reduction is None
 
     def checked(self, out: Any, call: Call) -> tuple[Tensor, States]:
         """Split the result of the op's `forward` into output and state. Raises UsageError if it has none."""

@@ -1,7 +1,9 @@
-"""A few tokens of a stream at once, such as a short prompt, read by the function of a stepper.
+"""A few tokens of a stream at once, such as a short prompt or a frame, read by the function of a stepper.
 
 Steps without state process all tokens at once, like the tokens of several sequences, and those with a state one token
 after another, or in a function of their own. For many tokens, the kernels of whole sequences take less time.
+
+The tokens are rows [seq * batch, ...]: the first token of each sequence, then the second of each.
 """
 
 from __future__ import annotations
@@ -34,12 +36,22 @@ def read(function: Reading, state: States, x: Tensor) -> tuple[Any, States] | No
     Return None if the function does, because the state does not match its declaration.
     """
     batch = x.shape[0]
-    if (done := function(state, x.t().reshape(-1), batch)) is None:
+    if (done := function(state, as_rows(x), batch)) is None:
         return None
     y, states = done
     if isinstance(y, dict):
         return {name: each[-batch:].unsqueeze(1) for name, each in y.items()}, states
     return y[-batch:].unsqueeze(1), states
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return tokens [batch, seq, ...] as rows [seq * batch, ...]."""
+    return x.squeeze(0) if x.shape[0] == 1 else x.transpose(0, 1).flatten(0, 1)
+
+
+def as_sequences(x: Tensor, batch: int) -> Tensor:
+    """Return rows [seq * batch, ...] as tokens [batch, seq, ...]."""
+    return x.unsqueeze(0) if batch == 1 else x.reshape(-1, batch, *x.shape[1:]).transpose(0, 1)
 
 
 def runs_on_tokens(node: Node, types: Mapping[int, Wire | None]) -> bool:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.parameters import State
-from seqblocks.runtime.reading import over_tokens
+from seqblocks.runtime.reading import as_rows, over_tokens
 from seqblocks.runtime.spares import LARGE
 from seqblocks.state import States, dtype_of
 
 Path = tuple[str, ...]
+
+# How a function of one token gets several: as if each belonged to a sequence of its own, one after another, or together
+# in its attribute `several` (`Op.prepare_step`).
+How = Literal["rows", "tokens", "sequences"]
 
 
 class Source:
@@ -91,6 +95,10 @@ class Source:
         self._prepared[name] = prepare
         return name
 
+    def has_several(self, run: str | None) -> bool:
+        """Return whether a constant is a function with an attribute `several`, as described in `Op.prepare_step`."""
+        return hasattr(self._names.get(run or ""), "several")
+
     def takes_out(self, run: str | None) -> bool:
         """Return whether a constant is a function with a parameter `out`, as described in `Op.prepare_step`."""
         return "out" in (getattr(self._names.get(run or ""), "__kwdefaults__", None) or {})
@@ -141,17 +149,19 @@ class Source:
         return self._joined[whole]
 
     def call(
-        self, run: str, inputs: Sequence[str], path: Path, state: list[str], bytes_of_first: int | None = None
+        self, run: str, inputs: Sequence[str], path: Path, state: list[str], bytes_of_first: int | None = None,
+        how: How | None = None,
     ) -> str:
         """Call the function in the variable `run` with a step's state and inputs; return the variable of the output.
 
         bytes_of_first: those of the first part of the state for each sequence, if the function takes memory for it.
+        how: how several tokens are passed (default: "tokens" if there is a state, "rows" otherwise).
         """
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
         out = "" if bytes_of_first is None else f", out={self._spare(given[0], bytes_of_first)}"
-        self._add_call([y, *made], run, given, inputs, out)
+        self._add_call([y, *made], run, given, inputs, out, how)
         return y
 
     def _spare(self, given: str, size: int) -> str:
@@ -159,13 +169,18 @@ class Source:
         self._places += 1
         return f"None if spares is None or batch < {math.ceil(LARGE / size)} else spares.take({self._places}, {given})"
 
-    def _add_call(self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "") -> None:
+    def _add_call(
+        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "", how: How | None = None
+    ) -> None:
         """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
-        line = several = f"{', '.join(made)} = {run}({', '.join([*state, *inputs])}{out})"
-        if state:
+        results, given = ", ".join(made), ", ".join([*state, *inputs])
+        several = f"{results} = {run}({given})"
+        if how == "sequences":
+            several = f"{results} = {run}.several(batch, {given})"
+        elif how == "tokens" or (state and how is None):
             arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
-            several = f"{', '.join(made)} = {self.constant(over_tokens)}({arguments})"
-        self.add(line, several)
+            several = f"{results} = {self.constant(over_tokens)}({arguments})"
+        self.add(f"{results} = {run}({given}{out})", several)
 
     def call_joined(
         self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
@@ -204,6 +219,13 @@ class Source:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
         lines = [several for _, several in self._lines]
         return self._compiled("read(state, x, batch)", ["device = x.device", *lines], y, declared)
+
+    def function_of_frame(self, y: str, declared: States) -> Callable[..., Any]:
+        """Do the same for a frame, x [batch, tokens], with the signature of a function of one token."""
+        lines = [several for _, several in self._lines]
+        header = "run(state, x, spares=None)"
+        first = ["batch, device = x.shape[0], x.device", f"x = {self.constant(as_rows)}(x)"]
+        return self._compiled(header, [*first, *lines], y, declared)
 
     def _of_one(self) -> list[str]:
         return [line for line, _ in self._lines if line]

@@ -20,8 +20,16 @@ from torch.utils._pytree import tree_leaves
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import torch as centaurus_torch
 from seqblocks.kernels.centaurus import triton as centaurus_triton
-from seqblocks.kernels.centaurus.interface import _bank
-from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _chunk_by_chunk, _scan, cheapest, counts, fast_length
+from seqblocks.kernels.centaurus.interface import discretised
+from seqblocks.kernels.centaurus.torch import (
+    Chunk,
+    _chunk_by_chunk,
+    _scan,
+    cheapest,
+    chunk_matrices,
+    counts,
+    fast_length,
+)
 from seqblocks.kernels.dispatch import self_check
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
@@ -104,7 +112,7 @@ def test_the_plan_is_counted() -> None:
     """
     def bank_of(mode: str, **sizes: int) -> tuple[Any, Tensor]:
         x, *rest = (t.detach() for t in inputs(mode, torch.float32, **sizes))
-        return _bank(*rest[:5], rest[5] if len(rest) > 5 else None, mode, "euler"), x
+        return discretised(*rest[:5], rest[5] if len(rest) > 5 else None, mode, "euler"), x
 
     assert cheapest(*bank_of("full", batch=64, S=512, H=8, G=8)) == "fold"
     assert cheapest(*bank_of("neck", batch=1, S=2048, H=64, G=64, N=64)) == "chunks"
@@ -202,7 +210,7 @@ def scan_arguments(seq: int) -> list[Tensor]:
 
 def a_chunk(layer: list[Tensor], reverse: bool) -> Chunk:
     """Return a chunk of eight tokens."""
-    return _chunk(_bank(*layer, "neck", "zoh"), 8, reverse)
+    return chunk_matrices(discretised(*layer, "neck", "zoh"), 8, reverse)
 
 
 @settings(max_examples=20)

@@ -71,7 +71,10 @@ def test_tokens_of_linear_attention_and_of_gated_recurrences(mixer: str) -> None
 VERBS = [
     "rotary: {heads: 2}", "rotary: {heads: 2, features: 2}", "shift: {by: 1}", "shift: {by: 3}", "token_shift",
     "sinusoids", "position_embed: {length: 16}", "conv1d: {features: 6, kernel: 3, dilation: 2}", "sigmoid", "elu",
-    "log_decay: {kind: exp}", "time_step", "l2_norm", "rms_norm: {groups: 2, bias: true}",
+    "log_decay: {kind: exp}", "time_step", "phase", "conv1d: {features: 6, kernel: 1}",
+    "conv1d: {features: 6, kernel: 4}", "centaurus: {mode: neck, state: 3, sub_states: 2}",
+    "centaurus: {mode: pointwise, state: 3, sub_states: 2}", "centaurus: {mode: dws, hold: zoh, sub_states: 2}",
+    "centaurus: {mode: full, features: 4, sub_states: 2}", "l2_norm", "rms_norm: {groups: 2, bias: true}",
     "rms_norm: {groups: 2, shared: true, bias: true}", "head_norm: {heads: 2, bias: true}",
     "scan: {order: forward, steps: [{causal_conv: {kernel: 3}}, {linear: 8}]}",
     "attention: {q: a, k: a, v: a, heads: 2, cache: 9}",
@@ -100,6 +103,17 @@ def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.Monkey
             found = y[:, None] if found is None else torch.cat([found, y[:, None]], 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("readout", ["paper", "unit_floor"])
+def test_tokens_of_memoroids(readout: str) -> None:
+    layer = f"memoroid_layer: {{dim: 16, heads: 2, readout: {readout}}}"
+    model = build(SPEC.replace("mlstm_block: {dim: 16, heads: 2}", layer))
+    assert_follows(model)
+    resets = torch.zeros(2, 7, dtype=torch.bool)
+    resets[0, 3] = resets[1, 0] = resets[1, 5] = True
+    assert_follows(model, resets)
+    assert isinstance(model._stepper, Stepper)
 
 
 @pytest.mark.parametrize("verb", ["rotary: {heads: 2}", "rms_norm: {groups: 2}", VERBS[-3]])
@@ -491,6 +505,7 @@ def test_a_stream_holds_its_state() -> None:
     ("name", "most"),
     [
         ("mamba_small", 1.05), ("mlstm_small", 1.05), ("hybrid_small", 1.05), ("slstm", 1.05), ("gla", 1.05),
+        ("centaurus", 1.05),
         ("gated_deltanet", 1.12),  # the convolutions of q, k and v have separate states, which are joined and split
     ],
 )  # fmt: skip
