@@ -469,7 +469,7 @@ def cases(
     """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
     and, marked `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations
     for which the variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in
-    Triton's interpreter, which is slow; None for the properties that imply most others."""
+    Triton's interpreter, which is slow; None for the property that implies most others."""
     out = []
     for kernel in kernels:
         for name in on:

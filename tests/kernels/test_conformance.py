@@ -211,7 +211,6 @@ CUTS = ((1, 2, 6), range(1, 8))
 
 @cases(
     SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"),
-    interpreted=None,
 )
 def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, reverse: bool) -> None:
     """With the state passed on, outputs, last state and gradients are equal, including those of the first state."""
@@ -224,7 +223,7 @@ def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, rev
     assert_close(with_gradients(pieces, x), whole, bar, smallest=1.0)  # one key in a window: no gradient of q
 
 
-@cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"), interpreted=None)
+@cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"))
 def test_resets_equal_separate_pieces(subject: Subject, reverse: bool) -> None:
     S = 8
     x = subject.exact(batch=1, S=S)

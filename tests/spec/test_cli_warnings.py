@@ -78,14 +78,14 @@ def test_errors_come_before_warnings_and_both_are_counted(run_cli: Run, folder: 
 
 
 @pytest.mark.parametrize("words", [("build", "--device", "meta"), ("show",), ("show", "--stage", "spec"), ("explain",)])
-def test_every_verb_that_reads_a_spec_warns(words: tuple[str, ...], run_cli: Run, folder: Path) -> None:
+def test_every_verb_that_reads_a_spec_warns(words: tuple[str, ...], run_main: Run, folder: Path) -> None:
     (folder / "leaking.yaml").write_text(LEAKING)
-    done = run_cli(words[0], "leaking.yaml", *words[1:], cwd=folder)
+    done = run_main(words[0], "leaking.yaml", *words[1:], cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("warning[W904]")
-    data = json.loads(run_cli(words[0], "leaking.yaml", *words[1:], "--format", "json", cwd=folder).stdout)
+    data = json.loads(run_main(words[0], "leaking.yaml", *words[1:], "--format", "json", cwd=folder).stdout)
     assert [each["code"] for each in data["warnings"]] == ["W904"]
-    strict = run_cli(words[0], "leaking.yaml", *words[1:], "--strict", cwd=folder)
+    strict = run_main(words[0], "leaking.yaml", *words[1:], "--strict", cwd=folder)
     assert (strict.returncode, strict.stdout) == (1, "")
 
 

@@ -92,7 +92,7 @@ leaves = words | st.integers(-2, 10**6) | st.floats() | st.booleans() | st.none(
 trees = st.recursive(leaves, lambda t: st.lists(t, max_size=4) | st.dictionaries(words, t, max_size=4), max_leaves=25)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(trees, trees)
 def test_random_structures(steps: Any, other: Any) -> None:
     from seqblocks.language.overrides import as_text
@@ -152,7 +152,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONGEST = ("steps", "repeats of repeats")  # 3 s each
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGEST else ()) for name in HOSTILE]
+)
 def test_hostile_texts(name: str) -> None:
     checked(HOSTILE[name])
 

@@ -97,7 +97,7 @@ def test_a_device_is_refused(world: Path) -> None:
     assert fault.code == "E804"
 
 
-def test_folders_that_are_allowed(world: Path, run_cli: Run, tmp_path: Path) -> None:
+def test_folders_that_are_allowed(world: Path, run_main: Run, tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
     (library / "mine.yaml").write_text(BLOCKS)
@@ -107,8 +107,8 @@ def test_folders_that_are_allowed(world: Path, run_cli: Run, tmp_path: Path) -> 
         assert check.load_spec(path, allow_use=library)[1] is not None
         assert check.load_spec(path, allow_use=[str(library)])[1] is not None
         for verb in ("check", "show", "explain"):
-            assert run_cli(verb, str(path), "--allow-use", str(library)).returncode == 0, verb
-            assert run_cli(verb, str(path)).returncode == 1, verb
+            assert run_main(verb, str(path), "--allow-use", str(library)).returncode == 0, verb
+            assert run_main(verb, str(path)).returncode == 1, verb
     assert "--allow-use DIR" in (faults(path)[0].hint or "")
     for wrong in ("/nowhere", library / "mine.yaml", [3], 3, None):
         with pytest.raises(UsageError, match="takes folders"):

@@ -202,6 +202,7 @@ def test_a_table_is_never_overwritten(gpu: ModuleType, tmp_path: Path) -> None:
     assert name(None) == "2026-01-02-nvidia-h200-2.md"
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks run for sm_90 without launching kernels: tensors have only shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -327,6 +328,7 @@ forked = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # xdist
 
 
 @forked
+@pytest.mark.slow
 def test_a_crash_or_a_hang_does_not_affect_other_work(children: ModuleType) -> None:
     def work(what: str) -> Iterator[str]:
         yield f"{what} began"

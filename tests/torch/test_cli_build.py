@@ -114,7 +114,7 @@ def test_a_terminal_too_narrow_for_a_table(columns: str, run_main: Run) -> None:
     assert "parameters  73,626" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("encoding", [pytest.param("utf-8", marks=pytest.mark.slow), "ascii"])
 def test_a_long_name_is_cut_before_its_verb(encoding: str, run_cli: Run, tmp_path: Path) -> None:
     step = "linear: {features: 1234, name: a_name_that_says_all_there_is_to_say_of_a_step}"
     (tmp_path / "long.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{{step}}}]}}\n")
@@ -144,15 +144,15 @@ def test_torch_without_numpy_prints_no_warning(run_cli: Run, root: Path, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_missing_packages_are_reported(run_cli: Run) -> None:
+def test_missing_packages_are_reported(run_cli: Run, run_main: Run) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("tests the error without a CUDA device, and this machine has one")
-    done = run_cli("build", "vil_digits", "--device", "cuda")
+    done = run_main("build", "vil_digits", "--device", "cuda")
     assert done.returncode == 4
     assert "device 'cuda' cannot be used here" in done.stderr
-    assert run_cli("build", "vil_digits", "--device", "gpu9").returncode == 2
+    assert run_main("build", "vil_digits", "--device", "gpu9").returncode == 2
     huge = run_cli("build", "vil_small_block", "--set", "dim=400_000")
     assert huge.returncode == 4
     assert "--device meta" in huge.stderr

@@ -30,6 +30,7 @@ from tests.torch.planned import (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_compiled_step_follows_a_changed_model() -> None:
     """It reads the current parameters, and is compiled again if a step was replaced."""
     model = build(SMALL)
@@ -101,10 +102,10 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
     assert model._traced is None
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid_small", "slstm")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlstm_small", "hybrid_small", "slstm")]
 
 
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", *SLOW])
+@pytest.mark.parametrize("name", ["mamba_small", *SLOW])
 def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     """One graph serves all tokens. The number of its nodes determines the compile time."""
     by_hand = benchmark()
@@ -115,7 +116,9 @@ def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     assert nodes[0] <= 1.35 * nodes[1]
 
 
-@pytest.mark.parametrize("name", ["slstm", "gla", "gated_deltanet"])
+@pytest.mark.parametrize(
+    "name", ["gla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slstm", "gated_deltanet"))]
+)
 def test_a_compiled_step_calls_no_library_for_one_row(name: str) -> None:
     """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
     by_hand = benchmark()

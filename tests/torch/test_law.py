@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import seqblocks
@@ -96,8 +96,9 @@ def law_holds(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @lengths(40)
+@example(seq=33, cuts=[5, 20], resets=[(0, 9), (1, 20), (1, 30)], seed=1)  # resets in a chunk and at its start
 def test_whole_is_chunks_is_steps(
     name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int
 ) -> None:
@@ -106,8 +107,9 @@ def test_whole_is_chunks_is_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in MADE_OF_OTHERS])
-@settings(max_examples=3)
+@settings(max_examples=1)
 @lengths(300, least=130)
+@example(seq=150, cuts=[67, 131], resets=[(0, 40), (1, 67), (1, 140)], seed=1)
 def test_at_length(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int) -> None:
     """The sequence is longer than a chunk of the kernels that run on a CPU."""
     law_holds(name, seq, cuts, resets, seed)

@@ -58,7 +58,7 @@ def randomised(model: Any, seed: int = 0) -> Any:
     return model
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seq=st.integers(1, 40),
     cuts=st.lists(st.integers(0, 40), max_size=4),

@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
-@pytest.fixture(params=["exchanged", "renamed twice"])
+@pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=pytest.mark.slow)])
 def replacement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select how a folder replaces another."""
     if request.param != "exchanged":

@@ -5,6 +5,8 @@ float64: 1e-12 of the largest value of a tensor, some thousand roundings; gradie
 
 from __future__ import annotations
 
+import fcntl
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ FAMILIES = (  # kinds of state, and of inputs that a step may read besides its t
     "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
     "memoroid_agent", "captioner", "caduceus_small", "turned",
 )  # fmt: skip
+QUICK = ("xlstm_125m_7_1", "mamba2_130m", "gla_1_3b", "centaurus_denoiser", "captioner", "turned")
 EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence on each rank
 COMPOSED = 400  # random specs
 
@@ -88,14 +91,23 @@ def compared(names: Iterable[str], size: int, **options: Any) -> Found:
 
 
 def families() -> dict[str, Any]:
-    found = {
-        "in turn": compared(FAMILIES, 2, summaries=False),
-        "summaries": compared(FAMILIES, 3, summaries=True),
-    }
+    """Run what the quick tests compare."""
+    found = both(QUICK)
     found["empty"] = empty_parts()
     pair = distributed.new_group([0, 1])
     cases = {case.__name__: case(pair) for case in CASES} if distributed.get_rank() < 2 else {}
     return found | {"cases": cases, "rounded": rounded(pair) if cases else {}}
+
+
+def both(names: Iterable[str]) -> dict[str, Found]:
+    return {
+        "in turn": compared(names, 2, summaries=False),
+        "summaries": compared(names, 3, summaries=True),
+    }
+
+
+def other_families() -> dict[str, Found]:
+    return both([name for name in FAMILIES if name not in QUICK])
 
 
 def an_empty_part(group: Any) -> Errors:
@@ -272,14 +284,28 @@ def composed() -> dict[int, tuple[Errors, str]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Return the result of a function above on three ranks. The ranks are started once per function."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """Return the result of a function above on three ranks. They are started once per function, also under xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "sequence_parallel"
+    folder.mkdir(exist_ok=True)
     found: dict[str, list[Any] | str] = {}
+
+    def once(name: str) -> list[Any] | str:
+        """Run it, unless another process of the tests did."""
+        done = folder / f"{name}.done"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if done.exists():
+                return torch.load(done, weights_only=False)
+            torch.save(f"{name} failed before", done)
+            ranks = run_ranks(__name__, name, folder, 3)
+            torch.save(ranks, done)
+            return ranks
 
     def run(name: str) -> list[Any]:
         if name not in found:
             found[name] = f"{name} failed before"
-            found[name] = run_ranks(__name__, name, folder, 3)
+            found[name] = once(name)
         known = found[name]
         return pytest.fail(known) if isinstance(known, str) else known
 
@@ -294,9 +320,16 @@ def assert_close(found: list[dict[str, Found]], how: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["in turn", "summaries"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QUICK)
 def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
     assert_close(results("families"), how, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in turn", "summaries"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
+def test_parts_of_other_families(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
+    assert_close(results("other_families"), how, name)
 
 
 @pytest.mark.parametrize("way", [False, True])

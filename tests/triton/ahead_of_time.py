@@ -5,7 +5,8 @@ simulated architecture. In place of each launch, a recorder compiles the kernel 
 constants and alignments that triton would derive from the arguments.
 
     python -m tests.triton.ahead_of_time                    all cases
-    python -m tests.triton.ahead_of_time NAME [NAME ...]    cases with these names or prefixes
+    python -m tests.triton.ahead_of_time NAME [NAME ...]    cases with these names or prefixes; 'NAME | sm_90': for
+                                                            one architecture
     python -m tests.triton.ahead_of_time --names            list the names
 
 A line has the case, the kernel, the architecture, the launch, registers per thread, bytes of local memory per thread
@@ -320,10 +321,11 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def rows(words: list[str]) -> Iterator[str]:
     """Return the lines of the table."""
+    wanted = [(name, arch) for name, _, arch in (word.partition(" | ") for word in words)] or [("", "")]
     for name, call in cases():
-        if words and not any(f"{name} ".startswith(f"{word} ") for word in words):
-            continue
         for arch, target in TARGETS.items():
+            if not any(f"{name} ".startswith(f"{start} ".lstrip()) and only in ("", arch) for start, only in wanted):
+                continue
             for kernel, function, args, kwargs in launches(arch, call):
                 found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)

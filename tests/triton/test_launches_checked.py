@@ -40,7 +40,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         yield found
 
 
-@pytest.fixture(params=[pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+@pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a GPU: calls on the CPU launch as on that GPU."""
     processors = triton_common.PROCESSORS[request.param]
@@ -192,15 +192,17 @@ def leaves_of(out: Any) -> list[Tensor]:
     return [*found.values()]
 
 
-LONGEST = ("centaurus", "linear_attention", "selective_scan", "slstm")  # 12 s for these, 5 s for all others
+LONGEST = ("centaurus", "linear_attention", "mlstm", "selective_scan", "slstm")  # 14 s for these, 3 s for all others
 
 
-def ops() -> list[Any]:
-    marks = {op: [pytest.mark.slow] if op in LONGEST else [] for op, _ in CALLS}
-    return [pytest.param(op, marks=marks[op]) for op in sorted(marks)]
+def cases() -> Iterator[Any]:
+    for op in sorted({op for op, _ in CALLS}):
+        marks = (pytest.mark.long, pytest.mark.slow) if op in LONGEST else (pytest.mark.slow, ())
+        for arch, mark in zip(("sm_80", "sm_90"), marks, strict=True):
+            yield pytest.param(arch, op, marks=mark)
 
 
-@pytest.mark.parametrize("op", ops())
+@pytest.mark.parametrize(("device", "op"), [*cases()], indirect=["device"])
 def test_the_check_launches_what_the_call_launches(op: str, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[self_check.Call] = []
     monkeypatch.setattr(self_check, "fault_of", lambda call: checked.append(call) or "")

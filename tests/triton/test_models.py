@@ -101,7 +101,7 @@ def test_compiled_without_a_break_and_exported(name: str) -> None:
     close([program.module()(x)], expected[:1], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["mlstm", "mamba", "vil"])
+@pytest.mark.parametrize("name", ["mamba", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlstm", "vil"))])
 def test_autocast_narrows_what_torch_narrows(name: str) -> None:
     """Dtypes equal those of the torch implementations. Errors are at most twice theirs, or 16 roundings of bfloat16,
     2^-9 each: a block has about eight on its longest path, and a gradient goes both ways."""

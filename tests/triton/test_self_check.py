@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import registry, self_check
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
-from tests.kernels.conformance import INTERPRETED, crossed
+from tests.kernels.conformance import INTERPRETED
 from tests.triton import broken
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
@@ -59,11 +59,21 @@ def test_every_triton_implementation_has_an_example() -> None:
 # What the check finds
 
 
+LONGEST = {"linear_attention": torch.bfloat16, "centaurus": torch.float32}  # 4 s or more in one dtype
+
+
+def sound() -> Iterator[Any]:
+    """Yield each op with one dtype, and with the other one, which is marked."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for at, op in enumerate(FACTS):
+        first = LONGEST.get(op, dtypes[at % 2])
+        marks = (pytest.mark.slow, pytest.mark.long) if op in LONGEST else ((), pytest.mark.slow)
+        for dtype in dtypes:
+            yield pytest.param(op, dtype, marks=marks[dtype != first], id=f"{op}-{dtype}")
+
+
 @INTERPRETED
-@crossed(
-    ("op", FACTS),
-    ("dtype", [torch.float32, torch.bfloat16]),
-)
+@pytest.mark.parametrize(("op", "dtype"), [*sound()])
 def test_sound_implementations_pass(op: str, dtype: torch.dtype) -> None:
     assert fault(op, dtype=dtype) == ""
 
@@ -158,10 +168,10 @@ def check(how: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("how", "found", "lasting"),
     [
-        ("right", "", True),
+        pytest.param("right", "", True, marks=pytest.mark.slow),
         ("wrong", "its output is off by 0.1 on an example whose largest value is 2", True),
         ("abort", "its check crashed (exit status -6", True),
-        ("killed", "its check crashed (exit status -9", False),
+        pytest.param("killed", "its check crashed (exit status -9", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_crash_in_a_check_does_not_affect_other_processes(how: str, found: str, lasting: bool) -> None:
@@ -183,8 +193,8 @@ def test_errors_in_a_check_are_temporary(how: str, found: str) -> None:
 
 
 def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "SECONDS", 2)
-    assert check("hang") == ("its check did not finish within 2 s", True)
+    monkeypatch.setattr(self_check, "SECONDS", 1)
+    assert check("hang") == ("its check did not finish within 1 s", True)
 
 
 def test_a_check_that_cannot_start_is_no_verdict_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
