@@ -1,14 +1,34 @@
-"""Run child processes that can be interrupted as in a terminal, and that end with their test."""
+"""Run child processes that can be interrupted as in a terminal, and that end with their test. Share what is slow."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[Path], Any]) -> Any:
+    """Return what `compute` returns for a new folder. Under xdist, one process computes it and the others read it."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return compute(factory.mktemp(name))
+    import fcntl  # missing on Windows, where the tests run in one process
+
+    path = folder.parent / f"{name}.pickle"
+    with (folder.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(None))  # what the others read if this fails
+            path.write_bytes(pickle.dumps(compute(factory.mktemp(name))))
+        found = pickle.loads(path.read_bytes())
+    return pytest.fail(f"{name} failed in another process") if found is None else found
 
 # A child process inherits ignored interrupts, and a shell ignores them for background jobs. Python would then never
 # raise KeyboardInterrupt, and a test that interrupts its child would wait forever.

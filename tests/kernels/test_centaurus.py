@@ -310,7 +310,9 @@ MANY = {"batch": 1 << 16}  # enough sequences to fill a device
 
 @INTERPRETED
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.long) if mode in ("pointwise", "dws") else mode for mode in MODES]
+)
 def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool]] = []
     plan = centaurus_triton._Plan

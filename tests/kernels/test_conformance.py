@@ -477,7 +477,7 @@ def test_gradients_of_several_losses_at_once(subject: Subject, resets: bool) -> 
         torch.testing.assert_close([g[at] for g in found], [*pull([*loss.values()])], rtol=1e-5, atol=1e-6)
 
 
-@cases(KERNELS, EVERYWHERE[1:])
+@cases(KERNELS, EVERYWHERE[1:], variants=("torch", "gpu"))
 def test_activation_checkpointing(subject: Subject) -> None:
     """Saved tensors of a recomputed forward pass can be read only once."""
     x = float32_leaves(subject, batch=1, S=20 if subject.on.name == "torch" else 5)

@@ -25,12 +25,12 @@ from tests.kernels.linear_attention import LINEAR_ATTENTION
 SHORT = ("op_key_T9", "op_kda_T1", "op_head_T1")
 SLOW = (
     "op_gated_delta_T9", "op_rwkv6_T9",
-    "op_kda_T130_strong", "op_gated_delta_T65_resets", "op_head_T130_strong", "op_linear_normalized_T33",
+    "op_gated_delta_T65_resets", "op_head_T130_strong", "op_linear_normalized_T33",
     "op_delta_product_T17", "op_delta_T63_beta2",
 )
 LONG = (
     "op_kda_T65_gva", "op_gated_delta_T130_beta2_strong", "op_key_T130_strong", "op_rwkv6_T65_strong",
-    "op_key_T65_resets",
+    "op_key_T65_resets", "op_kda_T130_strong",
 )
 
 

@@ -350,7 +350,7 @@ def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
 @pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("gate", "reverse", "resets"), [("exp", True, True), pytest.param("sigmoid", False, False, marks=pytest.mark.slow)]
+    ("gate", "reverse", "resets"), [("exp", True, True), pytest.param("sigmoid", False, False, marks=pytest.mark.long)]
 )
 def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk runs in its own program, as in sequences that are too long for the interpreter."""
@@ -422,7 +422,7 @@ def test_several_chunks_without_returning_the_state(state: bool) -> None:
 
 @pytest.mark.slow
 @INTERPRETED
-@pytest.mark.parametrize("state_wins", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("state_wins", [pytest.param(False, marks=pytest.mark.long), True])
 def test_chunks_are_read_a_number_of_times_that_does_not_grow(
     state_wins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

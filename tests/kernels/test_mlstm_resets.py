@@ -68,8 +68,21 @@ def gradients(x, backend, resets, weights, last_too, **options):
     ("value", [math.nan, math.inf]),
     ("reverse", [False, True]),
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS[:-1], pytest.param("memoroid compiled", marks=pytest.mark.long)])
 def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, name):
+    check_what_is_not_finite(backend, reverse, value, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "reverse"),
+    [("q", math.nan, False), ("v", math.inf, True), ("i", math.nan, True), ("C", math.inf, False)],
+)
+def test_what_is_not_finite_stays_within_its_sequence_compiled(name, value, reverse):
+    check_what_is_not_finite("memoroid compiled", reverse, value, name)
+
+
+def check_what_is_not_finite(backend, reverse, value, name):
     if name == "f" and value == math.inf:
         pytest.skip("a forget gate of inf is valid: sigmoid(inf) = 1")
     clean, resets = inputs(), marks(reverse)

@@ -183,7 +183,7 @@ def test_by_team(batch: int, heads: int, width: int, seq: int, resets: bool, rev
 @INTERPRETED
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_team")
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.long), True])
 def test_six_teams_of_four_take_six_launches(reverse: bool) -> None:
     check(TRITON, TRITON.inputs(batch=33, S=4, D=64), reverse=reverse, resets=reset_marks(33, 4, 3))
 
@@ -271,7 +271,9 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork with memory that processes share")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("by_team")
-@pytest.mark.parametrize(("heads", "width", "reverse"), [(1, 33, False), (2, 20, True)])
+@pytest.mark.parametrize(
+    ("heads", "width", "reverse"), [pytest.param(1, 33, False, marks=pytest.mark.long), (2, 20, True)]
+)
 def test_programs_wait_for_one_another(
     heads: int, width: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

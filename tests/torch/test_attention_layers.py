@@ -57,7 +57,7 @@ def test_a_full_cache_is_reported_by_compiled_models_too() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("given", ["window: 3", "kv_heads: 1, cache: 16"])
+@pytest.mark.parametrize("given", [pytest.param("window: 3", marks=pytest.mark.long), "kv_heads: 1, cache: 16"])
 def test_models_compile_and_export(given: str) -> None:
     """A model compiles to one graph, also with resets and state."""
     model = build(f"    - attention_layer: {{dim: 8, heads: 2, {given}}}\n").eval()

@@ -12,6 +12,7 @@ import torch
 import seqblocks
 from seqblocks.distributed import clip_gradients, load_weights, pieces, shard, tensor_plan
 from seqblocks.distributed.fsdp import layer_paths
+from tests.processes import once
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # one pair of processes serves all tests
@@ -34,7 +35,7 @@ RUN = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the result of each function on each rank. One pair of processes runs all functions."""
-    return ranks.run_ranks(HERE / "on_ranks.py", RUN, tmp_path_factory.mktemp("ranks"))
+    return once(tmp_path_factory, "distributed", lambda folder: ranks.run_ranks(HERE / "on_ranks.py", RUN, folder))
 
 
 def _result(results: dict[str, list[Any]], name: str) -> Any:

@@ -7,9 +7,14 @@ import torch
 
 import seqblocks
 
+MADE_OF_THE_SAME = ("mamba_small", "transformer_small")  # hybrid_small has their mixers
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "transformer_small", "hybrid_small"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlstm_small", "hybrid_small", *(pytest.param(n, marks=pytest.mark.long) for n in MADE_OF_THE_SAME)],
+)
 def test_an_exported_model_takes_any_length(name: str) -> None:
     model = seqblocks.build(name, seed=0).eval()
     tokens = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(0))

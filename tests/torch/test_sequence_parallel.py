@@ -5,8 +5,6 @@ float64: 1e-12 of the largest value of a tensor, some thousand roundings; gradie
 
 from __future__ import annotations
 
-import fcntl
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ import seqblocks
 from seqblocks.distributed import clip_gradients, pipeline_stage, sequence_parallel, shard, tensor_parallel
 from seqblocks.runtime.model import SequenceModel
 from tests.compose import compose
+from tests.processes import once
 from tests.torch import judge, test_context_models, test_law
 from tests.torch.sequence_ranks import SHARES, Errors, Example, larger, relative, run_ranks
 
@@ -284,28 +283,15 @@ def composed() -> dict[int, tuple[Errors, str]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Return the result of a function above on three ranks. They are started once per function, also under xdist."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "sequence_parallel"
-    folder.mkdir(exist_ok=True)
+    """Return the result of a function above on three ranks. The ranks are started once per function."""
     found: dict[str, list[Any] | str] = {}
-
-    def once(name: str) -> list[Any] | str:
-        """Run it, unless another process of the tests did."""
-        done = folder / f"{name}.done"
-        with (folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if done.exists():
-                return torch.load(done, weights_only=False)
-            torch.save(f"{name} failed before", done)
-            ranks = run_ranks(__name__, name, folder, 3)
-            torch.save(ranks, done)
-            return ranks
 
     def run(name: str) -> list[Any]:
         if name not in found:
             found[name] = f"{name} failed before"
-            found[name] = once(name)
+            found[name] = once(
+                tmp_path_factory, f"sequence_parallel_{name}", lambda folder: run_ranks(__name__, name, folder, 3)
+            )
         known = found[name]
         return pytest.fail(known) if isinstance(known, str) else known
 
