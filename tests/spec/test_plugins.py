@@ -82,11 +82,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
     ("code", "message"),
     [
         ("raise SystemExit(0)", "the module exits the program; it should only define primitives"),
-        ("raise SystemExit", "the module exits the program; it should only define primitives"),
+        pytest.param(
+            "raise SystemExit", "the module exits the program; it should only define primitives", marks=pytest.mark.slow
+        ),
         ("raise KeyboardInterrupt", "KeyboardInterrupt: no message"),
-        ("raise GeneratorExit('stop')", "GeneratorExit: stop"),
+        pytest.param("raise GeneratorExit('stop')", "GeneratorExit: stop", marks=pytest.mark.slow),
         ("class Odd(BaseException): pass\nraise Odd('one\\ntwo\\x1b[2J')", "Odd: one"),
-        ("raise Odd", "NameError: name 'Odd' is not defined"),
+        pytest.param("raise Odd", "NameError: name 'Odd' is not defined", marks=pytest.mark.slow),
     ],
 )
 def test_an_installed_plugin_that_ends_the_program(code: str, message: str, run_cli: Run, tmp_path: Path) -> None:
@@ -218,28 +220,36 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
     assert (without.returncode, "must be imported first (--import my_ops.py)" in without.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "message"),
+def quick_and_slow(quick: list[Any], slow: list[Any]) -> list[Any]:
+    return [*quick, *(pytest.param(*values, marks=pytest.mark.slow) for values in slow)]
+
+
+FAILING = quick_and_slow(
     [
         ("mine.py", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
-        ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
         ("mine", "1 +\n", "failed at mine.py:8: SyntaxError: invalid syntax\nfix the error there"),
         ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nfix the error there"),
         ("mine", "primitive('silu')(Op)\n", "failed at mine.py:8: ValueError: the verb 'silu' is built in"),
         ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module exits the program"),
-        ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nfix the"),
-        ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nfix the error there"),
-        ("mine.py", "from . import x\n", "at mine.py:8: ImportError: attempted relative import with no known parent"),
         ("mine.py", "from . import x\n", "write a module of a package with dots: --import mine\n"),
         ("mine", "raise ValueError('a' * 999)\n", "at mine.py:8: ValueError: " + 200 * "a" + "\n"),
         ("mnie.py", "", "there is no such file; did you mean 'mine.py'?"),
-        ("mnie", "", "there is no such module; searched the current folder"),
-        ("sub/mine", "", "there is no such module; searched the current folder"),
         ("sub/helper", "", "there is no such module; write a file with its extension: --import sub/helper.py"),
         ("", "", "there is no such module"),
+    ],
+    [
+        ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
+        ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nfix the"),
+        ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nfix the error there"),
+        ("mine.py", "from . import x\n", "at mine.py:8: ImportError: attempted relative import with no known parent"),
+        ("mnie", "", "there is no such module; searched the current folder"),
+        ("sub/mine", "", "there is no such module; searched the current folder"),
         (".mine", "", "there is no such module"),
     ],
 )
+
+
+@pytest.mark.parametrize(("module", "line", "message"), FAILING)
 def test_a_module_that_fails(module: str, line: str, message: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace(DECORATOR, "\n" + line + DECORATOR))
     done = run_cli("check", "spec.yaml", "--import", module, cwd=folder)
@@ -320,18 +330,22 @@ def test_a_missing_plugin_is_one_error(run_cli: Run, folder: Path) -> None:
 TABLE = '[tool.seqblocks]\nimport = ["mine"]\n'
 
 
-@pytest.mark.parametrize(
-    ("words", "env", "project"),
+IMPORTING = quick_and_slow(
     [
         (["--import", "mine.py"], {}, ""),
-        (["--import", "mine"], {}, "[tool.other]\n"),
         ([], {"SEQBLOCKS_IMPORT": "mine"}, "not TOML, and not ours"),
-        ([], {"SEQBLOCKS_IMPORT": " mine.py ,"}, ""),
         ([], {}, TABLE),
-        ([], {}, '[tool]\nseqblocks = {import = ["mine.py"]}\n'),
         (["--import", "mine"], {"SEQBLOCKS_IMPORT": "mine"}, TABLE),
     ],
+    [
+        (["--import", "mine"], {}, "[tool.other]\n"),
+        ([], {"SEQBLOCKS_IMPORT": " mine.py ,"}, ""),
+        ([], {}, '[tool]\nseqblocks = {import = ["mine.py"]}\n'),
+    ],
 )
+
+
+@pytest.mark.parametrize(("words", "env", "project"), IMPORTING)
 def test_the_user_imports(words: list[str], env: dict[str, str], project: str, run_cli: Run, folder: Path) -> None:
     (folder / "spec.yaml").write_text(NEEDY)
     (folder / "pyproject.toml").write_text(project)

@@ -28,8 +28,22 @@ from seqblocks.recipes import Concat, Cut, Rearrange, Recipe, Reshape, Slice, Sp
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 
-MODELS = sorted(name for name, path in bundled().items() if path.parent.name == "models")
+MODELS = [name for name, path in bundled().items() if path.parent.name == "models"]
 HUB = Path(__file__).parent.parent / "golden" / "hub" / "official_names.txt"
+
+
+def official() -> Any:
+    import importlib.util
+
+    path = Path(__file__).with_name("test_official.py")
+    found = importlib.util.spec_from_file_location("of_official_names", path)
+    module = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
+    found.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+OFFICIAL = official()
+PUBLISHED: dict[str, dict[str, tuple[int, ...]]] = OFFICIAL.SHAPES
 
 
 def for_parameters(spec: ModelSpec, make: Any) -> dict[str, Tensor]:
@@ -66,7 +80,7 @@ def small(name: str) -> ModelSpec:
     raise AssertionError(f"{name} has no small size")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OFFICIAL.marked(MODELS))
 def test_every_bundled_map_is_written_and_read_bit_for_bit(name: str) -> None:
     spec = small(name)
     generator = torch.Generator().manual_seed(0)
@@ -85,20 +99,7 @@ def test_every_bundled_map_is_written_and_read_bit_for_bit(name: str) -> None:
         assert equal(read(official_weights(spec, there, layouts(spec)[0])), first)
 
 
-def published() -> dict[str, dict[str, tuple[int, ...]]]:
-    import importlib.util
-
-    path = Path(__file__).with_name("test_official.py")
-    found = importlib.util.spec_from_file_location("of_official_names", path)
-    module = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
-    found.loader.exec_module(module)  # type: ignore[union-attr]
-    return module.SHAPES
-
-
-PUBLISHED = published()
-
-
-@pytest.mark.parametrize("case", sorted(PUBLISHED))
+@pytest.mark.parametrize("case", OFFICIAL.marked(PUBLISHED))
 def test_names_and_shapes_are_those_of_the_releases(case: str) -> None:
     """All names of all bundled maps are tested at full size. A tied head is not written."""
     spec = check.load_model(case.split()[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def official_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
 SHAPES = official_shapes()
 
 
+LARGER = (  # sizes of models of which the tests that are not slow have the smallest
+    "mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b", "mamba2_370m", "mamba2_780m", "mamba2_1_3b", "mamba2_2_7b",
+    "vil_small", "vil_base", "vil2_small", "vil2_base", "vim_small", "vim_base", "xlstm_1_3b", "xlstm_1_3b_7_1",
+)  # fmt: skip
+
+
+def marked(cases: Iterable[str]) -> list[Any]:
+    """Return the cases in order, those of larger sizes marked slow."""
+    return [pytest.param(x, marks=pytest.mark.slow if x.split()[0] in LARGER else ()) for x in sorted(cases)]
+
+
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
@@ -64,7 +76,7 @@ def test_every_bundled_map_has_its_official_names() -> None:
     assert {name.split()[0] for name in SHAPES} == {name for name, model in models.items() if model.checkpoint}
 
 
-@pytest.mark.parametrize("case", sorted(SHAPES))
+@pytest.mark.parametrize("case", marked(SHAPES))
 def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str) -> None:
     """Each tensor stores a single distinct number, which identifies the tensor that a parameter was read from."""
     model = check.load_model(case.split()[0])
@@ -86,7 +98,7 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
         assert len(names) == 1 or all(re.search(parts, name) for name in names), names
 
 
-@pytest.mark.parametrize("case", sorted(SHAPES))
+@pytest.mark.parametrize("case", marked(SHAPES))
 def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> None:
     model = check.load_model(case.split()[0])
     tensors = without_memory(case, dict.fromkeys(SHAPES[case], 0.0))
