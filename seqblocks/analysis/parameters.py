@@ -8,7 +8,7 @@ from itertools import chain
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
-from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.vocabulary import did_you_mean, key_hint, nearest
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
@@ -30,10 +30,7 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
     node = step.get("init")
     if not isinstance(node, Mapping):
         if node is not None:
-            written = node.text if isinstance(node, Scalar) and isinstance(node.value, str) else "zeros"
-            hint = f'init: {{{next(iter(parameters), "weight")}: "{written}"}}'
-            message = "init must be a mapping of parameter: initialiser"
-            ctx.report(Fault("E203", message, found=kind_of(node), hint=hint), node.span)
+            _report_no_mapping(ctx, node, next(iter(parameters), "weight"))
         return parameters
     out = dict(parameters)
     for key, span, value in node:
@@ -46,6 +43,18 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
         elif key in out and init:
             out[key] = out[key]._replace(init=init)
     return out
+
+
+def _report_no_mapping(ctx: Context, node: Node, parameter: str) -> None:
+    written, notes = "zeros", []
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        try:
+            read_init(node.value, ctx.names)
+            written = node.text
+        except Fault as fault:
+            notes = [Note(f"{fault.message}: {fault.hint}" if isinstance(fault.hint, str) else fault.message)]
+    message, hint = "init must be a mapping of parameter: initialiser", f'init: {{{parameter}: "{written}"}}'
+    ctx.report(Fault("E203", message, found=kind_of(node), hint=hint, notes=notes), node.span)
 
 
 def _read_init(ctx: Context, node: Node) -> Init | None:

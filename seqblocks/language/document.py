@@ -350,19 +350,19 @@ class _Reader:
             self.report.add(Diagnostic("E107", "merge keys are not allowed", node.span, hint="write out the keys"))
             top.incomplete = True
             return None
-        if node.text in top.entries:
-            first = top.entries[node.text][0]
-            self.report.add(
-                Diagnostic(
-                    "E102",
-                    f"key {quote(node.text)} appears twice",
-                    node.span,
-                    notes=(Note("the first one is here", first),),
-                    hint="keep one of them",
-                )
-            )
-            return None
-        return node.text, node.span
+        if node.text not in top.entries:
+            return node.text, node.span
+        if top.flow and not styled and _THOUSANDS.fullmatch(node.text):
+            return node.text + _AGAIN * len(top.entries), node.span  # it may be a part of a number
+        self.report_again(node.text, node.span, top)
+        return None
+
+    def report_again(self, key: str, span: Span, top: _Open) -> None:
+        """Report a key that the mapping already has."""
+        notes = (Note("the first one is here", top.entries[key][0]),)
+        self.report.add(
+            Diagnostic("E102", f"key {quote(key)} appears twice", span, notes=notes, hint="keep one of them")
+        )
 
     def close(self, event: Any) -> None:
         top = self.stack.pop()
@@ -391,17 +391,23 @@ class _Reader:
 
     def drop_split_numbers(self, top: _Open) -> None:
         """Report a number that a comma inside braces splits, `{dim: 1,024}`, and drop its parts."""
-        if not any(len(key) == 3 and key.isdecimal() for key in top.entries):
+        if not any(map(_THOUSANDS.fullmatch, top.entries)):
             return
         for key, (_, value) in [*top.entries.items()]:
-            after = itertools.takewhile(lambda each: re.fullmatch(r"\d{3}", each), _keys_after(top.entries, key))
+            after = itertools.takewhile(_THOUSANDS.fullmatch, _keys_after(top.entries, key))
             if isinstance(value, Scalar) and re.fullmatch(r"\d{1,3}", value.text) and (parts := [*after]):
-                written = ",".join([value.text, *parts])
+                written = ",".join([value.text, *(part.rstrip(_AGAIN) for part in parts)])
                 message = f"the comma in {written} ends the value"
                 self.report.add(Diagnostic("E110", message, value.span, hint=f"{key}: {written.replace(',', '')}"))
                 for each in (key, *parts):
                     top.entries.pop(each)
                 top.incomplete = True
+        for key in [key for key in top.entries if key.endswith(_AGAIN)]:
+            entry, name = top.entries.pop(key), key.rstrip(_AGAIN)
+            if name in top.entries:
+                self.report_again(name, entry[0], top)
+            else:  # the first one was a part of a number
+                top.entries[name] = entry
 
     def syntax(self, error: yaml.YAMLError) -> Diagnostic:
         mark = getattr(error, "problem_mark", None)
@@ -521,6 +527,10 @@ def _split_calls(entries: dict[str, tuple[Span, Node]]) -> list[tuple[str, list[
         if len(pieces) > 1:
             found.append((key, pieces))
     return found
+
+
+_AGAIN = "\0"  # marks a repeated key that may be a part of a number; YAML does not allow this character
+_THOUSANDS = re.compile(rf"\d{{3}}{_AGAIN}*")
 
 
 def _keys_after(entries: dict[str, tuple[Span, Node]], key: str) -> Iterator[str]:
