@@ -90,7 +90,11 @@ def _verbs(primitives: list[str]) -> list[str]:
     return re.findall(r'@primitive\("(\w+)"\)', "".join(primitives))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "python" for k, _, _ in blocks(p))], ids=ids)
+def marked(page: Path) -> Any:
+    return pytest.param(page, marks=pytest.mark.slow if page.name == "export.md" else ())  # 5 s; the others take less
+
+
+@pytest.mark.parametrize("page", [marked(p) for p in PAGES if any(k == "python" for k, _, _ in blocks(p))], ids=ids)
 def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the pages build models")
     monkeypatch.chdir(tmp_path)

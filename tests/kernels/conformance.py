@@ -464,12 +464,13 @@ Axis = Sequence[Any] | Callable[[Kernel, Implementation], Iterable[Any]]
 
 def cases(
     kernels: Iterable[Kernel], on: Sequence[str] = CPU, *, variants: Sequence[str] = tuple(IMPLEMENTATIONS),
-    rest: str = "slow", interpreted: str | None = "slow", **axes: Axis,
+    rest: str = "slow", interpreted: str | None = "slow", quick_for: Sequence[str] = (), **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
     and, marked `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations
     for which the variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in
-    Triton's interpreter, which is slow; None for the property that implies most others."""
+    Triton's interpreter, which is slow; None for the property that implies most others. `quick_for`: the kernels whose
+    first cases are not marked slow, where others take the same way; by default all."""
     out = []
     for kernel in kernels:
         for name in on:
@@ -481,6 +482,8 @@ def cases(
             values += [[*(axis(kernel, found) if callable(axis) else axis)] for axis in axes.values()]
             for (variant, *others), quick in cover(values, kernel.name + name):
                 first = {"triton": interpreted or kernel.first_interpreted}.get(name)
+                if quick_for and kernel.name not in quick_for:
+                    first = "slow"
                 mark = first if quick or name == "gpu" else rest
                 if name == "triton" and mark == rest == "slow" and not quick:
                     mark = kernel.pairs_interpreted

@@ -186,6 +186,7 @@ def conv_cancellation(x: Tensors, expected: Tensors, given: Tensors, **options: 
 
 CAUSAL_CONV = Kernel(
     name="causal_conv",
+    first_interpreted="slow",
     pairs_interpreted="long",
     function=kernels.causal_conv,
     make=conv_inputs,

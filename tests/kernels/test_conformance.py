@@ -48,6 +48,7 @@ from tests.kernels.conformance import (
 from tests.kernels.families import KERNELS
 
 EVERYWHERE = (*CPU, "gpu")
+COMPILED = ("mlstm", "slstm", "causal_conv", "attention")  # whose compiled code the README's run tests; CI tests all
 SEQUENTIAL = [kernel for kernel in KERNELS if kernel.states]
 DOUBLE = Precision(torch.float64)
 
@@ -121,9 +122,20 @@ def test_any_shape(kernel: Kernel, data: st.DataObject) -> None:
     assert_close(found, expected, 1e-9, smallest=1.0)
 
 
-@cases(KERNELS, CPU[:2], resets=yes_if("resets"))
+@cases(KERNELS, CPU[:1], resets=yes_if("resets"))
 def test_derivatives(subject: Subject, resets: bool) -> None:
     """Compared with finite differences, including second derivatives where an implementation has them."""
+    check_derivatives(subject, resets)
+
+
+@pytest.mark.slow
+@cases(KERNELS, CPU[1:2], resets=yes_if("resets"))
+def test_derivatives_of_torch(subject: Subject, resets: bool) -> None:
+    """The first ones also follow from test_agrees_with_the_definition."""
+    check_derivatives(subject, resets)
+
+
+def check_derivatives(subject: Subject, resets: bool) -> None:
     x = subject.exact(**subject.kernel.small)
     leaves = floating(x)
     marks = torch.zeros(1, subject.kernel.small["S"], dtype=torch.bool)
@@ -358,7 +370,7 @@ def float32_leaves(subject: Subject, **sizes: int) -> Tensors:
             for name, t in subject.exact(**sizes).items()}
 
 
-@cases(KERNELS, CPU[1:], variants=())
+@cases(KERNELS, CPU[1:], variants=(), quick_for=COMPILED)
 def test_compiled_in_one_graph(subject: Subject) -> None:
     """Both value and gradient."""
     x = float32_leaves(subject, S=10)
@@ -373,7 +385,9 @@ def test_compiled_in_one_graph(subject: Subject) -> None:
 
 
 # Ops below the first are compiled again for every length, as is torch's attention for some.
-@cases([k for k in KERNELS if k.name not in ("associative_scan", "attention")], ["torch"], variants=())
+@cases(
+    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], ["torch"], variants=(), quick_for=COMPILED
+)
 def test_one_graph_for_all_lengths(subject: Subject) -> None:
     """There is one graph for the first length, and one for any other."""
     graphs: list[Any] = []
@@ -405,7 +419,7 @@ class Caller(torch.nn.Module):
 EXPORTED = [k for k in KERNELS if k.name not in ("associative_scan", "attention")]
 
 
-@cases(EXPORTED, CPU[1:], variants=(), resets=both_in_torch)
+@cases(EXPORTED, CPU[1:], variants=(), quick_for=COMPILED, resets=both_in_torch)
 def test_one_export_serves_every_length(subject: Subject, resets: bool) -> None:
     check_export(subject, resets)
 
@@ -449,7 +463,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@cases(KERNELS, CPU[1:], variants=(), resets=both_in_torch)
+@cases(KERNELS, CPU[1:], variants=(), quick_for=COMPILED, resets=both_in_torch)
 def test_its_ops_satisfy_opcheck(subject: Subject, resets: bool) -> None:
     """Checks schema, fake tensors and autograd of every op that a call makes, with the arguments of that call."""
     x = float32_leaves(subject, batch=1, S=5)

@@ -163,10 +163,17 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "a huge number": ("seqblocks check good.yaml --set dim=$(printf '9%.0s' $(seq 5000))", 1, "too long"),
     "terminals of one column": ("COLUMNS=1 seqblocks --help", 0, "usage: seqblocks"),
 }
+REPEATED = (
+    "a part of a name that is too long", "a folder", "the same, after two dashes", "an import from there",
+    "development mode", "two overrides after a call", "a schema for nothing", "the same, and a fault",
+    "the same with a fault", "a name with a null byte in --set",
+)  # like another case
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lines are those of a POSIX shell")
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in UNUSUAL]
+)
 def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
     """Each case has the documented exit status and a clear message, without a traceback or internal error."""
     line, status, message = UNUSUAL[name]

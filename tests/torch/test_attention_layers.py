@@ -75,7 +75,10 @@ def test_models_compile_and_export(given: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("given", "backend"),
-    [("window: 3", "auto"), ("window: 1", "auto"), ("window: 3", "reference"), ("cache: 16", "auto")],
+    [
+        ("window: 3", "auto"), pytest.param("window: 1", "auto", marks=pytest.mark.slow),
+        pytest.param("window: 3", "reference", marks=pytest.mark.slow), ("cache: 16", "auto"),
+    ],
 )
 def test_one_export_serves_every_length(given: str, backend: str) -> None:
     """Lengths within the window are included."""

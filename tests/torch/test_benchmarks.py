@@ -111,6 +111,7 @@ def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
     assert all(r["left_out"] or r["both_ms"] > 0 for r in records)
 
 
+@pytest.mark.slow
 def test_a_floor_states_the_cost_of_a_case(cpu: ModuleType) -> None:
     ours = {"case": "mlstm", "length": 2048, "candidate": "seqblocks", "forward_ms": 20.0, "both_ms": 60.0}
     lines = cpu.growth([ours])

@@ -134,6 +134,7 @@ def test_build_reports_the_model(run_main: Run) -> None:
     assert data["steps"][0]["names"] == ["patch_embed"]
 
 
+@pytest.mark.slow
 def test_torch_without_numpy_prints_no_warning(run_cli: Run, root: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}

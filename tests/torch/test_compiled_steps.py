@@ -73,6 +73,7 @@ def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
         torch.testing.assert_close(step(x), model.step(x))
 
 
+@pytest.mark.slow
 def test_a_compiled_step_calls_hooks() -> None:
     model = build(SMALL)
     hook_block(model)

@@ -197,6 +197,7 @@ def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert check("hang") == ("its check did not finish within 1 s", True)
 
 
+@pytest.mark.slow
 def test_a_check_that_cannot_start_is_no_verdict_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(broken.triton, "__module__", "no_such_module")
