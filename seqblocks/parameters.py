@@ -136,26 +136,33 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
     """Parse `normal(0, 0.1)`, `normal(std=0.1)` or `zeros if bias else default`; numbers may be expressions.
 
     Return None if a number is UNKNOWN, DEFAULT if the condition is. Raises Fault (E408, E209, and what expressions
-    raise).
+    raise), also for unknown names in a choice that is not taken.
     """
-    if (choice := _choice(text)) is not None:
-        condition, *choices = choice
-        for each in choices:
-            _check_name(each)
-        chosen = parse(f"1 if ({condition}) else 0").evaluate(names)
-        return DEFAULT if chosen is UNKNOWN else read_init(choices[0 if chosen else 1], names)
-    _check_name(text)
+    _check(text, names)
+    while (choice := _choice(text)) is not None:
+        condition, chosen, other = choice
+        value = parse(condition).evaluate(names, is_condition=True)
+        if value is UNKNOWN:
+            return DEFAULT
+        text = chosen if value else other
     name, numbers = _call(text)
     if name == DEFAULT.name:
         return DEFAULT
     known = INITIALISERS[name]
-    values: dict[str, Any] = dict(known.arguments)
-    for key, number in _by_name(name, known, numbers).items():
-        values[key] = parse(number).evaluate(names)
+    values = dict(known.arguments) | {key: parse(number).evaluate(names) for key, number in numbers.items()}
     if any(value is UNKNOWN for value in values.values()):
         return None
     _check_values(text, name, known, values)
     return Init(name, tuple(float(value) for value in values.values()))
+
+
+def _check(text: str, names: Mapping[str, Any]) -> None:
+    """Raise Fault for an unknown initialiser, an unknown name or an invalid expression, in any of the choices."""
+    condition, *choices = _choice(text) or (None,)
+    for expression in _call(text)[1].values() if condition is None else (condition,):
+        parse(expression).check_names(names)
+    for each in choices:
+        _check(each, names)
 
 
 @lru_cache(maxsize=1024)
@@ -169,42 +176,34 @@ def _choice(text: str) -> tuple[str, str, str] | None:
     return None
 
 
-def _check_name(text: str) -> None:
-    """Raise Fault (E408) unless the text names an initialiser, `default`, or a choice of such; also in unused ones."""
-    if (choice := _choice(text)) is not None:
-        for each in choice[1:]:
-            _check_name(each)
-        return
-    name, numbers = _call(text)
-    if name == DEFAULT.name and not numbers:
-        return
-    known = INITIALISERS.get(name)
-    if known is None:
+@lru_cache(maxsize=1024)
+def _call(text: str) -> tuple[str, dict[str, str]]:
+    """Return the name of an initialiser and its numbers by parameter name. Raises Fault (E408)."""
+    match syntax_tree(text):
+        case ast.Name(id=name):
+            numbers: list[tuple[str | None, str]] = []
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            numbers = [(None, ast.unparse(each)) for each in args]
+            numbers += [(each.arg or "**", ast.unparse(each.value)) for each in keywords]
+        case _:
+            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
+    allowed = [*INITIALISERS, DEFAULT.name]
+    if name not in allowed:
         raise Fault(
             "E408",
             f"there is no initialiser {quote(name)}",
-            expected=f"one of {listing(INITIALISERS, 20)}",
-            hint=did_you_mean(name, INITIALISERS) or instead_of(name),
+            expected=f"one of {listing(allowed, 21)}",
+            hint=did_you_mean(name, allowed) or instead_of(name),
         )
-    _by_name(name, known, numbers)
+    arguments = INITIALISERS[name].arguments if name in INITIALISERS else ()
+    return name, _by_name(name, dict(arguments), numbers)
 
 
-@lru_cache(maxsize=1024)
-def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    """Return the name of an initialiser and its numbers, each with its keyword or None."""
-    match syntax_tree(text):
-        case ast.Name(id=name):
-            return name, []
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            numbers = [(None, ast.unparse(each)) for each in args]
-            return name, [*numbers, *((each.arg or "**", ast.unparse(each.value)) for each in keywords)]
-        case _:
-            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
-
-
-def _by_name(name: str, known: Initialiser, numbers: list[tuple[str | None, str]]) -> dict[str, str]:
+def _by_name(
+    name: str, defaults: Mapping[str, float | None], numbers: list[tuple[str | None, str]]
+) -> dict[str, str]:
     """Return the numbers by parameter name. Raise Fault E408 for an unknown one, too many or too few."""
-    defaults, count = dict(known.arguments), len(numbers)
+    count = len(numbers)
     in_order = list(defaults)[: sum(key is None for key, _ in numbers)]
     keys = [*in_order, *(key for key, _ in numbers if key)]
     unknown = next((key for key in keys if key not in defaults), None)

@@ -11,6 +11,7 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN, parse
 
+INITIALISER = re.compile(r"\w+\(.*\)|.+\sif\s.+\selse\s.+", re.DOTALL)  # is not always an expression
 Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
 
 
@@ -119,6 +120,7 @@ def names_inside(node: Node) -> list[str]:
         case Sequence():
             return [name for item in node.items for name in names_inside(item)]
         case Scalar(value=str(text)):
-            numbers = re.fullmatch(r"\w+\((.*)\)", text)  # of an initialiser, which is no expression
-            return names_in(text) or re.findall(r"[A-Za-z_]\w*", numbers[1] if numbers else "")
+            if (found := names_in(text)) or not INITIALISER.fullmatch(text):
+                return found
+            return re.findall(r"[A-Za-z_]\w*", text)
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import chain
 
@@ -10,6 +11,7 @@ from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
+from seqblocks.language.expressions import NameFault
 from seqblocks.language.vocabulary import did_you_mean, key_hint, nearest
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
@@ -65,9 +67,13 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
         return None
     try:
         return read_init(node.value, ctx.names)
+    except NameFault as fault:
+        place = re.search(rf"\b{re.escape(fault.name)}\b", node.text)
+        span = node.span.within(node.offset + place.start(), len(fault.name)) if place else node.span
+        ctx.report(fault, span)
     except Fault as fault:
         ctx.report(fault, node)
-        return None
+    return None
 
 
 def _report_no_parameter(ctx: Context, step: Step, key: str, span: Span, parameters: Parameters) -> None:

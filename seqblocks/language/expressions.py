@@ -124,15 +124,22 @@ class Expression(Record):
     tree: ast.expr
     names: tuple[tuple[str, int], ...]
 
-    def evaluate(self, names: Mapping[str, Any]) -> Any:
-        """Return the value, or UNKNOWN if a name is UNKNOWN. Raises Fault (E303, E502, E503, E504)."""
+    def check_names(self, names: Mapping[str, Any]) -> None:
+        """Raise Fault (E303) for an unknown name."""
         for name, offset in self.names:
             if name not in names:
                 raise unknown_name(name, names, offset)
+
+    def evaluate(self, names: Mapping[str, Any], is_condition: bool = False) -> Any:
+        """Return the value, or UNKNOWN if a name is UNKNOWN. Raises Fault (E303, E502, E503, E504).
+
+        is_condition: return whether it is true. Numbers other than 0 are true; words raise Fault (E502).
+        """
+        self.check_names(names)
         if any(names[name] is UNKNOWN for name, _ in self.names):
             return UNKNOWN
         try:
-            value = _walk(self.tree, names)
+            value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
         except ZeroDivisionError:
             hint = "use max(…, 1) to avoid dividing by 0"
             raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None

@@ -504,7 +504,10 @@ def test_a_condition_chooses_an_initialiser_and_default_changes_nothing(flag: st
         ("zeros if e else ones", "E30.*'e'"),
         ("zeros if 'x' else ones", "E501.*not support"),
         ("normal(0, -1) if d > 0 else ones", "E209"),
-        ("default(1)", "E408.* no initialiser 'default'"),
+        ("normal(0, e) if d < 0 else ones", "E303.*'e'"),
+        ("(ones if e else zeros) if d < 0 else ones", "E303.*'e'"),
+        ("normal(0, [1]) if d < 0 else ones", "E501.*not support"),
+        ("default(1)", "E408.* default does not take 1 number"),
     ],
 )
 def test_each_choice_of_an_initialiser_is_checked(text: str, code: str) -> None:
