@@ -14,7 +14,6 @@ same calls: `seqblocks/runtime/reading.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,33 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks.graph import Graph, ModelSpec, Node, frame_size, is_context
+from seqblocks.graph import Graph, ModelSpec, Node, is_context
 from seqblocks.kernels.products import MOST_COPIED, Matrix, of_model, prepare_joined
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
+from seqblocks.runtime.frames import Frames
 from seqblocks.runtime.guard import Guard, Updates
 from seqblocks.runtime.joined import prepare_joined_steps
 from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.reading import (
-    MOST_ROWS,
-    MOST_TOKENS,
-    Reading,
-    as_rows,
-    as_sequences,
-    has_tokens,
-    is_short,
-    read,
-    runs_on_tokens,
-)
+from seqblocks.runtime.reading import Reading, as_rows, as_sequences, has_tokens, is_short, read, runs_on_tokens
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
-from seqblocks.runtime.source import How, Path, Source
+from seqblocks.runtime.source import Path, Source
 from seqblocks.runtime.step import call_child, is_hooked
 from seqblocks.state import States, dtype_of
 
@@ -86,11 +76,10 @@ class Stepper:
         self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
         self.dtype = self._parameters[0].dtype
         self._types = spec.types
-        self._frame = frame_size(spec.graph)
-        self._most_batch: float = math.inf
+        self._frames = Frames(spec.graph, spec.types)
         of_tokens = spec.input.kind == "tokens"
         self._dtypes = (torch.int64, torch.int32) if of_tokens else (self.dtype,)
-        self._sizes = (self._frame,) * (self._frame > 1) + (() if of_tokens else (spec.input.features,))
+        self._sizes = ((self._frames.size,) if self._frames else ()) + (() if of_tokens else (spec.input.features,))
         self._grid = Grid(spec.input.grid)
         self._phase: Phase = "stream" if spec.graph.ports else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
@@ -102,7 +91,7 @@ class Stepper:
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
             if not spec.graph.outputs:
                 y = self._output({spec.graph.result: y}, spec.graph.result)
-        compiled = self._source.function if self._frame == 1 else self._source.function_of_frame
+        compiled = self._source.function_of_frame if self._frames else self._source.function
         self.run: Callable[..., tuple[Tensor, States] | None] = compiled(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
         self._write_reading = partial(self._source.function_of_several, y, declared)
@@ -147,7 +136,7 @@ class Stepper:
 
     def suits(self, x: Tensor) -> bool:
         """Return whether the function is to run x: one frame, of so few sequences that modules would take longer."""
-        return x.shape[0] <= self._most_batch and (self._frame == 1 or x.shape[1] == self._frame)
+        return x.shape[0] <= self._frames.most_batch and (not self._frames or x.shape[1] == self._frames.size)
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield variables of the inputs that do not stream, 'None' for those that no step of the stream reads."""
@@ -171,7 +160,7 @@ class Stepper:
         replaced = {node.outputs[0] for reader, _ in with_maps.values() for node in reader.maps}
         nodes = [node for node in nodes if node.outputs[0] not in replaced]
         for at, node in enumerate(nodes):
-            if self._frame == 1 and node.name == getattr(module, "_first_of_tail", None):
+            if not self._frames and node.name == getattr(module, "_first_of_tail", None):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
                 self._source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
@@ -202,16 +191,10 @@ class Stepper:
 
     def _at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port, with vectors repeated for each token of a frame."""
-        many = max(self._tokens(node), default=1)
-        if self._frame > 1 and many > 1 and node.vectors:
+        if many := self._frames.repeats_vectors(node):
             pairs = zip(node.reads, inputs, strict=True)
             inputs = [self._source.assign(f"{x}.repeat({many}, 1)") if v in node.vectors else x for v, x in pairs]
         return self._source.at_ports(node, inputs)
-
-    def _tokens(self, node: Node) -> set[int]:
-        """Return the numbers of tokens that a node reads and makes for each frame; 0 if it makes no tokens."""
-        wires = [wire for value in node.reads if has_tokens(wire := self._types[value])]
-        return {self._frame // wire.rate if has_tokens(wire) else 0 for wire in (*wires, node.type) if wire}
 
     def _result(self, body: Graph, values: dict[int, str]) -> str:
         if not body.outputs:
@@ -221,7 +204,7 @@ class Stepper:
 
     def _output(self, values: dict[int, str], value: int) -> str:
         """Return an expression for an output of the model."""
-        if self._frame == 1 or not has_tokens(self._types[value]):
+        if not self._frames or not has_tokens(self._types[value]):
             return values[value]
         return f"{self._source.constant(as_sequences)}({values[value]}, batch).contiguous()"
 
@@ -265,14 +248,14 @@ class Stepper:
         """Yield the output of each step that computes its inputs, with the step and the variable of its function."""
         modules: dict[str, Any] = module._modules
         call = self._call  # a function that referred to the plan would be a cycle
-        of_frames = self._frame > 1
 
         def parameters(node: Node) -> dict[str, Tensor]:
             held: dict[str, Tensor] = modules[node.name].parameters_by_name(call)
             return held
 
         def suits(node: Node) -> bool:
-            return is_plain(modules[node.name], node) and self._runs_by_token(node) and not (of_frames and node.vectors)
+            by_token = self._frames.runs_by_token(node) and not self._frames.repeats_vectors(node)
+            return by_token and is_plain(modules[node.name], node)
 
         for reader in readers(body, nodes, suits):
             run = self._source.prepared(partial(reader.prepare, parameters))
@@ -282,7 +265,7 @@ class Stepper:
                 child: Any = self._child(module, node.name)
                 self._guard.note_bypassed(child)
                 self._note_parameters(child, derived=True)
-            self._limit_batch(reader.node)
+            self._frames.limit_batch(reader.node)
             yield reader.node.outputs[0], (reader, run)
 
     def _joined_steps(
@@ -292,10 +275,10 @@ class Stepper:
 
         Return the variables of their outputs by value.
         """
-        op, tokens = nodes[0].op, self._tokens(nodes[0])
-        if op is None or not op.joins_features() or not self._runs_by_token(nodes[0]):
+        op, tokens = nodes[0].op, self._frames.tokens(nodes[0])
+        if op is None or not op.joins_features() or not self._frames.runs_by_token(nodes[0]):
             return None
-        alike = [node for node in nodes if node.op == op and self._tokens(node) == tokens]
+        alike = [node for node in nodes if node.op == op and self._frames.tokens(node) == tokens]
         found = [node for node in alike if self._can_join(module._modules[node.name], node, values)]
         if len(found) < 2 or found[0] is not nodes[0]:
             return None
@@ -312,7 +295,7 @@ class Stepper:
             self._child(module, node.name)
             self._guard.note_bypassed(step)
             self._note_parameters(step, derived=True)
-        self._limit_batch(nodes[0])
+        self._frames.limit_batch(nodes[0])
         inputs = [self._at_ports(node, [values[value] for value in node.reads]) for node in found]
         paths = [(*path, node.name) for node in found]
         made = self._source.call_joined(run, inputs, paths, [*found[0].state])
@@ -346,7 +329,7 @@ class Stepper:
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
         """Call a module with sequences of length one, or of the length of a frame."""
-        grid, phase, of_frames = self._grid, self._phase, self._frame > 1
+        grid, phase, of_frames = self._grid, self._phase, bool(self._frames)
 
         def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
             if not of_frames:
@@ -367,14 +350,14 @@ class Stepper:
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
-        op, parameters, by_token = module.op, module.parameters_by_name(self._call), self._runs_by_token(node)
+        op, parameters, by_token = module.op, module.parameters_by_name(self._call), self._frames.runs_by_token(node)
         self._source.splits &= runs_on_tokens(node, self._types)
         self._source.calls_modules |= not op.builtin
 
         def prepare() -> Callable[..., Any] | None:
             return _prepared(op, parameters) if module.op is op else None
 
-        run = self._source.prepared(prepare) if by_token or self._takes_frames(node, prepare()) else None
+        run = self._source.prepared(prepare) if by_token or self._frames.are_taken(node, prepare()) else None
         derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
         if run is None:
             plain = partial(op.forward, parameters, self._call) if is_pointwise(op) and by_token else None
@@ -384,45 +367,8 @@ class Stepper:
             run = self._source.constant(whole)
         self._note_parameters(module, derived)
         size = self._bytes_of_first(node) if takes_out else None
-        how = self._how(node, run)
+        how = self._frames.how(node, self._source.has_several(run))
         return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, how)
-
-    def _runs_by_token(self, node: Node) -> bool:
-        """Return whether a function of one token can compute all tokens of a frame in little time."""
-        assert node.op is not None
-        tokens = self._tokens(node)
-        if self._frame == 1 or tokens == {1}:
-            return True
-        cached = any(state.per_token for state in node.state.values())
-        whole = any(not has_tokens(self._types[value]) and value not in node.vectors for value in node.reads)
-        if len(tokens) > 1 or cached or whole or (node.state and max(tokens, default=1) > MOST_TOKENS):
-            return False
-        return bool(node.state) or node.op.reads == "token"
-
-    def _takes_frames(self, node: Node, run: Callable[..., Any] | None) -> bool:
-        """Return whether a function has an attribute `several` that is fast for the tokens of a frame."""
-        several = getattr(run, "several", None)
-        many = bool(node.state) and max(self._tokens(node)) > MOST_TOKENS
-        return several is not None and (not many or hasattr(several, "any_length"))
-
-    def _how(self, node: Node, run: str) -> How | None:
-        """Return how a function is called for the tokens of a frame."""
-        assert node.op is not None
-        if self._frame == 1:
-            return None
-        tokens = self._tokens(node)
-        if tokens == {1} or (not node.state and self._runs_by_token(node)):
-            return "rows"
-        if self._source.has_several(run):
-            return "sequences"
-        self._limit_batch(node)
-        return "tokens"
-
-    def _limit_batch(self, node: Node) -> None:
-        """Note that the tokens of a frame are computed one after another."""
-        if self._frame > 1:
-            many = max(self._tokens(node))
-            self._most_batch = min(self._most_batch, MOST_ROWS // many if many > 1 else math.inf)
 
     def _bytes_of_first(self, node: Node) -> int | None:
         """Return the bytes of the first part of a step's state for one sequence, or None if there are none."""
@@ -434,7 +380,7 @@ class Stepper:
 
         Its attribute `several` runs it on all tokens of a frame, or of a short prompt.
         """
-        if not module.takes_plain_tokens or (node.vectors and self._frame == 1):
+        if not module.takes_plain_tokens or (node.vectors and not self._frames):
             return None
         assert node.op is not None
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
@@ -495,10 +441,8 @@ class Stepper:
         """Write the function of an expert with `count` inputs and return its name."""
         layer, inputs = self._child(module, label), [self._source.variable() for _ in range(count)]
         self._guard.note_bypassed(layer)
-        frame, self._frame = self._frame, 1  # the tokens of an expert are rows of which it does not know the order
-        name = self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
-        self._frame = frame
-        return name
+        with self._frames.as_rows():
+            return self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
 
     def _residual(self, module: Residual, node: Node, inputs: Sequence[str], path: Path) -> str:
         y = self._body(module, node.bodies[""], inputs, path)
