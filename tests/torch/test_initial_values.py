@@ -163,7 +163,8 @@ def test_a_config_without_initializer_range_has_the_default_of_its_class() -> No
 
 def test_an_official_mamba_keeps_the_initial_values_of_its_package() -> None:
     sizes = {"d_model": 32, "n_layer": 2, "vocab_size": 64, "tie_embeddings": False}
-    found = declared({**sizes, "ssm_cfg": {"bias": True, "dt_min": 0.01, "dt_init_floor": 0.02}})
+    steps = {"dt_min": 0.01, "dt_init_floor": 0.02, "dt_scale": 0.5, "dt_init": "constant"}
+    found = declared({**sizes, "ssm_cfg": {"bias": True, **steps}})
     mixer = "layers.1.mamba_block.residual.mixer"
     bound = 1 / math.sqrt(64 * 2)
     expected = {
@@ -171,6 +172,7 @@ def test_an_official_mamba_keeps_the_initial_values_of_its_package() -> None:
         f"{mixer}.in_proj.weight": Init("fan_in_uniform"),
         f"{mixer}.in_proj.bias": Init("zeros"),
         f"{mixer}.conv1d.bias": Init("fan_in_uniform"),
+        f"{mixer}.dt_proj.weight": Init("uniform", (0.5 / math.sqrt(2),) * 2),
         f"{mixer}.dt_proj.bias": Init("inverse_softplus", (0.01, 0.1, 0.02)),
         f"{mixer}.out_proj.weight": Init("uniform", (-bound, bound)),
         f"{mixer}.out_proj.bias": Init("zeros"),
@@ -188,6 +190,11 @@ def test_an_official_mamba_keeps_the_initial_values_of_its_package() -> None:
         ("olmo_hybrid", {**OLMO, "linear_a_log_min": 20.0}),
         ("recurrent_gemma", {**GEMMA, "block_types": ["recurrent"], "w_init_variance_scale": -1.0}),
         ("jamba", {**JAMBA, "initializer_range": 0}),
+        ("bamba", {**BAMBA, "initializer_range": "0.02"}),
+        ("qwen3_next", {**QWEN, "initializer_range": -0.02}),
+        ("mamba2", {**MAMBA2, "initializer_range": 1e-30, "time_step_floor": None, "rescale_prenorm_residual": None}),
+        ("falcon_mamba", {**MAMBA, "time_step_max": 1e30, "time_step_scale": -1.0}),
+        ("olmo_hybrid", {**OLMO, "linear_a_log_max": "16", "linear_dt_min": 10**400}),
     ],
 )
 def test_initial_values_that_do_not_exist_do_not_prevent_loading(kind: str, config: dict[str, Any]) -> None:

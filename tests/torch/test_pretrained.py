@@ -212,7 +212,7 @@ FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type":
 
 
 CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
-ODD = (0, -1, 10**7, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
+ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
     "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
     "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",

@@ -11,6 +11,7 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    initial,
     number,
     require,
     rotary,
@@ -32,7 +33,7 @@ def recurrent_gemma(config: Config) -> str:
     eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
     depth = depth_of(config)
     width, kernel = whole_or(config, "lru_width", dim), whole(config, "conv1d_width", 4)
-    variance = max(0.0, number(config, "w_init_variance_scale", 0.01))
+    variance = initial(config, "w_init_variance_scale", 0.01)
     std = math.sqrt(variance / kernel)
     common = {"hidden": whole(config, "intermediate_size") // 2, "eps": eps, "layers": depth, "std": std}
     layer = f"griffin_layer: {{dim: dim, {written(common)}, mixer: "

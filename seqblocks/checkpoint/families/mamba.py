@@ -10,6 +10,7 @@ from seqblocks.checkpoint.families.values import (
     depth_of,
     expansion,
     flag,
+    initial,
     number,
     rank,
     require,
@@ -43,17 +44,19 @@ def mamba(config: Config) -> str:
         eps=number(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", True),
         std=std_of(config, RANGE),
-        rescaled=flag(config, "rescale_prenorm_residual", False),
+        rescaled=bool(config.get("rescale_prenorm_residual")),
         **_steps(config),
     )
 
 
-def _steps(config: Config) -> dict[str, float]:
+def _steps(
+    config: Config, prefix: str = "time_step_", floor: str = "floor", scheme: str = "init_scheme"
+) -> dict[str, float]:
     """Return the arguments of a Mamba mixer for its initial step sizes."""
-    found = step_sizes(config)
-    if (scale := number(config, "time_step_scale", 1.0)) != 1:
+    found = step_sizes(config, prefix, floor)
+    if (scale := initial(config, f"{prefix}scale", 1.0)) != 1:
         found["dt_scale"] = scale
-    if config.get("time_step_init_scheme") == "constant":
+    if config.get(f"{prefix}{scheme}") == "constant":
         found["dt_random"] = False
     return found
 
@@ -79,14 +82,19 @@ def mamba_ssm(config: Config) -> str:
         conv_bias=flag(inner, "conv_bias", True),
         eps=number(config, "norm_epsilon", 1e-5),
         tied=flag(config, "tie_embeddings", True),
+        std=0.0,
         rescaled=True,
-        **step_sizes(inner, "dt_", "init_floor"),
-        **(_second(inner) if second else {"rank": rank(inner.get("dt_rank", "auto"))}),
+        **(_second(inner) if second else _first(inner)),
     )
 
 
+def _first(inner: Config) -> dict[str, float | str]:
+    """Return the arguments that only Mamba has, and those for initial step sizes, from `ssm_cfg`."""
+    return {"rank": rank(inner.get("dt_rank", "auto")), **_steps(inner, "dt_", "init_floor", "init")}
+
+
 def _second(inner: Config) -> dict[str, float | str]:
-    """Return the arguments that only Mamba-2 has, from `ssm_cfg`."""
+    """Return the arguments that only Mamba-2 has, and those for initial step sizes, from `ssm_cfg`."""
     return {
         "head": whole(inner, "headdim", 64),
         "groups": whole(inner, "ngroups", 1),
@@ -95,6 +103,7 @@ def _second(inner: Config) -> dict[str, float | str]:
         "gate": "after" if flag(inner, "norm_before_gate", False) else "before",
         "skip_per_feature": flag(inner, "D_has_hdim", False),
         **limits({"time_step_limit": inner.get("dt_limit")}),
+        **step_sizes(inner, "dt_", "init_floor"),
     }
 
 
@@ -120,7 +129,7 @@ def mamba2(config: Config) -> str:
         eps=number(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", False),
         std=std_of(config, RANGE),
-        rescaled=flag(config, "rescale_prenorm_residual", False),
+        rescaled=bool(config.get("rescale_prenorm_residual")),
         **limits(config),
         **step_sizes(config),
         A_random=False,
@@ -146,7 +155,7 @@ def _mamba_text(
     eps: float,
     tied: bool,
     rescaled: bool,
-    std: float = 0.0,
+    std: float,
     **block: float | str,
 ) -> str:
     """Return the spec. std: of the initial weights in transformers; 0: those of the official package.
@@ -191,7 +200,7 @@ def falcon_mamba(config: Config) -> str:
     norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
     eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
     conv_bias, weights = scalar(flag(config, "use_conv_bias", True)), normal(std_of(config, RANGE))
-    residuals = "depth * inner" if flag(config, "rescale_prenorm_residual", False) else "inner"
+    residuals = "depth * inner" if config.get("rescale_prenorm_residual") else "inner"
     steps = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4, "dt_scale": 1.0, "dt_random": True, **_steps(config)}
     low_end = "-spread" if steps["dt_random"] else "spread"
     step_bias = ", ".join(scalar(steps[name]) for name in ("dt_min", "dt_max", "dt_floor"))

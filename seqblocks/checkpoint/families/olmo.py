@@ -8,6 +8,7 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    initial,
     number,
     rotary,
     std_of,
@@ -60,8 +61,8 @@ def _memory(config: Config) -> str:
         "std": std_of(config),
         **step_sizes(config, "linear_dt_", "init_floor"),
     }
-    low, high = number(config, "linear_a_log_min", 0.0), number(config, "linear_a_log_max", 16.0)
-    if 0 <= low < high:  # otherwise, the config describes no initial values
+    low, high = initial(config, "linear_a_log_min", 0.0), initial(config, "linear_a_log_max", 16.0)
+    if low < high:  # otherwise, the config describes no initial values
         arguments |= {"A_min": low, "A_max": high}
     return f"gated_deltanet_mixer: {{dim: dim, {written(arguments)}}}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.errors import UsageError, listing
+from seqblocks.language.expressions import MAX_MAGNITUDE
 
 Config = Mapping[str, Any]
 
@@ -38,6 +39,8 @@ def _value(config: Config, key: str, kinds: tuple[type, ...], what: str, default
     value = config.get(key, default)
     if type(value) not in kinds:
         raise UsageError(f"config.json: {key} must be {what}, not {value!r}")
+    if type(value) is int and abs(value) > MAX_MAGNITUDE:  # may be too large to become a float
+        raise UsageError(f"config.json: {key} is too large: at most 10^18 is possible")
     return value
 
 
@@ -77,24 +80,27 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return found
 
 
+def initial(config: Config, key: str, default: float) -> float:
+    """Return a number above 0 that only affects initial values.
+
+    Invalid ones are replaced by the default, because the weights of such a model may exist.
+    """
+    found: Any = config.get(key)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    return float(found) if is_number and 1e-9 <= found <= 1e9 else default
+
+
 def std_of(config: Config, default: float = 0.02) -> float:
     """Return the standard deviation of initial weights; like transformers, treat null and 0 as 0.02."""
-    found = number(config, "initializer_range", default) if config.get("initializer_range", default) else 0.02
-    if found < 0:
-        raise UsageError(f"config.json: initializer_range must be at least 0, not {found}")
-    return found
+    key = "initializer_range"
+    return initial(config, key, default) if config.get(key, default) else 0.02
 
 
 def step_sizes(config: Config, prefix: str = "time_step_", floor: str = "floor") -> dict[str, float]:
-    """Return the arguments of a mixer for its initial step sizes that are not the usual ones.
-
-    A config whose limits are not positive has the usual ones: it describes no initial values, but weights may exist.
-    """
+    """Return the arguments of a mixer for its initial step sizes that are not the usual ones."""
     usual = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4}
     names = dict(zip(usual, ("min", "max", floor), strict=True))
-    found = {ours: number(config, prefix + name, usual[ours]) for ours, name in names.items()}
-    if min(found.values()) <= 0:
-        return {}
+    found = {ours: initial(config, prefix + name, usual[ours]) for ours, name in names.items()}
     found["dt_min"], found["dt_max"] = sorted((found["dt_min"], found["dt_max"]))  # transformers accepts any order
     return {name: value for name, value in found.items() if value != usual[name]}
 
