@@ -145,7 +145,9 @@ class Expression(Record):
             raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
         except OverflowError:
             raise Fault("E504", f"{quote(self.text)} is too large a number") from None
-        except (ValueError, TypeError) as error:
+        except TypeError:
+            raise Fault("E502", f"{quote(self.text)} has no value: it compares a word with a number") from None
+        except ValueError as error:
             raise Fault("E502", f"{quote(self.text)} has no value: {error}") from None
         if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
             raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
