@@ -27,6 +27,17 @@ def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
             ctx.report(Fault("E201", message), step.key_span(key))
 
 
+def keeps_defaults(ctx: Context, step: Step) -> bool:
+    """Return whether every initialiser of `init:` is `default`, as where an argument leaves out the parameters."""
+    node = step.get("init")
+    values = [value for _, _, value in node] if isinstance(node, Mapping) else []
+    texts = [value.value for value in values if isinstance(value, Scalar) and isinstance(value.value, str)]
+    try:
+        return bool(texts) and len(texts) == len(values) and all(read_init(each, ctx.names) == DEFAULT for each in texts)
+    except Fault:
+        return False
+
+
 def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: bool) -> Parameters:
     """Return the parameters with the initialisers of `init:`. known: whether the parameters are complete."""
     node = step.get("init")

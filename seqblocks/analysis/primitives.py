@@ -10,7 +10,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import find_ties, report_no_parameters, with_initialisers
+from seqblocks.analysis.parameters import find_ties, keeps_defaults, report_no_parameters, with_initialisers
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import files_of_blocks, lowers
 from seqblocks.analysis.values import read_arguments
@@ -54,7 +54,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
     if declared.type and not parameters and step.common:
-        report_no_parameters(ctx, step, "init", "tie")
+        report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
     if "init" in step.common:
         parameters = with_initialisers(ctx, step, parameters, known=op is not None)
     may_tie = "tie" in step.common and (parameters or not declared.type)

@@ -515,6 +515,14 @@ def test_each_choice_of_an_initialiser_is_checked(text: str, code: str) -> None:
         model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {d: 0.1}")
 
 
+def test_default_is_allowed_where_an_argument_leaves_out_all_parameters() -> None:
+    norm = 'rms_norm: {gain: kind, init: {weight: "zeros if kind != \'none\' else default"}}'
+    assert not model(f"{{{norm}}}", "let: {kind: none}").graph.nodes[0].parameters
+    for wrong in (norm.replace("default", "ones"), norm.replace("default", "one"), "relu: {init: {}}"):
+        with pytest.raises(SpecError, match=r"E201.* has no parameters of its own to init"):
+            model(f"{{{wrong}}}", "let: {kind: none}")
+
+
 def test_an_initialiser_of_a_block_that_no_step_uses_is_checked_without_its_arguments() -> None:
     linear = '{linear: {features: 4, bias: b, init: {bias: "zeros if b else default"}}}'
     model("{linear: 4}", f"blocks: {{a: {{args: {{b: bool}}, steps: [{linear}]}}}}")
