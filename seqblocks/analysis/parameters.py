@@ -32,8 +32,10 @@ def keeps_defaults(ctx: Context, step: Step) -> bool:
     node = step.get("init")
     values = [value for _, _, value in node] if isinstance(node, Mapping) else []
     texts = [value.value for value in values if isinstance(value, Scalar) and isinstance(value.value, str)]
+    if not texts or len(texts) < len(values):
+        return False
     try:
-        return bool(texts) and len(texts) == len(values) and all(read_init(each, ctx.names) == DEFAULT for each in texts)
+        return all(read_init(text, ctx.names) == DEFAULT for text in texts)
     except Fault:
         return False
 
