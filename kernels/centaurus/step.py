@@ -19,6 +19,7 @@ from seqblocks.kernels.products import prepare_linear
 
 MOST_TOKENS = 32  # The matrices grow with the square of the number of tokens.
 LENGTHS = 4  # numbers of tokens whose matrices are kept
+MANY_CHANNELS = 1 << 16  # of all tokens: with one sub-state each, parts that stay in the cache take less time
 
 Block = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # of batch, state and inputs
 
@@ -40,7 +41,7 @@ def prepare(bank: Bank) -> Callable[..., tuple[Tensor, Tensor]]:
         read = read * bank.C.unsqueeze(-1)
     enter = prepare_linear(bank.B) if is_dense else bank.enter
     leave = prepare_linear(bank.C) if is_dense else None
-    blocks: dict[int, Block] = {}  # by number of tokens
+    blocks: dict[tuple[int, bool], Block] = {}  # by number of tokens, and whether they are computed in parts
 
     def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         s = _times(s, power)
@@ -55,13 +56,14 @@ def prepare(bank: Bank) -> Callable[..., tuple[Tensor, Tensor]]:
         tokens = x.shape[0] // batch
         if tokens == 1:
             return step(s, x)
-        block = blocks.get(tokens)
+        in_parts = tokens > MOST_TOKENS or (M == 1 and x.shape[0] * s.shape[1] >= MANY_CHANNELS)
+        block = blocks.get((tokens, in_parts))
         if block is None:
-            block = _prepare_block(bank, tokens, x.shape[1])
+            block = _prepare_block(bank, tokens, in_parts, x.shape[1])
             if len(blocks) == LENGTHS:
                 blocks.clear()
-            blocks[tokens] = block
-        if leave is None or tokens > MOST_TOKENS:
+            blocks[tokens, in_parts] = block
+        if leave is None or in_parts:
             return block(batch, s, x)
         v, s = block(batch, s, enter(x))
         return leave(v), s
@@ -85,12 +87,12 @@ def _times(s: Tensor, factor: Tensor) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(s.contiguous()) * factor)
 
 
-def _prepare_block(bank: Bank, tokens: int, H: int) -> Block:
+def _prepare_block(bank: Bank, tokens: int, in_parts: bool, H: int) -> Block:
     """Return a function of so many tokens: state and inputs to outputs and next state.
 
-    Of few tokens, inputs and outputs are those of the channels if B and C are matrices, otherwise x and y.
+    Unless in parts, inputs and outputs are those of the channels if B and C are matrices, otherwise x and y.
     """
-    if tokens > MOST_TOKENS:
+    if in_parts:
         return _prepare_chunks(bank, tokens)
     return _prepare_pairs(bank, tokens, H) if bank.mode == "full" else _prepare_channels(bank, tokens)
 

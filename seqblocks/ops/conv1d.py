@@ -12,6 +12,10 @@ from seqblocks.types import Wire
 
 LARGEST = 2**16  # kernel, stride, dilation
 
+# Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for so many
+# values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
+MANY_TAPS = 1 << 15
+
 
 def as_image(x: Any) -> Any:
     """View tokens [B, S, D] as an image of one row [B, D, 1, S], channels-last in memory, without a copy."""
@@ -146,11 +150,18 @@ class Conv1d(_Conv):
             tokens = torch.cat([window, x.unsqueeze(1)], 1)
             return product(tokens[:, ::every].mT.flatten(1)), tokens[:, 1:].clone(memory_format=torch.contiguous_format)
 
+        def convolved(batch: int, window: Any, x: Any) -> Any:
+            tokens = torch.cat([window, x.reshape(-1, batch, x.shape[1]).transpose(0, 1)], 1)
+            y = self.convolve(tokens, p["weight"], p.get("bias")).transpose(0, 1).flatten(0, 1)
+            return y, tokens[:, tokens.shape[1] - by :].clone(memory_format=torch.contiguous_format)
+
         def several(batch: int, window: Any, x: Any) -> Any:
+            if x.shape[0] >= self.features and x.numel() * self.kernel >= MANY_TAPS:
+                return convolved(batch, window, x)
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
             seq = tokens.shape[0] - by
-            taps = torch.stack([tokens[lag : lag + seq] for lag in range(0, by + 1, every)], -1)
             after = tokens[seq:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            taps = torch.stack([tokens[lag : lag + seq] for lag in range(0, by + 1, every)], -1)
             return product(taps.flatten(2).flatten(0, 1)), after
 
         several.any_length = True  # type: ignore[attr-defined]

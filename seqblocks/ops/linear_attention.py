@@ -236,14 +236,17 @@ class LinearAttention(Op):
 def corrected(writes: int, first: Any, other: Any) -> Any:
     """Return a function for a token with several corrections, from those for the first one and for the others.
 
-    Only the first correction decays the state.
+    Only the first correction decays the state. It returns a new state, to which the others write.
     """
+    import torch
+
+    writes_again = not torch.compiler.is_compiling()
 
     def step(S: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any, out: Any = None) -> Any:
         (k, *keys), (v, *values), (beta, *betas) = (x.chunk(writes, -1) for x in (k, v, beta))
         o, S = first(S, q, k, v, decay, beta, out=out)
         for k, v, beta in zip(keys, values, betas, strict=True):
-            o, S = other(S, q, k, v, None, beta)
+            o, S = other(S, q, k, v, None, beta, out=S if writes_again else None)
         return o, S
 
     return step

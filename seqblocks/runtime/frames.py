@@ -16,13 +16,16 @@ from seqblocks.runtime.reading import MOST_ROWS, MOST_TOKENS, has_tokens
 from seqblocks.runtime.source import How
 from seqblocks.types import Wire
 
+MOST_IN_ORDER = 8  # More tokens of a frame take longer one after another than as a sequence.
+MOST_ROWS_OF_FRAMES = 2048  # The modules take less time for more rows, if they belong to several sequences.
+
 
 class Frames:
     """The frames of a model. size: input tokens of a frame; most_batch: sequences up to which plans are fast."""
 
     def __init__(self, graph: Graph, types: Mapping[int, Wire | None]) -> None:
         self.size = frame_size(graph)
-        self.most_batch: float = math.inf
+        self.most_batch: float = max(MOST_ROWS_OF_FRAMES // self.size, 1) if self else math.inf
         self._types = types
 
     def __bool__(self) -> bool:
@@ -54,9 +57,9 @@ class Frames:
         tokens = self.tokens(node)
         if not self or tokens == {1}:
             return True
-        cached = any(state.per_token for state in node.state.values())
+        windows = any(state.per_token or state.dtype == "model" for state in node.state.values())  # others hold sums
         whole = any(not has_tokens(self._types[value]) and value not in node.vectors for value in node.reads)
-        if len(tokens) > 1 or cached or whole or (node.state and max(tokens, default=1) > MOST_TOKENS):
+        if len(tokens) > 1 or windows or whole or (node.state and max(tokens, default=1) > MOST_IN_ORDER):
             return False
         return bool(node.state) or node.op.reads == "token"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 import seqblocks
 from seqblocks.kernels import centaurus
@@ -111,6 +112,40 @@ def test_frames_are_the_whole_sequence(steps: list[str], batch: int) -> None:
     assert isinstance(model._stepper, Stepper)
 
 
+def test_a_long_frame_is_convolved_by_torch() -> None:
+    """Copying all taps of each token would take longer, and more memory."""
+    model = build(["conv1d: {features: 8, kernel: 65, dilation: 3}", "downsample: 96"])
+    assert_follows(model, 3, 2)
+    x = torch.zeros(3, 96, 8, dtype=DOUBLE)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        model.step(x)
+    assert max(event.self_cpu_memory_usage for event in recorded.events()) < x.nbytes * 65
+
+
+def test_windows_of_tokens_are_read_by_all_tokens_of_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token after another would read and copy each window again."""
+    monkeypatch.setattr("seqblocks.runtime.source.over_tokens", None)
+    layers = ["shift: 5", "token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "causal_conv: {kernel: 3}"]
+    model = build([*layers, "downsample: 4"])
+    assert_follows(model)
+    assert model._stepper is not None
+    assert model._stepper.suits(torch.zeros(100, 4, 8))
+
+
+def test_corrections_of_a_token_write_to_one_new_state() -> None:
+    """A token of two corrections allocates one state, and changes none that it was given."""
+    model = build(["gated_deltaproduct_mixer: {dim: 8, heads: 1, head: 32}"])
+    x = torch.randn(1, 8, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    with torch.inference_mode():
+        _, state = model.step(x)
+        before = copy.deepcopy(state)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            _, after = model.step(x, state)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+    size = max(part.nbytes for part in tree_leaves(after))
+    assert sum(event.self_cpu_memory_usage >= size for event in recorded.events()) == 1
+
+
 @pytest.mark.parametrize("mode", ["neck", "pointwise", "dws", "full"])
 @pytest.mark.parametrize("hold", ["euler", "zoh"])
 def test_frames_of_centaurus(mode: str, hold: str) -> None:
@@ -155,6 +190,14 @@ def test_tokens_of_centaurus(mode: str, hold: str, tokens: int, dtype: torch.dty
     assert torch.equal(given, before), "the state is a value"
     assert after.is_contiguous()
     assert after.untyped_storage().nbytes() == after.numel() * after.itemsize
+
+
+def test_many_channels_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(["centaurus: {mode: pointwise, state: 3, sub_states: 2}", "downsample: 12"])
+    assert_follows(model, 3)
+    monkeypatch.setitem(prepare.__globals__, "MANY_CHANNELS", 1)
+    monkeypatch.setitem(prepare.__globals__, "_prepare_channels", None)
+    assert_follows(copy.deepcopy(model), 3)
 
 
 def test_a_reading_of_other_lengths_prepares_few_matrices() -> None:
@@ -281,6 +324,10 @@ def test_many_sequences_use_the_kernels_of_sequences(monkeypatch: pytest.MonkeyP
     assert not calls
     assert_follows(model, MOST_ROWS // 4 + 1, 2)
     assert len(calls) == 3, "two frames and the whole sequence"
+    many, few = (build([DOWN, "linear: 8"]) for _ in range(2))
+    assert_follows(many, 513, 1)
+    assert_follows(few, 512, 1)
+    assert len(calls) == 6, "each whole sequence, and a frame of more than 2048 rows"
 
 
 def test_frames_with_gradients_and_compiled_frames() -> None:
