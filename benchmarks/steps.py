@@ -30,47 +30,23 @@ from torch import Tensor
 
 import seqblocks
 
-SLSTM = """
+MODEL = """
 seqblocks: 1
-use: [xlstm]
+use: [xlstm, deltanet, gla, centaurus]
 let: {dim: 128, depth: 3, vocabulary: 256}
 model:
   input: {tokens: vocabulary}
   steps:
     - embed: {features: dim}
-    - repeat: {name: layers, times: depth, steps: [slstm_block: {dim: dim, heads: 4}]}
+    - repeat: {name: layers, times: depth, steps: [LAYER]}
     - rms_norm: {name: norm}
     - unembed: {bias: false, tie: embed}
 """
-LINEAR = """
-seqblocks: 1
-use: [deltanet, gla]
-let: {dim: 128, depth: 3, vocabulary: 256}
-model:
-  input: {tokens: vocabulary}
-  steps:
-    - embed: {features: dim}
-    - repeat:
-        name: layers
-        times: depth
-        steps: [residual: {name: residual_NAME, steps: [rms_norm, {NAME: {dim: dim, OPTIONS}}]}]
-    - rms_norm: {name: norm}
-    - unembed: {bias: false, tie: embed}
-"""
+SLSTM = MODEL.replace("LAYER", "slstm_block: {dim: dim, heads: 4}")
+CENTAURUS = MODEL.replace("LAYER", "centaurus_block: {mode: neck, state: 64}")
+LINEAR = MODEL.replace("LAYER", "residual: {name: residual_NAME, steps: [rms_norm, {NAME: {dim: dim, OPTIONS}}]}")
 GATED_DELTANET = LINEAR.replace("NAME", "gated_deltanet_mixer").replace("OPTIONS", "heads: 4, head: 32, expand_v: 1")
 GLA = LINEAR.replace("NAME", "gla_mixer").replace("OPTIONS", "heads: 4")
-CENTAURUS = """
-seqblocks: 1
-use: [centaurus]
-let: {dim: 128, depth: 3, vocabulary: 256}
-model:
-  input: {tokens: vocabulary}
-  steps:
-    - embed: {features: dim}
-    - repeat: {name: layers, times: depth, steps: [centaurus_block: {mode: neck, state: 64}]}
-    - rms_norm: {name: norm}
-    - unembed: {bias: false, tie: embed}
-"""
 Weights = dict[str, Tensor]
 Layer = Callable[[Tensor, list[Any]], Tensor]  # of a token x [batch, dim]; replaces its parts of the state
 

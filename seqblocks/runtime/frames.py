@@ -63,7 +63,7 @@ class Frames:
             return False
         return bool(node.state) or node.op.reads == "token"
 
-    def are_taken(self, node: Node, run: Callable[..., Any] | None) -> bool:
+    def has_fast_several(self, node: Node, run: Callable[..., Any] | None) -> bool:
         """Return whether a function has an attribute `several` that is fast for the tokens of a frame."""
         several = getattr(run, "several", None)
         many = bool(node.state) and max(self.tokens(node)) > MOST_TOKENS

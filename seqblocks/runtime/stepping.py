@@ -253,11 +253,11 @@ class Stepper:
             held: dict[str, Tensor] = modules[node.name].parameters_by_name(call)
             return held
 
-        def suits(node: Node) -> bool:
+        def runs_by_token(node: Node) -> bool:
             by_token = self._frames.runs_by_token(node) and not self._frames.repeats_vectors(node)
             return by_token and is_plain(modules[node.name], node)
 
-        for reader in readers(body, nodes, suits):
+        for reader in readers(body, nodes, runs_by_token):
             run = self._source.prepared(partial(reader.prepare, parameters))
             if run is None:
                 continue
@@ -357,7 +357,7 @@ class Stepper:
         def prepare() -> Callable[..., Any] | None:
             return _prepared(op, parameters) if module.op is op else None
 
-        run = self._source.prepared(prepare) if by_token or self._frames.are_taken(node, prepare()) else None
+        run = self._source.prepared(prepare) if by_token or self._frames.has_fast_several(node, prepare()) else None
         derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
         if run is None:
             plain = partial(op.forward, parameters, self._call) if is_pointwise(op) and by_token else None

@@ -17,7 +17,7 @@ def xlstm(config: Config) -> str:
         "bias": flag(config, "use_bias", False),
         "eps": number(config, "norm_eps", 1e-6),
         "cell_eps": number(config, "eps", 1e-6),
-        "closed": True,
+        "zero_gate": True,
     }
     require(config, add_out_norm=(True, None), weight_mode=("single", "fused", None))
     dim = whole(config, "hidden_size" if config.get("hidden_size") else "embedding_dim")
