@@ -48,7 +48,8 @@ def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
     def step(y: Tensor, c: Tensor, n: Tensor, m: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         i, f, z, o = gates(y, inputs)
         through = F.logsigmoid(f).add_(m)
-        m = torch.where(n == 0, i, torch.maximum(i, through))  # Before the first token, m has no meaning.
+        # Before the first token, n is 0 and m has no meaning. A comparison with 0 takes twice as long.
+        m = torch.where(torch.logical_not(n), i, torch.maximum(i, through))
         write, keep = (i - m).exp_(), through.sub_(m).clamp_(max=0.0).exp_()
         c = z.tanh().mul_(write).addcmul_(keep, c)
         n = write.addcmul_(keep, n)
@@ -132,6 +133,6 @@ def _gates_of_one(matrix: Tensor, bias: Tensor, places: Sequence[int]) -> Gates:
     def gates(y: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         _, H, D = y.shape
         whole = torch.cat([y, *(inputs[at].view(1, H, -1) for at in places)], -1)
-        return torch.baddbmm(bias, whole.transpose(0, 1), matrix).transpose(0, 1).split(D, -1)
+        return torch.baddbmm(bias, whole.transpose(0, 1), matrix).transpose(0, 1).split_with_sizes((D,) * 4, -1)
 
     return gates

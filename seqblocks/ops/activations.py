@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
-from seqblocks.ops.gate import activate, activated, activation
+from seqblocks.ops.gate import activate, activated, activation_of_step
 from seqblocks.types import Facts, Wire
 
 
@@ -19,7 +19,7 @@ class Activation(Op):
         return activated(self.verb, x.facts)
 
     def prepare_step(self, p: Any) -> Any:
-        return activation(self.verb)
+        return activation_of_step(self.verb)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return activate(self.verb, x)

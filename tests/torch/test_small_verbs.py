@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
+from torch.nn.functional import gelu, layer_norm
 
 from seqblocks.analysis.check import load_text
+from seqblocks.ops.gate import FEW, activation_of_step
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
@@ -127,6 +128,19 @@ def test_sinusoids() -> None:
     y = built("sinusoids: {layout: halves, base: 100}")(X) - X
     angle = place / torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
     torch.testing.assert_close(y[0], torch.cat([angle.sin(), angle.cos()], -1))
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (3, 5), (2, 1), (0, 4), (1, FEW), (2, FEW)])
+def test_gelu_of_a_token(shape: tuple[int, int]) -> None:
+    """Of few and many numbers, contiguous or not: the values of torch, in new memory."""
+    wide = draw(shape[0], 2 * shape[1]).float()
+    parts = (wide[:, : shape[1]].contiguous(), wide[:, shape[1] :], wide[:, ::2], wide[:, ::2].double())
+    for x in parts:
+        before, y = x.clone(), activation_of_step("gelu")(x)
+        rounding = 4 * torch.finfo(x.dtype).eps * max(map(abs, [0.0, *x.flatten().tolist()]))  # that of x * (1 + erf)
+        torch.testing.assert_close(y, gelu(x), rtol=0, atol=rounding)
+        y.mul_(2)
+        assert torch.equal(x, before)
 
 
 def test_elu_and_leaky_relu() -> None:
