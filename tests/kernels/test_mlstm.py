@@ -280,7 +280,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     product = torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *x: rows.append(x[0].shape[0]) or product(*x))
-    for name, value in {"ON_ONEDNN": True, "MANY_FOR_THREAD": 0, "_shapes_in_kernels": set()}.items():
+    for name, value in {"ON_ONEDNN_IN_KERNELS": True, "MANY_FOR_THREAD": 0, "_shapes_in_kernels": set()}.items():
         monkeypatch.setattr(products, name, value)
     monkeypatch.setattr(gates, "LARGE_BLOCK", 6)
     return rows
@@ -314,7 +314,7 @@ def test_heads_multiplied_one_by_one(
 def test_a_plan_is_that_of_the_forward_pass(onednn: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     x = [t.requires_grad_() for name, t in TRITON.inputs(S=20, DK=16, DV=16).items() if name in "qkvif"]
     h = mlstm(*x, backend="torch")
-    monkeypatch.setattr(products, "ON_ONEDNN", False)
+    monkeypatch.setattr(products, "ON_ONEDNN_IN_KERNELS", False)
     found = torch.autograd.grad(h.square().sum(), x)
     expected = torch.autograd.grad(mlstm(*x, backend="torch").square().sum(), x)
     for one, other in zip(found, expected, strict=True):

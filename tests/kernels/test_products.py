@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,30 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
     monkeypatch.setattr(products, "_by_onednn", noted)
     return calls
+
+
+INFO = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: 17\n\n"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "capability", "expected"),
+    [
+        ("AuthenticAMD", "26", "AVX512", 26), ("AuthenticAMD", "25", "AVX512", 25), ("AuthenticAMD", "25", "AVX2", 0),
+        ("GenuineIntel", "6", "AVX512", 0), (None, None, "AVX512", 0),
+    ],
+)  # fmt: skip
+def test_the_family_of_an_amd_processor(
+    vendor: str | None, family: str, capability: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text(path: Path, encoding: str) -> str:
+        if vendor is None:
+            raise FileNotFoundError(path)  # as on macOS
+        return 2 * INFO.format(vendor, family)
+
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(Path, "read_text", text)
+    assert products._amd_family() == expected
 
 
 @pytest.mark.usefixtures("cold")
