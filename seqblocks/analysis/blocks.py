@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import graph
+from seqblocks.analysis import variants
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.context import Body, Context, Passed
 from seqblocks.analysis.maps import has_sizes, read_map
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.parameters import initialised
 from seqblocks.analysis.passed import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import lower_steps, lowers, spend
+from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
+from seqblocks.analysis.variants import Original
 from seqblocks.analysis.wires import read_port, read_wires
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, kind_of, plain
@@ -55,7 +58,7 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     ctx.run.used.add(id(block))
     (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
     call = _read_call(ctx, step, block, x)
-    body = block_body(ctx, block, call, step.name, Note(f"in block {block.name}, used", step.span))
+    body = block_body(ctx, block, call, step.name, _note(block, step))
     inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **call.ports}.items()}
     type = ctx.run.types[body.result]
     return make_node(ctx, step, "block", inputs, type, bodies={"": body}, checkpoint=body.checkpoint)
@@ -159,8 +162,12 @@ def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) ->
 
 def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> tuple[Context, graph.Graph]:
     """Return the context inside a block, and its body."""
-    run = ctx.run
+    run, values = ctx.run, dict(call.values)  # the scope of the block will add the names of its `let:` to them
     inner, entered, ports = _enter(ctx, block, call, name, note)
+    types = tuple(run.types[value] for value in (call.x, *call.ports.values()))
+    if original := variants.find(inner, block, values, types):
+        return inner, _copy(ctx, inner, block, original)
+    before = run.steps
     body = lower_steps(inner, block.steps, entered, ports)
     compute_let(inner, block.let)
     check_unrun(inner)
@@ -169,7 +176,44 @@ def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -
     body.checkpoint = run.maps[id(block)]
     if not run.report and run.types[call.x]:  # in an unused block the contents may be unknown
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
+        variants.keep(
+            run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
+        )
     return inner, body
+
+
+def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> graph.Graph:
+    """Return a body like another one, with the initial values for the arguments in the context inside the block."""
+    run, before = ctx.run, ctx.run.steps
+    place = inner._replace(body=original.ctx.body)
+    changed: dict[int, graph.Node] = {}
+    free = variants.free(run, block)
+    for step in free.steps:
+        node = place.body.nodes.get(step.name)
+        if node and node.span is step.span:  # otherwise the step is absent
+            spend(ctx, step.effort)
+            changed[id(node)] = _changed(place, step, node)
+    compute_let(inner, block.let, free.let)
+    count_steps(ctx, original.steps - (run.steps - before), original.height)  # copied blocks inside are counted
+    body = original.body._replace(nodes=[changed.get(id(node), node) for node in original.body.nodes])
+    run.alone[id(body)] = body
+    return body
+
+
+def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:
+    """Return a node of an original with other initial values."""
+    if node.op:
+        declared = node.op.parameters(*node.wires)
+        return node._replace(parameters=initialised(ctx, step, declared, is_typed=True, known=True))
+    assert step.found
+    block = step.found.meaning
+    assert isinstance(block, Block)
+    call = _read_call(ctx, step, block, *node.inputs["x"])
+    return node._replace(bodies={"": block_body(ctx, block, call, step.name, _note(block, step))})
+
+
+def _note(block: Block, step: Step) -> Note:
+    return Note(f"in block {block.name}, used", step.span)
 
 
 def _enter(

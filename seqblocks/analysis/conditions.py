@@ -19,12 +19,12 @@ FLAG = FieldKind("flag")
 
 def is_known(ctx: Context, step: Step) -> bool:
     """Return whether it is known if the step is present."""
-    return _condition(ctx, step) is not UNKNOWN
+    return condition(ctx, step) is not UNKNOWN
 
 
 def is_absent(ctx: Context, step: Step) -> bool:
     """Return whether the condition of a step is false. If so, its output wire gets the value of its input."""
-    if _condition(ctx, step) is not False or step.unreadable or step.found is None:
+    if condition(ctx, step) is not False or step.unreadable or step.found is None:
         return False
     try:
         value = _input(ctx, step)
@@ -39,8 +39,8 @@ def is_absent(ctx: Context, step: Step) -> bool:
     return True
 
 
-def _condition(ctx: Context, step: Step) -> Any:
-    """Evaluate the condition once, and return it or, after a fault, UNKNOWN."""
+def condition(ctx: Context, step: Step) -> Any:
+    """Evaluate the condition of a step once, and return it or, after a fault, UNKNOWN."""
     span, node = step.common["when"]
     known = ctx.body.conditions
     if id(step) not in known:

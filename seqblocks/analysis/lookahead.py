@@ -159,6 +159,9 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
     adds = WHOLE if reads_whole else node.op.looks_ahead(*node.wires)
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
+    mixes = most.mixes or node.op.reads != "token"
+    if not adds and made == rate and mixes == most.mixes and most.frame % made == 0 and (most.tokens or not most.first):
+        return most  # as nearly all steps
     window, extra = most.window, most.extra
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
         window = max(window, made)
@@ -168,7 +171,6 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
         window, extra = 1, most.bound + adds
     frame, later = math.lcm(most.frame, made), most.later + max(adds - max(made - rate, 0), 0)
     later += -(-adds // frame) * frame if adds < 0 else 0
-    mixes = most.mixes or node.op.reads != "token"
     found = Ahead(window, extra, most.first, mixes, frame=frame, later=later)
     if not found.tokens:
         return found._replace(first=None)
@@ -189,7 +191,9 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
 
 def _most(read: list[Ahead]) -> Ahead:
     """Return the lookahead of a value that depends on all of these: the largest, mixed if any of them is."""
-    read = [ahead for ahead in read if not ahead.context]
+    read = list(dict.fromkeys(ahead for ahead in read if not ahead.context))
+    if len(read) == 1:
+        return read[0]
     most = max(read, key=lambda ahead: ahead.bound, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from seqblocks.errors import Fault, listing, quote
@@ -60,10 +60,11 @@ class Names(abc.Mapping[str, Any]):
             scope = scope.outer
         return None
 
-    def compute_all(self) -> None:
-        """Compute all `let:` entries, so that faults in unused ones are reported too."""
+    def compute_all(self, some: Container[str] | None = None) -> None:
+        """Compute all `let:` entries, or some of them, so that faults in unused ones are reported too."""
         for name in list(self.pending):
-            self[name]
+            if some is None or name in some:
+                self[name]
 
     def _compute(self, name: str) -> None:
         # Dependencies are computed first, so that a long chain of entries does not recurse deeply.

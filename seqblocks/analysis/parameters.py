@@ -19,6 +19,16 @@ from seqblocks.record import Record
 Parameters = dict[str, Parameter]
 
 
+def initialised(ctx: Context, step: Step, declared: Parameters, is_typed: bool, known: bool) -> Parameters:
+    """Return the parameters of an op as `init:` initialises them.
+
+    is_typed: whether the output has a type, so that `declared` are all parameters. known: whether the op is known.
+    """
+    if is_typed and not declared:
+        report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
+    return with_initialisers(ctx, step, declared, known) if "init" in step.common else declared
+
+
 def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
     """Report keys for parameters (E201) on a step that has none of its own."""
     for key in keys:

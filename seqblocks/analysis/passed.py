@@ -6,8 +6,6 @@ wire that they can read is the one that the block passes in.
 
 from __future__ import annotations
 
-import re
-
 from seqblocks import graph
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.context import Body, Context, Passed
@@ -15,9 +13,10 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_steps, lowers, spend
 from seqblocks.analysis.values import size
+from seqblocks.analysis.variants import words_in
 from seqblocks.analysis.wires import read_port
 from seqblocks.errors import Fault, Note, quote
-from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Argument, Block
 from seqblocks.op import Port
 
@@ -56,7 +55,7 @@ def _key(ctx: Context, steps: Sequence) -> int:
     run = ctx.run
     if id(steps) not in run.words:
         spend(ctx, steps.size // 4)
-        run.words[id(steps)] = frozenset(_words(steps, set()))
+        run.words[id(steps)] = frozenset(words_in([steps]))
     words = run.words[id(steps)]
     spend(ctx, len(words) // 4)
     values = [(name, ctx.names[name]) for name in words if name in ctx.names]
@@ -67,21 +66,6 @@ def _key(ctx: Context, steps: Sequence) -> int:
     inner = tuple((name, passed.key) for name, passed in passed_on)
     key = (id(steps), tuple((name, repr(value)) for name, value in values), inner)
     return run.passed_keys.setdefault(key, len(run.passed_keys) + 1)
-
-
-def _words(node: Node, found: set[str]) -> set[str]:
-    """Add all words in a node to `found`, a superset of the names that it uses."""
-    match node:
-        case Scalar(value=str(text)):
-            found.update(re.findall(r"[^\W\d]\w*", text))
-        case Sequence(items=items):
-            for item in items:
-                _words(item, found)
-        case Mapping(entries=entries):
-            found.update(entries)
-            for _, each in entries.values():
-                _words(each, found)
-    return found
 
 
 # --- running them -----------------------------------------------------------------------------------------------------

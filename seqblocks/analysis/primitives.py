@@ -10,7 +10,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import find_ties, keeps_defaults, report_no_parameters, with_initialisers
+from seqblocks.analysis.parameters import find_ties, initialised
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import files_of_blocks, lowers
 from seqblocks.analysis.values import read_arguments
@@ -49,16 +49,16 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     joined = sum(map(len, inputs.values())) > len(inputs)
     vectors = _vectors(ctx, inputs, seen, cls) if joined or seen is not wires else ()
     wires = seen
-    ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead or bool(vectors)
+    ctx.run.may_look_ahead |= bool(vectors)
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
-    if declared.type and not parameters and step.common:
-        report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
-    if "init" in step.common:
-        parameters = with_initialisers(ctx, step, parameters, known=op is not None)
+    if step.common:
+        parameters = initialised(ctx, step, parameters, declared.type is not None, op is not None)
     may_tie = "tie" in step.common and (parameters or not declared.type)
     ties = find_ties(ctx, step, parameters) if may_tie else {}
+    if op and declared.type and (cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead):
+        ctx.run.may_look_ahead |= op.looks_ahead(*wires) > 0
     if declared.type and declared.type.facts is not UNBOUNDED:
         ctx.run.has_constants |= declared.type.facts.is_constant
     for fault in op.warns(*wires) if op and declared.type and cls.warns is not Op.warns else ():

@@ -40,6 +40,9 @@ class Run:
         self.efforts: dict[int, int] = {}  # of calling each block
         self.node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = {}
         self.known: dict[int, tuple[graph.Node, bool]] = {}
+        self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `variants`
+        self.alone: dict[int, graph.Graph] = {}  # bodies that may be part of one to copy
+        self.free: dict[int, Any] = {}  # what only initial values depend on, by block
 
         # for checks after lowering
         self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`

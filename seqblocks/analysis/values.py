@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -304,12 +304,12 @@ def _computed(ctx: Context, span: Span, node: Node) -> Compute:
     return compute
 
 
-def compute_let(ctx: Context, let: Mapping | None) -> None:
-    """After all steps of a scope, record the `let:` entries that no step used, and compute them too."""
+def compute_let(ctx: Context, let: Mapping | None, some: Container[str] | None = None) -> None:
+    """After all steps of a scope, record the `let:` entries that no step used, and compute them or some of them."""
     for key, _, node in let or ():
         unused = key in ctx.names.pending
         ctx.run.unread[id(node)] = ctx.run.unread.get(id(node), True) and unused
-    ctx.names.compute_all()
+    ctx.names.compute_all(some)
 
 
 # --- effort of reading ------------------------------------------------------------------------------------------------

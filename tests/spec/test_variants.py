@@ -1,0 +1,238 @@
+"""Blocks whose arguments differ only in initial values are copied instead of lowered; the result must be the same."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from seqblocks import graph
+from seqblocks.analysis import check, primitives, steps, variants
+from seqblocks.errors import SpecError
+from seqblocks.graph import Entry, Graph, Node
+
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # a random spec may produce warnings
+
+
+def described(body: Graph) -> list[Any]:
+    """Return everything about a body, with values numbered in the order of their steps."""
+    numbers = {value: at for at, value in enumerate(dict.fromkeys([body.input, *body.ports.values(), *body.captures]))}
+
+    def entries(table: tuple[Entry, ...]) -> list[Any]:
+        return [(each.ours, each.layout, [theirs.as_data() for theirs in each.theirs]) for each in table]
+
+    def node(each: Node) -> list[Any]:
+        for value in each.outputs:
+            numbers.setdefault(value, len(numbers))
+        inputs = {port: [numbers[value] for value in values] for port, values in each.inputs.items()}
+        same = {"kind", "name", "verb", "span", "type", "split", "op", "parameters", "state", "wires"}
+        same |= {"macs", "calls", "ties", "shared", "owner_name", "owned", "starts"}
+        values = {key: getattr(each, key) for key in sorted(same)}
+        bodies = {label: described(inner) for label, inner in each.bodies.items()}
+        return [inputs, values, entries(each.checkpoint), bodies]
+
+    return [[node(each) for each in body.nodes], numbers[body.result], entries(body.checkpoint), body.absent]
+
+
+def outcome(text: str) -> Any:
+    """Return all that a check of a text finds: diagnostics, or the graph and the warnings."""
+    try:
+        _, model = check.load_text(text)
+    except SpecError as error:
+        return [each.as_data() for each in error.diagnostics]
+    assert model
+    found = [(item.name, item.parameter, item.tied) for item in graph.parameters(model.graph, shared=True)]
+    return found, described(model.graph), [each.as_data() for each in model.warnings]
+
+
+def with_and_without(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(variants, "find", lambda *_: None)
+        without = outcome(text)
+    return outcome(text), without
+
+
+def count_declared(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often the declarations of an op are evaluated while a text is checked."""
+    count = 0
+    declare = primitives._declare
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return declare(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(primitives, "_declare", counted)
+        check.load_text(text)
+    return count
+
+
+# --- bundled models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rwkv7_0_4b", "xlstm_125m_7_1", "zamba2_small", "qwen3_next_small"])
+def test_bundled_models_are_the_same_without_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = check.locate(name)[0]
+    copied, lowered = with_and_without(text, monkeypatch)
+    assert copied == lowered
+
+
+def test_layers_that_differ_in_initial_values_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of RWKV-7 has other steps; the 22 after the second one are copies of it."""
+    text = check.locate("rwkv7_0_4b")[0]
+    shorter = text.replace("depth: 24", "depth: 2").partition("expect:")[0]
+    outside_blocks = 4  # ops of a layer that are in no block
+    assert count_declared(text, monkeypatch) == count_declared(shorter, monkeypatch) + 22 * outside_blocks
+
+
+# --- single cases -----------------------------------------------------------------------------------------------------
+
+LAYERS = """
+seqblocks: 1
+blocks:
+  inner:
+    args: {size: 4, gain: 1}
+    steps: [{linear: {features: size, init: {weight: "normal(0, gain)"}}}]
+  outer:
+    args: {layer: 0, dim: 4}
+    let: {part: 1 / (3 - layer), unused: 1 / (4 - layer)}
+    steps:
+      - linear: {features: dim, bias: BIAS, init: INIT, name: first}
+      - silu: {when: "layer > 0"}
+      - inner: {size: dim, gain: layer + 1}
+model:
+  input: {features: 4}
+  steps: [{repeat: {times: TIMES, steps: [{outer: {layer: layer}}]}}]
+"""
+
+
+def layers(times: int, init: str, bias: str = "true") -> str:
+    return LAYERS.replace("TIMES", str(times)).replace("INIT", init).replace("BIAS", bias)
+
+
+@pytest.mark.parametrize(
+    ("times", "init"),
+    [
+        (3, "{weight: 'normal(0, part)'}"),
+        (3, "{weight: 'zeros if layer == 1 else default'}"),
+        (3, "{weight: 'zeros if layer > 1 else normal(0, 2)', bias: 'constant(layer)'}"),
+        (4, "{weight: 'normal(0, part)'}"),  # divides by zero in layer 3
+        (5, "{weight: zeros}"),  # as does an unused name in layer 4
+        (3, "{weight: 'normal(0, 1 - layer)'}"),  # negative in layer 2
+        (3, "{wieght: 'zeros if layer == 2 else default'}"),  # a fault in layer 2 only
+    ],
+)
+def test_values_and_faults_of_a_copy(times: int, init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, lowered = with_and_without(layers(times, init), monkeypatch)
+    assert copied == lowered
+
+
+def test_a_step_without_parameters_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = "init: {weight: 'zeros if layer == 2 else default'}"
+    text = layers(3, "{weight: zeros}").replace("silu: {when", f"silu: {{{init}, when")
+    copied, lowered = with_and_without(text, monkeypatch)
+    assert copied == lowered
+    assert copied[0]["code"] == "E201"
+
+
+def test_an_argument_that_a_width_depends_on_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = layers(3, "{weight: zeros}").replace("features: dim,", "features: dim + 0 * layer,")
+    copied, lowered = with_and_without(text, monkeypatch)
+    assert copied == lowered
+    assert count_declared(text, monkeypatch) == 2 + 3 + 2  # `inner` is copied in the third layer
+
+
+def test_steps_that_share_or_tie_are_lowered_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for added in ("share: first", "tie: first"):
+        text = layers(3, "{weight: 'constant(layer)'}")
+        text = text.replace("- silu:", f"- linear: {{features: dim, {added}, name: second}}\n      - silu:")
+        copied, lowered = with_and_without(text, monkeypatch)
+        assert copied == lowered
+        assert count_declared(text, monkeypatch) == 3 + 4 + 3  # only `inner` is copied
+
+
+def test_a_step_may_share_the_parameters_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = layers(3, "{weight: 'constant(layer)'}").replace("index", "layer")
+    text = text.rstrip().removesuffix("]") + ", {linear: {features: 4, share: repeat.2.outer.first, as: y}}]"
+    copied, lowered = with_and_without(text, monkeypatch)
+    assert copied == lowered
+    assert isinstance(copied, tuple), copied
+
+
+def test_overrides_that_only_copies_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that only initial values depend on is in use."""
+    text = layers(3, "{weight: 'zeros if layer < 2 else constant(part)'}")
+    file, _ = check.load_text(text, set={"blocks.outer.let.part": 2, "blocks.outer.let.unused": 2})
+    assert [each.message.split()[2] for each in file.warnings] == ["blocks.outer.let.unused=2"]
+
+
+def test_copies_count_as_steps() -> None:
+    """The limit on the number of steps holds for copies too, and is the same as without them."""
+    body = "\n".join(
+        f"      - linear: {{features: dim, init: {{weight: 'constant(layer)'}}, name: s{at}}}" for at in range(100)
+    )
+    text = LAYERS.replace("      - silu", f"{body}\n      - silu").replace("INIT", "{}").replace("BIAS", "true")
+    text = re.sub("let: .*", "let: {}", text)
+    each = 100 + 5  # with `first`, `silu`, `inner`, the step inside it, and `outer` itself
+    times = steps.MAX_STEPS // each
+    check.load_text(text.replace("TIMES", str(times)))
+    with pytest.raises(SpecError, match="too many steps"):
+        check.load_text(text.replace("TIMES", str(times + 2)))
+
+
+# --- random blocks ----------------------------------------------------------------------------------------------------
+
+ARGUMENTS = ("a", "b", "c")
+INITIAL = ("normal(0, abs({}))", "constant({})", "zeros if {} > 1 else default", "constant({}) if a > 1 else ones")
+
+
+def random_spec(seed: int) -> str:
+    """Return a spec whose layers use a block with arguments that depend on the number of the layer."""
+    rng = random.Random(seed)
+
+    def number(names: tuple[str, ...]) -> str:
+        one, other = rng.choice(names), rng.choice(names)
+        return rng.choice(("1", one, f"{one} + 1", f"{one} - {other}", f"{one} / ({other} + 9)", f"2 * {one}"))
+
+    def step(names: tuple[str, ...], at: int) -> str:
+        initial = rng.choice(INITIAL).format(number(names))
+        init = f', init: {{{rng.choice(("weight", "weight", "weight", "bias"))}: "{initial}"}}' * (rng.random() < 0.8)
+        when = f', when: "{number(names)} > 0"' * (rng.random() < 0.2)
+        extra = rng.choice(("",) * 40 + (", share: s0", ", tie: s0", f", bias: {number(names)} > 1", ", bais: true"))
+        width = "4" if rng.random() < 0.8 else f"4 + 0 * ({number(names)})"
+        linear = f"linear: {{features: {width}, name: s{at}{init}{when}{extra}}}"
+        return f"residual: [{{{linear}}}]" if rng.random() < 0.15 else linear
+
+    def block(name: str, inner: str | None) -> str:
+        let = {word: number(ARGUMENTS) for word in rng.sample(("p", "q"), rng.randint(0, 2))}
+        names = (*ARGUMENTS, *let)
+        made = [step(names, at) for at in range(rng.randint(1, 4))]
+        if inner:
+            made.append(f"{inner}: {{a: {number(names)}, c: {number(names)}, name: inside}}")
+        rows = "".join(f"      - {each}\n" if "residual" not in each else f"      - {{{each}}}\n" for each in made)
+        entries = ", ".join(f"{word}: {value}" for word, value in let.items())
+        return f"  {name}:\n    args: {{a: 1, b: 2, c: 3}}\n    let: {{{entries}}}\n    steps:\n{rows}"
+
+    call = f"{{outer: {{a: {number(('layer', 'layers'))}, b: {number(('layer', 'layers'))}}}}}"
+    blocks = block("inner", None) + block("outer", "inner")
+    model = f"  input: {{features: 4}}\n  steps: [{{repeat: {{times: 4, steps: [{call}]}}}}]\n"
+    return f"seqblocks: 1\nblocks:\n{blocks}model:\n{model}"
+
+
+def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    valid = copies = 0
+    for seed in range(200):
+        text = random_spec(seed)
+        copied, lowered = with_and_without(text, monkeypatch)
+        assert copied == lowered, text
+        if isinstance(copied, tuple):
+            valid += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(variants, "find", lambda *_: None)
+                most = count_declared(text, monkeypatch)
+            copies += count_declared(text, monkeypatch) < most
+    assert valid > 50
+    assert copies > 25
