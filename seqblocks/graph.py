@@ -139,6 +139,7 @@ class Graph(Record):
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
+    like: Graph | None = None  # the body of which this is a copy with other initial values
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -304,6 +305,8 @@ def count(graph: Graph, known: dict[int, int] | None = None, active: bool = Fals
     known: cached counts of bodies used by several layers. active: count only the experts selected per token.
     """
     known = {} if known is None else known
+    if graph.like:
+        return count(graph.like, known, active)
     if id(graph) not in known:
         known[id(graph)] = sum(count_node(node, known, active) for node in graph.nodes)
     return known[id(graph)]

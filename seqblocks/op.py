@@ -255,6 +255,8 @@ class Op(BaseModel):
         return "it reads the whole sequence" if self.reads == "all" else None
 
 
+Op.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
+
 SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps")
 
 

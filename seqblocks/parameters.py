@@ -9,10 +9,11 @@ import ast
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree
+from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree, unknown_name
 from seqblocks.language.vocabulary import did_you_mean, instead_of
 from seqblocks.record import Record
 
@@ -138,7 +139,9 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
     Return None if a number is UNKNOWN, DEFAULT if the condition is. Raises Fault (E408, E209, and what expressions
     raise), also for unknown names in a choice that is not taken.
     """
-    _check(text, names)
+    for each in _names(text):
+        if each not in names:
+            raise unknown_name(each, names, 0)
     while (choice := _choice(text)) is not None:
         condition, chosen, other = choice
         value = parse(condition).evaluate(names, is_condition=True)
@@ -156,13 +159,13 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
     return Init(name, tuple(float(value) for value in values.values()))
 
 
-def _check(text: str, names: Mapping[str, Any]) -> None:
-    """Raise Fault for an unknown initialiser, an unknown name or an invalid expression, in any of the choices."""
+@lru_cache(maxsize=1024)
+def _names(text: str) -> tuple[str, ...]:
+    """Return the names in all choices. Raises Fault for an unknown initialiser or an invalid expression in any."""
     condition, *choices = _choice(text) or (None,)
-    for expression in _call(text)[1].values() if condition is None else (condition,):
-        parse(expression).check_names(names)
-    for each in choices:
-        _check(each, names)
+    expressions = _call(text)[1].values() if condition is None else (condition,)
+    own = (name for expression in expressions for name, _ in parse(expression).names)
+    return (*own, *chain.from_iterable(map(_names, choices)))
 
 
 @lru_cache(maxsize=1024)

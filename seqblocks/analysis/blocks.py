@@ -195,7 +195,8 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
             changed[id(node)] = _changed(place, step, node)
     compute_let(inner, block.let, free.let)
     count_steps(ctx, original.steps - (run.steps - before), original.height)  # copied blocks inside are counted
-    body = original.body._replace(nodes=[changed.get(id(node), node) for node in original.body.nodes])
+    nodes = [changed.get(id(node), node) for node in original.body.nodes]
+    body = original.body._replace(nodes=nodes, like=original.body)
     run.alone[id(body)] = body
     return body
 

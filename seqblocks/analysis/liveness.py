@@ -7,18 +7,18 @@ with constant output, which blocks the gradient (W902).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
+from seqblocks.record import Record
 from seqblocks.types import Wire
 
 WIDE = 720_720  # a width that most small numbers divide
 
 
-class Idle(NamedTuple):
+class Idle(Record):
     """The idle steps of a body: steps with parameters that reach no used value, and unused parts of other steps."""
 
     steps: list[Node]
@@ -112,6 +112,10 @@ class _Liveness:
         self._known: dict[int, Idle] = {}
 
     def body(self, body: Graph) -> Idle:
+        if body.like:
+            idle = self.body(body.like)
+            if not (idle.steps or idle.parts):
+                return idle
         if id(body) not in self._known:
             self._known[id(body)] = self._walk(body)
         return self._known[id(body)]
@@ -196,6 +200,8 @@ def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int
 
 def _is_complete(body: Graph, known: dict[int, bool]) -> bool:
     """Return whether all steps could be lowered. known: the results for other bodies."""
+    if body.like:
+        return True
     if id(body) not in known:
         inside = all(_is_complete(inner, known) for node in body.nodes for inner in node.bodies.values())
         known[id(body)] = inside and all(node.kind != "unknown" for node in body.nodes)

@@ -91,9 +91,16 @@ def _check_use(
         return
     instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # entries that match instead
     used: set[int] = set()
+    fixed = {part for entry in table for part in entry.ours.split(".")}
+    done: set[tuple[str, ...]] = set()
     for item in graph.parameters(body, shared=True):
         parts = item.name.split(".")
+        alike = tuple("{}" if part.isdecimal() and part not in fixed else part for part in parts)  # in other layers
+        if alike in done:
+            continue
         found = tree.matches(parts)
+        if not found or id(found[0].entry) not in composed:
+            done.add(alike)
         if not found:
             continue
         first = found[0]

@@ -34,7 +34,6 @@ not imply them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -255,9 +254,9 @@ def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
         ctx.report(Fault("E203", "an official name must be a word", found=kind_of(node), hint=hint), node.span)
         return None
     bare = HOLE.sub(lambda hole: " " * len(hole[0]), node.value)
-    if odd := re.search(r"[{}]", bare):
-        fault = Fault("E501", f"{quote(node.value)} has an unmatched '{odd[0]}'", hint="blocks.{layer // 2}")
-        ctx.report(fault, node.span.within(node.offset + odd.start(), 1))
+    if (odd := next((at for at, character in enumerate(bare) if character in "{}"), None)) is not None:
+        fault = Fault("E501", f"{quote(node.value)} has an unmatched '{bare[odd]}'", hint="blocks.{layer // 2}")
+        ctx.report(fault, node.span.within(node.offset + odd, 1))
         return None
     for hole in HOLE.finditer(node.value):
         start, length = hole.start(1), len(hole[1])

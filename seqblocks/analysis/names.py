@@ -11,7 +11,7 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN, parse
 
-INITIALISER = re.compile(r"\w+\(.*\)|.+\sif\s.+\selse\s.+", re.DOTALL)  # is not always an expression
+_INITIALISER = r"(?s)\w+\(.*\)|.+\sif\s.+\selse\s.+"  # is not always an expression; compiled after a fault
 Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
 
 
@@ -121,7 +121,7 @@ def names_inside(node: Node) -> list[str]:
         case Sequence():
             return [name for item in node.items for name in names_inside(item)]
         case Scalar(value=str(text)):
-            if (found := names_in(text)) or not INITIALISER.fullmatch(text):
+            if (found := names_in(text)) or not re.fullmatch(_INITIALISER, text):
                 return found
             return re.findall(r"[A-Za-z_]\w*", text)
     return []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
@@ -72,28 +70,42 @@ def passed_verb(argument: Argument) -> Verb:
 Entries = dict[str, tuple[Span, Node]]
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Step:
-    """One step. If it is incomplete, missing arguments are not reported."""
+    """One step. If it is incomplete, missing arguments are not reported.
 
-    verb: str
-    span: Span  # span of the verb
-    fields: Entries  # the verb's own arguments
-    common: Entries  # the arguments common to all steps
-    name: str = field(init=False)  # its namespace: `name:`, else a single `as:`, else the verb
-    name_span: Span = field(init=False)
-    found: Verb | None = None  # None if there is no such verb
-    incomplete: bool = False
-    misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for, which are therefore unknown
-    possible_wires: tuple[str, ...] = ()  # values of invalid keys, one of which may be a misspelt `as:`
-    unreadable: bool = False  # whether it cannot be lowered, for a reason already reported
-    alias: Span | None = None  # span of the alias `*anchor` that repeats it, if any
-    effort: int = 1  # effort of reading its arguments once, see `values.effort`
+    This is not a dataclass, because defining one with so many fields would slow down `check`.
+    """
 
-    def __post_init__(self) -> None:
-        self.name, self.name_span = self.verb, self.span
+    __slots__ = (
+        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span",
+        "possible_wires", "span", "unreadable", "verb",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        verb: str,
+        span: Span,
+        fields: Entries,
+        common: Entries,
+        found: Verb | None = None,
+        incomplete: bool = False,
+        possible_wires: tuple[str, ...] = (),
+        unreadable: bool = False,
+        alias: Span | None = None,
+    ) -> None:
+        self.verb, self.span = verb, span  # the span of the verb
+        self.fields = fields  # the verb's own arguments
+        self.common = common  # the arguments common to all steps
+        self.found = found  # None if there is no such verb
+        self.incomplete = incomplete
+        self.possible_wires = possible_wires  # values of invalid keys, one of which may be a misspelt `as:`
+        self.unreadable = unreadable  # whether it cannot be lowered, for a reason already reported
+        self.alias = alias  # span of the alias `*anchor` that repeats it, if any
+        self.misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for: these are unknown too
+        self.effort = 1  # effort of reading its arguments once, see `values.effort`
+        self.name, self.name_span = verb, span  # its namespace: `name:`, else a single `as:`, else the verb
         for key in ("as", "name"):
-            node = self.common[key][1] if key in self.common else None
+            node = common[key][1] if key in common else None
             if isinstance(node, Scalar):
                 self.name, self.name_span = node.text, node.span
 

@@ -7,7 +7,6 @@ Invalid values are reported and become UNKNOWN.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Container, Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +24,6 @@ from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, including nested lists
-_PATTERN = r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z"  # compiled on first use
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
 
 
@@ -270,13 +268,20 @@ def _is_pattern(text: str) -> bool:
     """Return whether a text is words or a pattern of `repeat` or einops rather than an expression."""
     if "->" in text:
         return True
-    if " " not in text or not re.match(_PATTERN, text):
+    words = text.split(" ") if " " in text else []
+    if not words or not (words[0] and words[-1] and all(_is_word(word) for word in words if word)):
         return False
     try:
         syntax_tree(text)
     except Fault:
         return True
     return False
+
+
+def _is_word(text: str) -> bool:
+    """Return whether a text is a word of a pattern, such as `m*7`."""
+    name, times, count = text.partition("*")
+    return name.isidentifier() and name[0].isascii() and (not times or (count.isdecimal() and count.isascii()))
 
 
 def add_let(ctx: Context, let: Mapping | None) -> None:

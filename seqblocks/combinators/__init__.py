@@ -34,6 +34,8 @@ class Combinator(BaseModel):
     main_kinds: ClassVar[tuple[Kind, ...]] = ("sequence", "vector", "tokens", "image")
 
 
+Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
+
 COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts")  # in the order of the documentation
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}

@@ -130,7 +130,8 @@ class _Planner:
 
     def _body(self, body: Graph, path: str) -> Graph:
         if id(body) not in self.done:
-            self.done[id(body)] = body._replace(nodes=[self._node(n, graph.join(path, n.name)) for n in body.nodes])
+            nodes = [self._node(n, graph.join(path, n.name)) for n in body.nodes]
+            self.done[id(body)] = body._replace(nodes=nodes, like=None)
         return self.done[id(body)]
 
     def _node(self, node: Node, path: str) -> Node:

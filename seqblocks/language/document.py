@@ -273,7 +273,8 @@ class _Reader:
             )
 
     def scalar(self, event: Any) -> None:
-        span = self.span(event)
+        a, b = event.start_mark, event.end_mark  # as in `span`; most nodes are scalars
+        span = tuple.__new__(Span, (self.source, a.line + 1, a.column + 1, b.line + 1, b.column + 1))
         if event.tag is not None:
             self.report_tag(event, span)
         text, style = event.value, event.style

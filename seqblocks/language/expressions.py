@@ -180,13 +180,13 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"'{node.id}' is {quote(str(value))}, not a number")
             return value
+        case ast.BinOp():
+            left, right = _walk(node.left, names), _walk(node.right, names)
+            return _bounded(_BINARY[type(node.op)](left, right))
         case ast.UnaryOp(op=ast.Not()):
             return not _flag(node.operand, names)
         case ast.UnaryOp():
             return _UNARY[type(node.op)](_walk(node.operand, names))
-        case ast.BinOp():
-            left, right = _walk(node.left, names), _walk(node.right, names)
-            return _bounded(_BINARY[type(node.op)](left, right))
         case ast.Compare():
             return _COMPARE[type(node.ops[0])](_any(node.left, names), _any(node.comparators[0], names))
         case ast.BoolOp(op=ast.And()):
