@@ -5,6 +5,7 @@ B batch, D channels, K taps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,7 +61,7 @@ def _prepare_few(
         y = convolved(x, [inputs.narrow(0, at * batch, count) for at in range(len(before))])
         return y, torch.stack(inputs.narrow(0, count, len(before) * batch).split(batch), 1)
 
-    step.several = several  # type: ignore[attr-defined]
+    step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
     return step
 
 

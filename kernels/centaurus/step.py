@@ -7,6 +7,7 @@ R batch, T tokens, H features in, G features out, N state channels, M sub-states
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,8 +69,7 @@ def prepare(bank: Bank) -> Callable[..., tuple[Tensor, Tensor]]:
         v, s = block(batch, s, enter(x))
         return leave(v), s
 
-    several.any_length = True  # type: ignore[attr-defined]
-    step.several = several  # type: ignore[attr-defined]
+    step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
     return step
 
 

@@ -47,7 +47,7 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tu
             y.append(read(h, c))
         return finished(torch.cat(y), x, z), h
 
-    step.several = several  # type: ignore[attr-defined]
+    step.several, step.most_tokens = several, 32  # type: ignore[attr-defined]
     return step
 
 

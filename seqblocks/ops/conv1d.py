@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from seqblocks.op import Op, argument, must_divide, primitive
@@ -135,13 +136,13 @@ class Conv1d(_Conv):
         return y, past.state
 
     def prepare_step(self, p: Any) -> Any:
-        if self.stride > 1 or self.later() or self.groups > 1:
+        by, every, stride = self.earlier(), self.dilation, self.stride
+        if self.later() or self.groups > 1 or (stride > 1 and not by):
             return None
         import torch
 
         from seqblocks.kernels.products import prepare_linear
 
-        by, every = self.earlier(), self.dilation
         product = prepare_linear(p["weight"].flatten(1), p.get("bias"))
         if not by:
             return product
@@ -161,11 +162,12 @@ class Conv1d(_Conv):
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
             seq = tokens.shape[0] - by
             after = tokens[seq:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            taps = torch.stack([tokens[lag : lag + seq] for lag in range(0, by + 1, every)], -1)
+            taps = torch.stack(
+                [tokens[lag : lag + seq - stride + 1 : stride] for lag in range(0, by + stride, every)], -1
+            )
             return product(taps.flatten(2).flatten(0, 1)), after
 
-        several.any_length = True  # type: ignore[attr-defined]
-        step.several = several  # type: ignore[attr-defined]
+        step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
         return step
 
     def convolve(self, x: Any, weight: Any, bias: Any) -> Any:

@@ -111,6 +111,7 @@ class GatedRecurrence(Op):
             h = torch.addcmul(x, decay.exp(), h)
             return h, h.clone(), *(torch.ones_like(z) for z in begun)
 
+        step.most_tokens = 12  # type: ignore[attr-defined]
         return step
 
     def share(self, decay: Any) -> Any:

@@ -210,10 +210,14 @@ class LinearAttention(Op):
             fixed = self.retention(torch.zeros(1, dtype=dtype, device="cpu")) if self.fixed_decay != "none" else None
             return one(fixed) if self.writes == 1 else corrected(self.writes, one(fixed), one(None))
 
-        if self.fixed_decay == "none":
-            return prepared(torch.float32)
-        by_dtype = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
-        return lambda S, *inputs, out=None: by_dtype[S.dtype](S, *inputs, out=out)
+        def by_dtype() -> Any:
+            runs = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
+            return lambda S, *inputs, out=None: runs[S.dtype](S, *inputs, out=out)
+
+        run = prepared(torch.float32) if self.fixed_decay == "none" else by_dtype()
+        if self.writes == 1:
+            run.most_tokens = 12 if self.rule == "delta" or self.bonus or self.normalize else 16
+        return run
 
     def retention(self, like: Any) -> Any:
         """Return the log decay of each value head, in at least float32, as slow decays lose precision in 16 bits."""

@@ -37,7 +37,9 @@ class MLSTMMemoroid(MLSTM):
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.mlstm.step import prepare
 
-        return prepare(self.heads, self.eps, "exp", True, self.readout)
+        run: Any = prepare(self.heads, self.eps, "exp", True, self.readout)
+        run.most_tokens = 16  # `forward` computes a tree of products
+        return run
 
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently

@@ -1,7 +1,8 @@
-"""How the steps of a model compute a frame: the tokens of each sequence that one call of `step` takes.
+"""How the steps of a model compute several tokens of each sequence at once: those of a frame, or of a short prompt.
 
 A step that treats each token by itself computes them as rows, as it does those of several sequences. One with a state
-has a function for several tokens, or computes them one after another, or runs its `forward` on them.
+has a function for several tokens, or computes them one after another, or runs its `forward` on them: whichever takes
+the least time. `docs/decisions/0055-frames-are-planned-like-tokens.md` describes how the numbers here were measured.
 """
 
 from __future__ import annotations
@@ -11,13 +12,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from seqblocks.graph import Graph, Node, frame_size
-from seqblocks.runtime.reading import MOST_ROWS, MOST_TOKENS, has_tokens
-from seqblocks.runtime.source import How
+from seqblocks.runtime.reading import has_tokens
+from seqblocks.runtime.source import Several
 from seqblocks.types import Wire
 
-MOST_IN_ORDER = 8  # More tokens of a frame take longer one after another than as a sequence.
+# The tokens of each sequence up to which a function takes less time than `forward`, unless it has `most_tokens`:
+MOST_IN_ORDER = 8  # a function of one token, called for one after another,
+MOST_OF_WINDOWS = 2  # if it reads and copies a window of earlier tokens, or only counts them,
+MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # if it writes a state of more numbers in all sequences than caches hold,
+MOST_AT_ONCE = 16  # and a function for several tokens.
+
+MOST_ROWS = 256  # A prompt of more tokens in all sequences takes no less time than in the modules.
 MOST_ROWS_OF_FRAMES = 2048  # The modules take less time for more rows, if they belong to several sequences.
+
+Run = Callable[..., Any]
 
 
 class Frames:
@@ -26,7 +37,7 @@ class Frames:
     def __init__(self, graph: Graph, types: Mapping[int, Wire | None]) -> None:
         self.size = frame_size(graph)
         self.most_batch: float = max(MOST_ROWS_OF_FRAMES // self.size, 1) if self else math.inf
-        self._types = types
+        self._types, self._of_rows = types, False
 
     def __bool__(self) -> bool:
         """Return whether a frame has several tokens."""
@@ -35,11 +46,11 @@ class Frames:
     @contextlib.contextmanager
     def as_rows(self) -> Iterator[None]:
         """Treat tokens as rows whose order is unknown, as within an expert."""
-        size, self.size = self.size, 1
+        before, self.size, self._of_rows = (self.size, self._of_rows), 1, True
         try:
             yield
         finally:
-            self.size = size
+            self.size, self._of_rows = before
 
     def tokens(self, node: Node) -> set[int]:
         """Return the numbers of tokens that a node reads and makes for each frame; 0 if it makes no tokens."""
@@ -51,37 +62,63 @@ class Frames:
         many = max(self.tokens(node), default=1)
         return many if self and many > 1 and node.vectors else 0
 
-    def runs_by_token(self, node: Node) -> bool:
-        """Return whether a function of one token can compute all tokens of a frame in little time."""
+    def is_short(self, x: Tensor) -> bool:
+        """Return whether a prompt x [batch, seq] is read faster by a planned function than by the modules."""
+        return not self and x.numel() <= MOST_ROWS
+
+    def is_rowwise(self, node: Node) -> bool:
+        """Return whether each token is computed like one of a sequence of its own.
+
+        A step without a state, in a stream of single tokens, knows no other token.
+        """
         assert node.op is not None
-        tokens = self.tokens(node)
-        if not self or tokens == {1}:
+        if self._of_rows or (self and self.tokens(node) == {1}):
             return True
-        windows = any(state.per_token or state.dtype == "model" for state in node.state.values())  # others hold sums
-        whole = any(not has_tokens(self._types[value]) and value not in node.vectors for value in node.reads)
-        if len(tokens) > 1 or windows or whole or (node.state and max(tokens, default=1) > MOST_IN_ORDER):
-            return False
-        return bool(node.state) or node.op.reads == "token"
+        return not node.state and (not self or (node.op.reads == "token" and self._is_uniform(node)))
 
-    def has_fast_several(self, node: Node, run: Callable[..., Any] | None) -> bool:
-        """Return whether a function has an attribute `several` that is fast for the tokens of a frame."""
-        several = getattr(run, "several", None)
-        many = bool(node.state) and max(self.tokens(node)) > MOST_TOKENS
-        return several is not None and (not many or hasattr(several, "any_length"))
+    def runs(self, node: Node, run: Run | None) -> bool:
+        """Return whether a function of one token, or its attribute `several`, is used at all."""
+        return run is not None and (not self or self.is_rowwise(node) or self._when(node, run) != "")
 
-    def how(self, node: Node, has_several: bool) -> How | None:
-        """Return how a function is called for the tokens of a frame, None if a frame has one token."""
-        if not self:
-            return None
-        if self.tokens(node) == {1} or (not node.state and self.runs_by_token(node)):
-            return "rows"
-        if has_several:
-            return "sequences"
-        self.limit_batch(node)
-        return "tokens"
+    def several(self, node: Node, run: Run, whole: str) -> Several | None:
+        """Return how a function of one token is called for several, or None if they are rows.
 
-    def limit_batch(self, node: Node) -> None:
-        """Note that the tokens of a frame are computed one after another."""
-        many = max(self.tokens(node))
-        if self and many > 1:
-            self.most_batch = min(self.most_batch, MOST_ROWS // many)
+        run: the function. whole: the name of another for all tokens, from the batch, the state and the inputs, or "".
+        """
+        return None if self.is_rowwise(node) else Several(self._when(node, run), hasattr(run, "several"), whole)
+
+    def _is_uniform(self, node: Node) -> bool:
+        """Return whether a step only reads and makes the same number of tokens, and vectors repeated for each."""
+        values = [value for value in node.reads if value not in node.vectors]
+        return len(self.tokens(node)) == 1 and all(has_tokens(self._types[value]) for value in values)
+
+    def _when(self, node: Node, run: Run) -> str:
+        """Return the condition under which a function of one token takes less time than `forward`; "" for never."""
+        together = hasattr(run, "several")
+        if not together and not (node.state and self._is_uniform(node)):
+            return ""
+        most = most_tokens(node, run)
+        if most == math.inf:
+            return "True"
+        tokens: Any = max(self.tokens(node)) if self else "tokens"
+        if self and tokens > most:
+            return ""
+        return f"{tokens} <= {most if together else _most_in_order(most, node)}"
+
+
+def _most_in_order(most: float, node: Node) -> str:
+    """Return an expression for the smallest of the limits that hold for a state of this size."""
+    numbers = max(sum(state.numel for state in node.state.values()), 1)
+    (large, few), (larger, fewer) = ((size // numbers, min(most, limit)) for size, limit in MOST_OF_LARGE)
+    return str(most) if most == fewer else f"({most} if batch <= {large} else {few} if batch <= {larger} else {fewer})"
+
+
+def most_tokens(node: Node, run: Run) -> float:
+    """Return the tokens of each sequence up to which a function of one token takes less time than `forward`."""
+    if (given := getattr(run, "most_tokens", None)) is not None:
+        most: float = given
+        return most
+    if hasattr(run, "several"):
+        return MOST_AT_ONCE if node.state else math.inf
+    sums = any(state.dtype == "float32" and not state.per_token for state in node.state.values())
+    return MOST_IN_ORDER if sums else MOST_OF_WINDOWS

@@ -7,6 +7,7 @@ copying their inputs and states next to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,27 +17,26 @@ from torch import Tensor
 from seqblocks.op import Op
 
 MOST = 1 << 12  # Up to so many features of all tokens, copying them takes less time than separate calls.
+Run = Callable[..., Any]
 split_copy: Any = torch.split_with_sizes_copy  # according to torch's annotations, it returns None
 
 
-def prepare_joined_steps(
-    op: Op, tables: Sequence[dict[str, Tensor]], widths: Sequence[int]
-) -> Callable[..., tuple[Tensor, ...]] | None:
+def prepare_joined_steps(op: Op, tables: Sequence[dict[str, Tensor]], widths: Sequence[int]) -> Run | None:
     """Return a function that computes one token of steps with the same op, or None if the op prepares none.
 
     tables: the parameters of each step; widths: the features of each output. It takes and returns the values of all
-    steps next to each other: each part of the state and then the inputs; the outputs, then each part of the state.
+    steps next to each other: each part of the state and then the inputs; the outputs, then each part of the state. Its
+    attribute `several` is that of the op's function, see `Op.prepare_step`.
     """
-    separate = [op.prepare_step(table) for table in tables]
-    joined = op.prepare_step({name: torch.cat([table[name] for table in tables]) for name in tables[0]})
+    separate: list[Any] = [op.prepare_step(table) for table in tables]
+    joined: Any = op.prepare_step({name: torch.cat([table[name] for table in tables]) for name in tables[0]})
     if joined is None or None in separate:
         return None
     count, total, sizes = len(tables), sum(widths), tuple(widths)
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
+    def apply(joined: Run, separate: Sequence[Run], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if given[-1].shape[0] * total > MOST:
-            each = (_as_tuple(one(*given[at::count])) for at, one in enumerate(separate))  # type: ignore[misc]
-            return tuple(chain.from_iterable(zip(*each, strict=True)))
+            return _in_turn(separate, given)
         whole = [torch.cat(given[at : at + count], -1) for at in range(0, len(given), count)]
         y, *states = _as_tuple(joined(*whole))
         made = [*y.split_with_sizes(sizes, -1)]
@@ -44,7 +44,26 @@ def prepare_joined_steps(
             made += split_copy(state, sizes, -1)
         return tuple(made)
 
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        return apply(joined, separate, given)
+
+    def several(batch: int, *given: Tensor) -> tuple[Tensor, ...]:
+        return apply(partial(joined.several, batch), [partial(one.several, batch) for one in separate], given)
+
+    if hasattr(joined, "several"):
+        run.several = several  # type: ignore[attr-defined]
+        run.most_tokens = getattr(joined, "most_tokens", None)  # type: ignore[attr-defined]
     return run
+
+
+def in_turn(functions: Sequence[Run]) -> Run:
+    """Return a function of the batch and of the values of all steps that calls each step's function for its own."""
+    return lambda batch, *given: _in_turn([partial(one, batch) for one in functions], given)
+
+
+def _in_turn(functions: Sequence[Run], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    each = (_as_tuple(one(*given[at :: len(functions)])) for at, one in enumerate(functions))
+    return tuple(chain.from_iterable(zip(*each, strict=True)))
 
 
 def _as_tuple(made: Any) -> tuple[Tensor, ...]:

@@ -35,6 +35,21 @@ class Reader(NamedTuple):
         run: Callable[..., Any] | None = self.node.op.prepare_step_of_maps(parameters(self.node), maps)
         return run
 
+    def of_several(self, functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        """Return a function like that of `prepare` for several tokens, made of those of the step and of its maps.
+
+        All take the batch, then the state and the inputs.
+        """
+        cell, *maps = functions
+        count, read = len(self.node.state), [self.sources.index(node.reads[0]) for node in self.maps]
+
+        def several(batch: int, *given: Tensor) -> Any:
+            sources = given[count:]
+            inputs = (each(batch, sources[at]) for each, at in zip(maps, read, strict=True))
+            return cell(batch, *given[:count], *inputs)
+
+        return several
+
 
 def readers(body: Graph, nodes: Sequence[Node], is_plain: Callable[[Node], bool]) -> Iterator[Reader]:
     """Yield the steps among the nodes of a body that compute their inputs.

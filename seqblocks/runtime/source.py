@@ -1,15 +1,16 @@
 """Source text of the functions of a stepper.
 
 There are two: one for one token, and one for several tokens, which are read together
-(`seqblocks/runtime/reading.py`). Both are made of the same calls, and each line is written for both at once. The only
+(`seqblocks/runtime/frames.py`). Both are made of the same calls, and each line is written for both at once. The only
 user input in the text is quoted names: values are constants, which the text refers to by number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,24 @@ from seqblocks.state import States, dtype_of
 
 Path = tuple[str, ...]
 
-# How a function of one token gets several: as if each belonged to a sequence of its own, one after another, or together
-# in its attribute `several` (`Op.prepare_step`).
-How = Literal["rows", "tokens", "sequences"]
+_VARIABLE = re.compile(r"\bv[0-9]+\b")
+
+
+class Several(NamedTuple):
+    """How several tokens of each sequence are computed where they are not rows of their own.
+
+    when: the condition under which the function of one token computes them, "" for never. together: whether it does so
+    in its attribute `several`, instead of one after another. whole: the function that computes them otherwise, from the
+    batch, the state and the inputs; "" if there is none.
+    """
+
+    when: str
+    together: bool
+    whole: str
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self.when or self.whole)
 
 
 class Source:
@@ -86,18 +102,21 @@ class Source:
             self._names[self._constants[id(value)]] = value
         return self._constants[id(value)]
 
-    def prepared(self, prepare: Callable[[], Any]) -> str | None:
-        """Return the name of a constant that `prepare` computes from parameters, or None if it returns None."""
-        value = prepare()
+    def prepared(self, prepare: Callable[[], Any], value: Any = None) -> str | None:
+        """Return the name of a constant that `prepare` computes from parameters, or None if it returns None.
+
+        value: its result, if it was called before.
+        """
+        value = prepare() if value is None else value
         if value is None:
             return None
         name = self.constant(value)
         self._prepared[name] = prepare
         return name
 
-    def has_several(self, run: str | None) -> bool:
-        """Return whether a constant is a function with an attribute `several`, as described in `Op.prepare_step`."""
-        return hasattr(self._names.get(run or ""), "several")
+    def value(self, name: str) -> Any:
+        """Return the value of a constant."""
+        return self._names[name]
 
     def takes_out(self, run: str | None) -> bool:
         """Return whether a constant is a function with a parameter `out`, as described in `Op.prepare_step`."""
@@ -150,18 +169,18 @@ class Source:
 
     def call(
         self, run: str, inputs: Sequence[str], path: Path, state: list[str], bytes_of_first: int | None = None,
-        how: How | None = None,
+        several: Several | None = None,
     ) -> str:
         """Call the function in the variable `run` with a step's state and inputs; return the variable of the output.
 
         bytes_of_first: those of the first part of the state for each sequence, if the function takes memory for it.
-        how: how several tokens are passed (default: "tokens" if there is a state, "rows" otherwise).
+        several: how several tokens of each sequence are computed (default: as those of several sequences).
         """
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
         out = "" if bytes_of_first is None else f", out={self._spare(given[0], bytes_of_first)}"
-        self._add_call([y, *made], run, given, inputs, out, how)
+        self._add_call([y, *made], run, given, inputs, out, several)
         return y
 
     def _spare(self, given: str, size: int) -> str:
@@ -170,30 +189,36 @@ class Source:
         return f"None if spares is None or batch < {math.ceil(LARGE / size)} else spares.take({self._places}, {given})"
 
     def _add_call(
-        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "", how: How | None = None
+        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "",
+        several: Several | None = None,
     ) -> None:
         """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
         results, given = ", ".join(made), ", ".join([*state, *inputs])
-        several = f"{results} = {run}({given})"
-        if how == "sequences":
-            several = f"{results} = {run}.several(batch, {given})"
-        elif how == "tokens" or (state and how is None):
+        call = f"{run}({given})"
+        if several and several.together:
+            call = f"{run}.several(batch, {given})"
+        elif several:
             arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
-            several = f"{results} = {self.constant(over_tokens)}({arguments})"
-        self.add(f"{results} = {run}({given}{out})", several)
+            call = f"{self.constant(over_tokens)}({arguments})"
+        if several and several.whole and several.when != "True":
+            whole = f"{several.whole}(batch, {given})"
+            call = f"{call} if {several.when} else {whole}" if several.when else whole
+        self.add(f"{results} = {run}({given}{out})", f"{results} = {call}")
 
     def call_joined(
-        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str]
+        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str],
+        several: Several | None,
     ) -> list[str]:
         """Call a function of `prepare_joined_steps` for the steps at some paths; return the variables of the outputs.
 
-        inputs: those of each step.
+        inputs: those of each step. several: as in `call`.
         """
         parts = [(*path, part) for part in state for path in paths]
         outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
         given = [self._given[part] for part in parts]
         self._made |= zip(parts, made, strict=True)
-        self._add_call([*outputs, *made], run, given, [each for port in zip(*inputs, strict=True) for each in port])
+        by_port = [each for port in zip(*inputs, strict=True) for each in port]
+        self._add_call([*outputs, *made], run, given, by_port, several=several)
         return outputs
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
@@ -203,11 +228,15 @@ class Source:
             self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
 
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
-        """Call a function with the whole state at a path, a dict, or None if there is no state."""
-        y, made = self.variable(), self.variable()
-        self.splits, self.calls_modules = False, True
+        """Call a function with the whole state at a path, a dict, or None if there is no state.
+
+        `run.several` is called for several tokens, with the batch before these.
+        """
+        y, made, given = self.variable(), self.variable(), ", ".join([self._given.get(path, "None"), *inputs])
+        self.calls_modules = True
         self._made[path] = made
-        self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
+        name = self.constant(run)
+        self.add(f"{y}, {made} = {name}({given})", f"{y}, {made} = {name}.several(batch, {given})")
         return y
 
     def function(self, y: str, declared: States) -> Callable[..., Any]:
@@ -218,20 +247,24 @@ class Source:
     def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
         lines = [several for _, several in self._lines]
-        return self._compiled("read(state, x, batch)", ["device = x.device", *lines], y, declared)
+        first = "tokens, device = x.shape[0] // batch, x.device"
+        return self._compiled("read(state, x, batch)", [first, *lines], y, declared, frees=True)
 
     def function_of_frame(self, y: str, declared: States) -> Callable[..., Any]:
         """Do the same for a frame, x [batch, tokens], with the signature of a function of one token."""
         lines = [several for _, several in self._lines]
         header = "run(state, x, spares=None)"
         first = ["batch, device = x.shape[0], x.device", f"x = {self.constant(as_rows)}(x)"]
-        return self._compiled(header, [*first, *lines], y, declared)
+        return self._compiled(header, [*first, *lines], y, declared, frees=True)
 
     def _of_one(self) -> list[str]:
         return [line for line, _ in self._lines if line]
 
-    def _compiled(self, header: str, lines: list[str], y: str, declared: States) -> Callable[..., Any]:
+    def _compiled(
+        self, header: str, lines: list[str], y: str, declared: States, frees: bool = False
+    ) -> Callable[..., Any]:
         lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
+        lines = [*_freeing(lines)] if frees else lines
         exec("\n".join([*self._functions, _function(header, lines)]), self._names)  # noqa: S102
         run: Callable[..., Any] = self._names[header.partition("(")[0]]
         return run
@@ -241,6 +274,19 @@ class Source:
             return self._made[path]
         assert isinstance(declared, dict)
         return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
+
+
+def _freeing(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a function and delete each variable after its last use, so that not all use memory at once."""
+    last = {name: at for at, line in enumerate(lines) for name in _VARIABLE.findall(line)}
+    own = {name for line in lines for name in _VARIABLE.findall(line.partition(" = ")[0]) if " = " in line}
+    unused: dict[int, list[str]] = {}
+    for name in own:
+        unused.setdefault(last[name], []).append(name)
+    for at, line in enumerate(lines):
+        yield line
+        if at in unused and at < len(lines) - 1:
+            yield f"del {', '.join(sorted(unused[at]))}"
 
 
 def _function(header: str, lines: list[str]) -> str:

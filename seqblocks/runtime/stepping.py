@@ -8,12 +8,13 @@ runs. A stepper is valid while modules, hooks and parameters are unchanged. Chan
 detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
 (`renew`). Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at once.
 
-The writer of the source is `seqblocks/runtime/source.py`. Short prompts are read by a second function, made of the
-same calls: `seqblocks/runtime/reading.py`.
+The writer of the source is `seqblocks/runtime/source.py`. Short prompts and frames are read by a second function, made
+of the same calls: `seqblocks/runtime/frames.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -30,11 +31,11 @@ from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.frames import Frames
 from seqblocks.runtime.guard import Guard, Updates
-from seqblocks.runtime.joined import prepare_joined_steps
+from seqblocks.runtime.joined import in_turn, prepare_joined_steps
 from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.reading import Reading, as_rows, as_sequences, has_tokens, is_short, read, runs_on_tokens
+from seqblocks.runtime.reading import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
@@ -118,9 +119,10 @@ class Stepper:
     def read(self, state: States, x: Tensor) -> tuple[Any, States] | None:
         """Run several tokens, ids [batch, seq], and return (y [batch, 1, features] of the last token, state).
 
-        Return None for many tokens, if a step needs a whole sequence, or if the state does not match its declaration.
+        Return None for many tokens, if a step makes anything else than tokens, or if the state does not match its
+        declaration.
         """
-        if not self._source.splits or not is_short(x) or x.dtype not in self._dtypes:
+        if not self._source.splits or not self._frames.is_short(x) or x.dtype not in self._dtypes:
             return None
         self._reading = self._reading or self._write_reading()
         return read(self._reading, state, x)
@@ -166,15 +168,26 @@ class Stepper:
             if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
             if found := with_maps.get(node.outputs[0]):
-                values |= self._reader(*found, values, path)
+                values |= self._reader(module, *found, values, path)
             else:
                 values |= self._first_of(module, nodes[at:], values, path)
         return self._result(body, values)
 
-    def _reader(self, reader: Reader, run: str, values: dict[int, str], path: Path) -> dict[int, str]:
+    def _reader(
+        self, module: nn.Module, reader: Reader, run: str, values: dict[int, str], path: Path
+    ) -> dict[int, str]:
         """Call the function of a step that computes its inputs. Return the variable of its output by value."""
         node, inputs = reader.node, [values[value] for value in reader.sources]
-        return {node.outputs[0]: self._source.call(run, inputs, (*path, node.name), [*node.state])}
+        nodes = node, *reader.maps
+        wholes = [self._of_sequences(module._modules[each.name], each) for each in nodes]
+        several = self._frames.several(node, self._source.value(run), self._whole(reader.of_several, wholes))
+        return {node.outputs[0]: self._source.call(run, inputs, (*path, node.name), [*node.state], several=several)}
+
+    def _whole(self, join: Callable[[list[Any]], Any], functions: list[Any]) -> str:
+        """Return the name of what `join` makes of the attributes `several` of functions, or "" if one is None."""
+        if None in functions:
+            return ""
+        return self._source.constant(join([each.several for each in functions]))
 
     def _first_of(self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path) -> dict[int, str]:
         """Compute the first node, and later ones if one call computes them too. Return the variables by value."""
@@ -253,19 +266,19 @@ class Stepper:
             held: dict[str, Tensor] = modules[node.name].parameters_by_name(call)
             return held
 
-        def runs_by_token(node: Node) -> bool:
-            by_token = self._frames.runs_by_token(node) and not self._frames.repeats_vectors(node)
-            return by_token and is_plain(modules[node.name], node)
+        def is_simple(node: Node) -> bool:
+            return not self._frames.repeats_vectors(node) and is_plain(modules[node.name], node)
 
-        for reader in readers(body, nodes, runs_by_token):
-            run = self._source.prepared(partial(reader.prepare, parameters))
+        for reader in readers(body, nodes, is_simple):
+            made = reader.prepare(parameters)
+            by_token = self._frames.runs(reader.node, made) and all(map(self._frames.is_rowwise, reader.maps))
+            run = self._source.prepared(partial(reader.prepare, parameters), made) if by_token else None
             if run is None:
                 continue
             for node in (reader.node, *reader.maps):
                 child: Any = self._child(module, node.name)
                 self._guard.note_bypassed(child)
                 self._note_parameters(child, derived=True)
-            self._frames.limit_batch(reader.node)
             yield reader.node.outputs[0], (reader, run)
 
     def _joined_steps(
@@ -276,7 +289,7 @@ class Stepper:
         Return the variables of their outputs by value.
         """
         op, tokens = nodes[0].op, self._frames.tokens(nodes[0])
-        if op is None or not op.joins_features() or not self._frames.runs_by_token(nodes[0]):
+        if op is None or not op.joins_features():
             return None
         alike = [node for node in nodes if node.op == op and self._frames.tokens(node) == tokens]
         found = [node for node in alike if self._can_join(module._modules[node.name], node, values)]
@@ -288,17 +301,18 @@ class Stepper:
         def prepare() -> Callable[..., tuple[Tensor, ...]] | None:
             return prepare_joined_steps(op, [step.parameters_by_name(call) for step in steps], widths)
 
-        run = self._source.prepared(prepare)
-        if run is None:
+        joined = prepare()
+        run = self._source.prepared(prepare, joined) if self._frames.runs(nodes[0], joined) else None
+        if joined is None or run is None:
             return None
         for node, step in zip(found, steps, strict=True):
             self._child(module, node.name)
             self._guard.note_bypassed(step)
             self._note_parameters(step, derived=True)
-        self._frames.limit_batch(nodes[0])
         inputs = [self._at_ports(node, [values[value] for value in node.reads]) for node in found]
-        paths = [(*path, node.name) for node in found]
-        made = self._source.call_joined(run, inputs, paths, [*found[0].state])
+        wholes = [self._of_sequences(*each) for each in zip(steps, found, strict=True)]
+        several = self._frames.several(nodes[0], joined, self._whole(in_turn, wholes))
+        made = self._source.call_joined(run, inputs, [(*path, node.name) for node in found], [*found[0].state], several)
         return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
 
     def _can_join(self, module: nn.Module | None, node: Node, values: dict[int, str]) -> bool:
@@ -328,61 +342,68 @@ class Stepper:
     def _call_module(
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
-        """Call a module with sequences of length one, or of the length of a frame."""
-        grid, phase, of_frames = self._grid, self._phase, bool(self._frames)
+        """Call a module with sequences of one token, or of several."""
+        grid, phase = self._grid, self._phase
+        self._source.splits &= all(timed) and made
 
-        def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
-            if not of_frames:
-                tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
+        def call(state: States | None, tensors: list[Tensor]) -> tuple[Tensor, States]:
             call = Call(False, state, True, None, False, True, grid, phase=phase)
-            y, states = call_child(module, tensors, call, path[-1], node)
-            return (y.squeeze(1) if made and not of_frames else y), states
+            return call_child(module, tensors, call, path[-1], node)
 
-        if not of_frames:
-            return self._source.call_with_all_state(run, inputs, path)
-        whole = self._source.constant(as_sequences)
-        inputs = [f"{whole}({x}, batch)" if time else x for x, time in zip(inputs, timed, strict=True)]
-        y = self._source.call_with_all_state(run, inputs, path)
-        return self._source.assign(f"{self._source.constant(as_rows)}({y})") if made else y
+        def run(state: States | None, *given: Tensor) -> tuple[Tensor, States]:
+            y, states = call(state, [x.unsqueeze(1) if time else x for x, time in zip(given, timed, strict=True)])
+            return y.squeeze(1) if made else y, states
+
+        def several(batch: int, state: States | None, *given: Tensor) -> tuple[Tensor, States]:
+            tensors = [as_sequences(x, batch) if time else x for x, time in zip(given, timed, strict=True)]
+            y, states = call(state, tensors)
+            return as_rows(y) if made else y, states
+
+        run.several = several  # type: ignore[attr-defined]
+        return self._source.call_with_all_state(run, inputs, path)
 
     def _primitive(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         return self._op(module, node, inputs, path) if _as_declared(module, node) else None
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
-        op, parameters, by_token = module.op, module.parameters_by_name(self._call), self._frames.runs_by_token(node)
-        self._source.splits &= runs_on_tokens(node, self._types)
+        op, parameters = module.op, module.parameters_by_name(self._call)
+        self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
         self._source.calls_modules |= not op.builtin
 
         def prepare() -> Callable[..., Any] | None:
             return _prepared(op, parameters) if module.op is op else None
 
-        run = self._source.prepared(prepare) if by_token or self._frames.has_fast_several(node, prepare()) else None
+        made: Any = prepare()
+        whole = self._of_sequences(module, node)
+        run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
         derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
         if run is None:
-            plain = partial(op.forward, parameters, self._call) if is_pointwise(op) and by_token else None
-            whole = plain or self._of_sequences(module, node, parameters)
-            if whole is None:
+            is_row = is_pointwise(op) and self._frames.is_rowwise(node)
+            made = partial(op.forward, parameters, self._call) if is_row else whole
+            if made is None:
                 return None
-            run = self._source.constant(whole)
+            run = self._source.constant(made)
         self._note_parameters(module, derived)
         size = self._bytes_of_first(node) if takes_out else None
-        how = self._frames.how(node, self._source.has_several(run))
-        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, how)
+        several = self._frames.several(node, made, self._whole(lambda each: each[0], [whole]))
+        self._source.splits &= several is None or several.is_possible
+        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, several)
 
     def _bytes_of_first(self, node: Node) -> int | None:
         """Return the bytes of the first part of a step's state for one sequence, or None if there are none."""
         first = next(iter(node.state.values()), None)
         return None if first is None else first.numel * dtype_of(first, self.dtype).itemsize or None
 
-    def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
-        """Return a function that runs the op's `forward` on a sequence of one token, or None if the module must run.
+    def _of_sequences(self, module: Any, node: Node) -> Any:
+        """Return a function that runs a primitive's `forward` on sequences of one token; None if the module must run.
 
         Its attribute `several` runs it on all tokens of a frame, or of a short prompt.
         """
         if not module.takes_plain_tokens or (node.vectors and not self._frames):
             return None
         assert node.op is not None
+        parameters = module.parameters_by_name(self._call)
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
         timed = [value is not None and (has_tokens(self._types[value]) or value in node.vectors) for value in first]
         names, made, grid, phase = [*node.state], has_tokens(node.type), self._grid, self._phase
@@ -404,7 +425,7 @@ class Stepper:
             y = as_rows(y) if made else y
             return (y, *after) if names else y
 
-        run.several = several  # type: ignore[attr-defined]
+        run.several, run.most_tokens = several, math.inf  # type: ignore[attr-defined]
         return run
 
     def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:

@@ -6,7 +6,8 @@ A frame is computed by the same functions as single tokens, in another order of 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import itertools
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ import seqblocks
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.step import prepare
+from seqblocks.op import PRIMITIVES, Op
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.runtime import captured
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.reading import MOST_ROWS
+from seqblocks.runtime.reading import over_tokens
 from seqblocks.runtime.stepping import Stepper
 
 DOUBLE = torch.float64
@@ -315,19 +319,30 @@ def test_a_replaced_or_hooked_step_is_called() -> None:
     assert_follows(model)
 
 
-def test_many_sequences_use_the_kernels_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixer whose tokens are computed one after another is faster as a sequence for many rows."""
-    model, calls = build(["mlstm_block: {dim: 8, heads: 2}", DOWN]), []
+def test_frames_of_many_sequences_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
     run = SequenceModel.forward
     monkeypatch.setattr(SequenceModel, "forward", lambda *given, **options: calls.append(1) or run(*given, **options))
-    frames(model, torch.zeros(MOST_ROWS // 4, 4, 8, dtype=DOUBLE))
-    assert not calls
-    assert_follows(model, MOST_ROWS // 4 + 1, 2)
-    assert len(calls) == 3, "two frames and the whole sequence"
-    many, few = (build([DOWN, "linear: 8"]) for _ in range(2))
+    many, few = (build(["mlstm_block: {dim: 8, heads: 2}", DOWN]) for _ in range(2))
     assert_follows(many, 513, 1)
     assert_follows(few, 512, 1)
-    assert len(calls) == 6, "each whole sequence, and a frame of more than 2048 rows"
+    assert len(calls) == 3, "each whole sequence, and a frame of more than 2048 rows"
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "in_order"),
+    [(16, 1, True), (17, 1, False), (5, 16, True), (5, 17, False), (4, 17, True), (3, 129, False), (2, 129, True)],
+)
+def test_many_tokens_and_large_states_are_read_as_sequences(
+    size: int, batch: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token of a frame would read and write the whole state, here of 16,384 numbers for each sequence."""
+    run, calls = over_tokens, []
+    monkeypatch.setattr("seqblocks.runtime.source.over_tokens", lambda *given: calls.append(1) or run(*given))
+    mixer = "linear_attention: {q: a, k: a, v: a, heads: 1, fixed_decay: retention, qk_norm: l2}"
+    model = build(["linear: {features: 128, as: a}", mixer, f"downsample: {size}", "linear: 3"])
+    assert_follows(model, batch, 2)
+    assert len(calls) == (2 if in_order else 0)
 
 
 def test_frames_with_gradients_and_compiled_frames() -> None:
@@ -368,3 +383,195 @@ def test_the_number_of_operations_of_a_frame() -> None:
     computing = ("mm", "bmm", "addmm", "mul", "sum", "add", "add_", "cat", "mean", "silu")
     found = sum(event.count for event in recorded.key_averages() if event.key.removeprefix("aten::") in computing)
     assert found <= 110
+
+
+def test_a_captured_stream_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It overwrites its state in place, which no output and no later state may share. Each frame is run twice."""
+    monkeypatch.setitem(captured.RECORDERS, "cpu", lambda function, device: (function(), function)[1])
+    layers = ["token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "mamba_block: {dim: 8}", DOWN]
+    model = build([*layers, "centaurus: {mode: neck, state: 3, sub_states: 2}", "upsample: 2", "causal_conv"])
+    x = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    stream = model.stream(2)
+    stream.capture()
+    found = [stream.step(part) for part in x[:, :16].split(4, 1)]
+    assert isinstance(model._stepper, Stepper)
+    found.append(stream.read(x[:, 16:20]))
+    found.append(stream.step(x[:, 20:]))
+    with torch.no_grad():
+        expected, last = model(x, return_state=True)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(stream.state, last, rtol=0, atol=1e-12)
+
+
+class Average(Op):
+    """A moving average by a user: m = a m + (1 - a) x. Its functions count their tokens."""
+
+    called: ClassVar[list[str]] = []
+    attributes: ClassVar[dict[str, Any]] = {}
+    reads = "past"
+
+    def parameters(self, x: Any) -> dict[str, Parameter]:
+        return {"a": Parameter((x.features,), Init("constant", (0.8,)))}
+
+    def state(self, x: Any) -> dict[str, State]:
+        return {"m": State((x.features,))}
+
+    def forward(self, p: Any, call: Any, x: Tensor) -> Any:
+        self.called.append("forward")
+        m, found = call.state["m"] if call.state else torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            m = p["a"] * m + (1 - p["a"]) * x[:, t]
+            found.append(m)
+        return torch.stack(found, 1), {"m": m.clone()}
+
+    def prepare_step(self, p: Any) -> Any:
+        rest = 1 - p["a"]
+
+        def step(m: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.called.append("one")
+            m = p["a"] * m + rest * x
+            return m, m.clone()
+
+        def several(batch: int, m: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.called.append("several")
+            parts = [m := p["a"] * m + rest * part for part in x.split(batch)]
+            return torch.cat(parts), m.clone()
+
+        if "several" in self.attributes:
+            step.several = several  # type: ignore[attr-defined]
+        if "most_tokens" in self.attributes:
+            step.most_tokens = self.attributes["most_tokens"]  # type: ignore[attr-defined]
+        return step
+
+
+@pytest.mark.parametrize(
+    ("tokens", "attributes", "calls"),
+    [
+        (8, {}, ["one"] * 8), (9, {}, ["forward"]), (12, {"most_tokens": 12}, ["one"] * 12),
+        (2, {"most_tokens": 1}, ["forward"]), (16, {"several": True}, ["several"]),
+        (17, {"several": True}, ["forward"]), (40, {"several": True, "most_tokens": 40}, ["several"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_a_plug_in_computes_several_tokens(
+    batch: int, tokens: int, attributes: dict[str, Any], calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame and a prompt of as many tokens call the same function of a user's primitive."""
+    monkeypatch.setitem(PRIMITIVES, "average", Average)
+    monkeypatch.setattr(Average, "attributes", attributes)
+    of_frames = build(["average", f"downsample: {tokens}", "linear: 3"])
+    assert_follows(of_frames, batch, 2)
+    of_tokens = prompted(["average", "linear: 11"])
+    ids = torch.randint(0, 11, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    state = of_tokens.init_state(batch)
+    expected = of_tokens(ids, state=state, return_state=True)
+    for model, run in (
+        (of_frames, lambda: of_frames.step(torch.zeros(batch, tokens, 8, dtype=DOUBLE), of_frames.init_state(batch))),
+        (of_tokens, lambda: of_tokens._read(ids, state, None)),
+    ):
+        run()
+        Average.called.clear()
+        y, after = run()
+        assert Average.called == calls
+        assert isinstance(model._stepper, Stepper)
+        assert model._stepper.calls_modules
+    torch.testing.assert_close(y, expected[0][:, -1:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(after, expected[1], rtol=0, atol=1e-12)
+
+
+def prompted(steps: list[str]) -> SequenceModel:
+    lines = "\n    - ".join(["  steps:", "embed: {features: 8}", *steps])
+    uses = "use: [xlstm, mamba, transformer, griffin, linear_attention, deltanet]"
+    text = f"seqblocks: 1\n{uses}\nmodel:\n  input: {{tokens: 11}}\n{lines}\n"
+    return drawn(seqblocks.build_text(text, dtype=DOUBLE, device="cpu", seed=0))
+
+
+PROMPTED = {
+    "window": ["attention_layer: {dim: 8, heads: 2, window: 6}"],
+    "cache": ["attention_layer: {dim: 8, heads: 2, cache: 40}"],
+    "shifts": ["shift: {by: 3}", "token_shift", "linear: 8", "shift: {by: 1, name: again}"],
+    "convolutions": ["causal_conv: {kernel: 4}", "conv1d: {features: 8, kernel: 3, groups: 2}",
+                     "causal_conv: {kernel: 12, name: long}", "conv1d: {features: 8, kernel: 4, dilation: 2, name: d}"],
+    "joined convolutions": ["gated_deltanet_mixer: {dim: 8, heads: 2, head: 4, expand_v: 1}"],
+    "gates": ["slstm_block: {dim: 8, heads: 2}"],
+    "mixers": ["mlstm_block: {dim: 8, heads: 2}", "mamba_block: {dim: 8}"],
+    "griffin": ["griffin_mixer: {dim: 8, heads: 2}", "griffin_attention: {dim: 8, heads: 2, window: 5}"],
+    "positions": ["sinusoids", "position_embed: {length: 64}", "rotary: {heads: 2}"],
+    "patterns": ["rearrange: {pattern: 'seq (h d) -> seq (d h)', h: 2}"],
+    "experts": ["experts: {count: 3, steps: [{swiglu: {hidden: 4}}]}", "causal_conv"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", PROMPTED.values(), ids=PROMPTED)
+def test_prompts_of_any_length_are_the_whole_sequence(steps: list[str]) -> None:
+    """Two prompts, the second from the state of the first, then single tokens; a reset at one of these."""
+    model, generator = prompted([*steps, "linear: {features: 11, name: head}"]), torch.Generator().manual_seed(3)
+    for _ in range(12):
+        batch, first, second = (int(torch.randint(1, high, (1,), generator=generator)) for high in (5, 21, 21))
+        ids = torch.randint(0, 11, (batch, first + second + 3), generator=generator)
+        resets = torch.zeros(ids.shape, dtype=torch.bool)
+        resets[batch // 2, -2] = True
+        with torch.no_grad():
+            expected, last = model(ids, return_state=True, resets=resets)
+            found, state = [], model.init_state(batch)
+            for part in ids[:, :-3].split([first, second], 1):
+                planned = model._stepper_for(part)
+                assert planned is not None
+                done = planned.read(state, part)
+                assert done is not None
+                y, state = done
+                found.append(y)
+            for t in range(first + second, ids.shape[1]):
+                y, state = model.step(ids[:, t], state, resets=resets[:, t])
+                found.append(y.unsqueeze(1))
+        places = [first - 1, *range(first + second - 1, ids.shape[1])]
+        torch.testing.assert_close(torch.cat(found, 1), expected[:, places], rtol=0, atol=1e-11)
+        torch.testing.assert_close(state, last, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("steps", PROMPTED.values(), ids=PROMPTED)
+def test_gradients_of_chunks_are_those_of_the_whole_sequence(steps: list[str]) -> None:
+    model, generator = prompted([*steps, "linear: {features: 11, name: head}"]), torch.Generator().manual_seed(4)
+    for _ in range(3):
+        batch, first, second = (int(torch.randint(1, high, (1,), generator=generator)) for high in (4, 21, 21))
+        ids = torch.randint(0, 11, (batch, first + second), generator=generator)
+        weights = list(model.parameters())
+        y, state = model(ids[:, :first], return_state=True)
+        rest = model(ids[:, first:], state=state)
+        whole = model(ids)
+        torch.testing.assert_close(torch.cat([y, rest], 1), whole, rtol=0, atol=1e-11)
+        found, expected = (
+            torch.autograd.grad(out.square().mean(), weights) for out in (torch.cat([y, rest], 1), whole)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+def test_a_hooked_step_reads_all_tokens_of_a_prompt() -> None:
+    model, seen = prompted(["causal_conv", "linear: 11"]), []
+    model.causal_conv.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y, _ = model._read(ids, model.init_state(2), None)
+        assert isinstance(model._stepper, Stepper)
+        torch.testing.assert_close(y, model(ids)[:, -1:], rtol=0, atol=1e-12)
+    assert seen == [(2, 5, 8)] * 2
+
+
+def test_values_of_a_prompt_are_freed_after_their_last_use() -> None:
+    """The largest memory does not grow with the number of layers."""
+    peaks = []
+    for layers in (2, 12):
+        model = prompted(
+            [f"repeat: {{times: {layers}, steps: [{{linear: 8}}, {{causal_conv: {{kernel: 2}}}}]}}", "linear: 11"]
+        )
+        ids = torch.zeros(1, 200, dtype=torch.long)
+        with torch.inference_mode():
+            state = model.init_state(1)
+            model._read(ids, state, None)
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+                model._read(ids, state, None)
+        events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+        peaks.append(max(held))
+    assert peaks[1] < 1.2 * peaks[0]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
+from seqblocks.runtime.frames import MOST_ROWS
 
 SMALL = {
     "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},
@@ -73,7 +74,7 @@ def test_a_head_reads_the_last_token_of_a_prompt_alone(name: str, monkeypatch: p
     head = type(model.unembed.op)  # type: ignore[union-attr]
     run = head.forward
     monkeypatch.setattr(head, "forward", lambda op, p, call, x: seen.append(x.shape[1]) or run(op, p, call, x))
-    x = prompt(tokens=30)
+    x = prompt(tokens=MOST_ROWS // 3 + 1)
     found = seqblocks.generate(model, x, 1)
     assert seen == [1]
     assert [tokens.tolist() for tokens in found] == [greedy(model, row, 1) for row in x]
@@ -139,9 +140,9 @@ def test_the_head_of_a_short_prompt_reads_its_last_token_alone() -> None:
 def test_only_few_tokens_are_read_by_the_steps_of_a_stream() -> None:
     recurrent, attention = build("mamba_small"), build("transformer_small")
     for model, x, runs in (
-        (recurrent, prompt(1, 16), True), (recurrent, prompt(1, 17), False), (recurrent, prompt(8, 9), False),
-        (attention, prompt(1, 3), False),
-    ):
+        (recurrent, prompt(1, MOST_ROWS), True), (recurrent, prompt(1, MOST_ROWS + 1), False),
+        (recurrent, prompt(8, MOST_ROWS // 8 + 1), False), (attention, prompt(8, MOST_ROWS // 8), True),
+    ):  # fmt: skip
         stepper = model._stepper_for(x)
         assert stepper is not None
         assert (stepper.read(model.init_state(x.shape[0]), x) is not None) == runs
