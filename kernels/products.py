@@ -29,8 +29,6 @@ LARGE = 1 << 16  # elements: products with smaller matrices are dominated by the
 FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no longer whole than as a product of blocks.
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 BLOCKS = 4  # blocks of rows for each thread; with 16 of them, a token of an xLSTM-large of 6 layers takes 3 % longer
-MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
-MANY_FROM_MEMORY = 1 << 20  # the same where no cache holds the matrix, which MKL reads at half the speed of oneDNN
 MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
 MOST_SHAPES_IN_KERNELS = 64
@@ -60,8 +58,12 @@ def _amd_family() -> int:
 
 
 ON_ONEDNN = _amd_family() > 0
-# Zen 4 computes the halves of 512 bits one after the other: oneDNN gains a tenth, less than its calls cost in a kernel.
+# Zen 4 computes the halves of 512 bits one after the other. oneDNN gains less there, for larger products, and nothing
+# in kernels.
 ON_ONEDNN_IN_KERNELS = _amd_family() >= 26
+MANY = 1 << (22 if ON_ONEDNN_IN_KERNELS else 25)  # multiply-accumulates that are worth the overhead of oneDNN's call
+# The same where no cache holds the matrix. On Zen 5, oneDNN reads it at twice the speed of MKL.
+MANY_FROM_MEMORY = 1 << (20 if ON_ONEDNN_IN_KERNELS else 23)
 
 # --- sequences ------------------------------------------------------------------------------------------------------
 
@@ -71,8 +73,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, from_memory
 
     from_memory: whether no cache is expected to hold the matrix.
 
-    Large float32 products use oneDNN where it is faster than MKL: 2.1 times on Zen 5, 1.1 times on Zen 4. Without
-    gradients, few tokens read a matrix that no cache holds in blocks, as in a step (`prepare_linear`).
+    Large float32 products use oneDNN where it is faster than MKL: 2.1 times on Zen 5, up to 1.5 times on Zen 4.
+    Without gradients, few tokens read a matrix that no cache holds in blocks, as in a step (`prepare_linear`).
     """
     if not (ON_ONEDNN or ON_MKL) or torch.compiler.is_compiling() or is_seen((x, weight, bias)):
         return F.linear(x, weight, bias)
