@@ -205,7 +205,7 @@ def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:
     """Return a node of an original with other initial values."""
     if node.op:
         declared = node.op.parameters(*node.wires)
-        return node._replace(parameters=initialised(ctx, step, declared, is_typed=True, known=True))
+        return node._replace(parameters=initialised(ctx, step, node.op, node.wires, declared, True))
     assert step.found
     block = step.found.meaning
     assert isinstance(block, Block)

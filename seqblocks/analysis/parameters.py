@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
+
+from pydantic import ValidationError
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
@@ -13,20 +16,37 @@ from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
 from seqblocks.language.vocabulary import did_you_mean, key_hint, nearest
+from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
+from seqblocks.types import Wire
 
 Parameters = dict[str, Parameter]
 
 
-def initialised(ctx: Context, step: Step, declared: Parameters, is_typed: bool, known: bool) -> Parameters:
+def initialised(
+    ctx: Context, step: Step, op: Op | None, wires: Sequence[Wire | None], declared: Parameters, is_typed: bool
+) -> Parameters:
     """Return the parameters of an op as `init:` initialises them.
 
-    is_typed: whether the output has a type, so that `declared` are all parameters. known: whether the op is known.
+    op: None if its arguments are unknown. is_typed: whether the output has a type, so that `declared` is complete.
     """
     if is_typed and not declared:
         report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
-    return with_initialisers(ctx, step, declared, known) if "init" in step.common else declared
+    if "init" not in step.common:
+        return declared
+    return with_initialisers(ctx, step, declared, op is not None, lambda: sorted(_possible(op, wires)) if op else ())
+
+
+def _possible(op: Op, wires: Sequence[Wire | None]) -> set[str]:
+    """Return the names of the parameters that an op has with any other value of a single argument."""
+    given, names = op.model_dump(by_alias=True), set(op.parameters(*wires))
+    for key, kind in fields_of(type(op)).items():
+        numbers = (0, 1, 2, None) if kind.kind == "number" else ()
+        for value in (True, False) if kind.kind == "flag" else kind.choices or numbers:
+            with contextlib.suppress(Fault, ValidationError):
+                names.update(type(op).model_validate({**given, key: value}).parameters(*wires))
+    return names
 
 
 def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
@@ -50,8 +70,18 @@ def keeps_defaults(ctx: Context, step: Step) -> bool:
         return False
 
 
-def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: bool) -> Parameters:
-    """Return the parameters with the initialisers of `init:`. known: whether the parameters are complete."""
+def with_initialisers(
+    ctx: Context,
+    step: Step,
+    parameters: Parameters,
+    known: bool,
+    possible: Callable[[], Collection[str]] | None = None,
+) -> Parameters:
+    """Return the parameters with the initialisers of `init:`.
+
+    known: whether the parameters are complete. possible: the names that there may be with other arguments, for which
+    the initialiser `default` is therefore allowed; all names by default.
+    """
     node = step.get("init")
     if not isinstance(node, Mapping):
         if node is not None:
@@ -61,10 +91,11 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
     for key, span, value in node:
         absent = known and parameters and key not in out
         init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may contain both
-        if init == DEFAULT:
+        names = possible() if init == DEFAULT and absent and possible else parameters
+        if init == DEFAULT and (not absent or names is parameters or key in names):
             continue
         if absent:
-            _report_no_parameter(ctx, step, key, span, parameters)
+            _report_no_parameter(ctx, step, key, span, parameters, names)
         elif key in out and init:
             out[key] = out[key]._replace(init=init)
     return out
@@ -99,10 +130,13 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
     return None
 
 
-def _report_no_parameter(ctx: Context, step: Step, key: str, span: Span, parameters: Parameters) -> None:
+def _report_no_parameter(
+    ctx: Context, step: Step, key: str, span: Span, parameters: Parameters, names: Collection[str]
+) -> None:
+    """Report an unknown key of `init:` or `tie:`. names: those that it may be a misspelling of."""
     message = f"{step.verb} has no parameter {quote(key)} with these arguments"
     expected = f"one of {listing(parameters)}"
-    ctx.report(Fault("E201", message, expected=expected, hint=lambda: key_hint(key, parameters)), span)
+    ctx.report(Fault("E201", message, expected=expected, hint=lambda: key_hint(key, names)), span)
 
 
 # --- tied parameters --------------------------------------------------------------------------------------------------
@@ -173,7 +207,7 @@ def _written_tie(
 ) -> _Tie | None:
     """Return an entry of `tie: {weight: embed.weight}`; None after a fault."""
     if key not in parameters:
-        _report_no_parameter(ctx, step, key, span, parameters)
+        _report_no_parameter(ctx, step, key, span, parameters, parameters)
     elif isinstance(value, Scalar) and isinstance(value.value, str):
         return _Tie(key, value.value, value.span, False)
     else:

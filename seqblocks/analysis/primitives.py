@@ -54,7 +54,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
     if step.common:
-        parameters = initialised(ctx, step, parameters, declared.type is not None, op is not None)
+        parameters = initialised(ctx, step, op, wires, parameters, declared.type is not None)
     may_tie = "tie" in step.common and (parameters or not declared.type)
     ties = find_ties(ctx, step, parameters) if may_tie else {}
     if op and declared.type and (cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead):

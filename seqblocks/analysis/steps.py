@@ -114,7 +114,7 @@ def lower_steps(
 
 
 def _report_no_list(ctx: Context, steps: Node) -> None:
-    hint = "- silu"
+    hint = "indent its items at least as far as the key: `- silu`" if kind_of(steps) == "nothing" else "- silu"
     if isinstance(steps, Mapping) and steps.entries:
         hint = f"each step is an item of a list: put '- ' before {listing(steps.entries)}"
     ctx.report(Fault("E203", "steps must be a list", found=kind_of(steps), hint=hint), steps.span)

@@ -7,6 +7,7 @@ Invalid values are reported and become UNKNOWN.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -213,9 +214,17 @@ def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
     if isinstance(value, list) and kind.kind == "words":
         return value
     message = f"{shown_value(value)} is not an allowed value of {node.text}"
+    kind = kind._replace(choices=tuple(dict.fromkeys((*kind.choices, *_compared_words(ctx, node.text)))))
     hint = partial(_word_hint, value, kind) if isinstance(value, str) else None
     ctx.report(Fault("E208", message, expected=_choices(kind), hint=hint), node)
     return UNKNOWN
+
+
+def _compared_words(ctx: Context, name: str) -> list[str]:
+    """Return the words that the conditions in this body compare a name with: a step is made for each."""
+    whens = (step.get("when") for step in ctx.body.steps)
+    texts = (node.text for node in whens if isinstance(node, Scalar))
+    return [word for text in texts for word in re.findall(rf"\b{name} *[=!]= *['\"](\w+)['\"]", text)]
 
 
 def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | None:

@@ -477,6 +477,9 @@ class _Reader:
                 return f"line {number} contains U+{ord(found[1]):04X} instead of a space: replace it"
             if re.match(r"\s*-[^\s-]", text):
                 return f"a space is missing after the '-' in line {number}"
+        key = re.fullmatch(r"(\s*(?:- +)?)([\w.]+):", _bare(above[0][1])) if above else None
+        if key and current.lstrip().startswith("- ") and _indent(current) < len(key[1]):
+            return f"indent the items of `{key[2]}:` by {len(key[1]) + 2} spaces"
         same = next(((number, text) for number, text in above if _indent(text) == _indent(current)), None)
         if same and current.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
             return f"line {same[0]} is among the items of a list: add '- ' in front"

@@ -289,6 +289,7 @@ _ALLOWED = (
 
 
 def _check(node: ast.AST, text: str) -> None:
+    hint = None
     match node:
         case ast.Constant(value=bool()):
             pass
@@ -309,6 +310,8 @@ def _check(node: ast.AST, text: str) -> None:
             return
         case ast.Compare(ops=[op]) if type(op) in _COMPARE:
             return
+        case ast.Compare(ops=[_, _, *_]):
+            hint = _separate(node)
         case ast.BinOp(op=op) if type(op) not in _BINARY:
             pass
         case ast.UnaryOp(op=op) if type(op) not in (*_UNARY, ast.Not):
@@ -319,5 +322,12 @@ def _check(node: ast.AST, text: str) -> None:
         "E501",
         f"{quote(text)} uses syntax that expressions do not support",
         expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions",
-        hint=_notation(text),
+        hint=hint or _notation(text),
     )
+
+
+def _separate(node: ast.Compare) -> str:
+    """Return a hint for a chain of comparisons: `0 < d and d < 1` instead of `0 < d < 1`."""
+    sides = [node.left, *node.comparators]
+    pairs = (ast.Compare(left, [op], [right]) for left, op, right in zip(sides, node.ops, sides[1:], strict=False))
+    return f"compare two values at a time: `{' and '.join(map(ast.unparse, pairs))}`"
