@@ -25,7 +25,7 @@ MOST_OF_WINDOWS = 2  # if it reads and copies a window of earlier tokens, or onl
 MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # if it writes a state of more numbers in all sequences than caches hold,
 MOST_AT_ONCE = 16  # and a function for several tokens.
 
-MOST_ROWS = 256  # A prompt of more tokens in all sequences takes no less time than in the modules.
+MOST_ROWS = 256  # A prompt of more tokens in all sequences takes about as long in the modules.
 MOST_ROWS_OF_FRAMES = 2048  # The modules take less time for more rows, if they belong to several sequences.
 
 Run = Callable[..., Any]

@@ -547,6 +547,24 @@ def test_gradients_of_chunks_are_those_of_the_whole_sequence(steps: list[str]) -
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["strided", "attention", "windows", "mixers", "vectors of sequences", "corrections"])
+def test_frames_and_chunks_of_any_number_are_the_whole_sequence(name: str) -> None:
+    """Values of frames, values and gradients of two chunks of some frames each."""
+    model, generator = build(STEPS[name]), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        batch, first, second = (int(torch.randint(1, high, (1,), generator=generator)) for high in (5, 6, 6))
+        assert_follows(model, batch, first + second)
+        cut, seq = first * model.frame_size, (first + second) * model.frame_size
+        x = torch.randn(batch, seq, 8, generator=generator, dtype=DOUBLE, requires_grad=True)
+        y, state = model(x[:, :cut], return_state=True)
+        rest, whole = model(x[:, cut:], state=state), model(x)
+        found = torch.cat([y, rest], 1) if whole.dim() == 3 else rest
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
+        weights = [x, *model.parameters()]
+        gradients = (torch.autograd.grad(out.square().mean(), weights) for out in (found, whole))
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
+
+
 def test_a_hooked_step_reads_all_tokens_of_a_prompt() -> None:
     model, seen = prompted(["causal_conv", "linear: 11"]), []
     model.causal_conv.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
