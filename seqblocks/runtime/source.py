@@ -279,9 +279,9 @@ class Source:
 def _freeing(lines: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a function and delete each variable after its last use, so that not all use memory at once."""
     last = {name: at for at, line in enumerate(lines) for name in _VARIABLE.findall(line)}
-    own = {name for line in lines for name in _VARIABLE.findall(line.partition(" = ")[0]) if " = " in line}
+    assigned = {name for line in lines for name in line.partition(" = ")[0].split(", ")}
     unused: dict[int, list[str]] = {}
-    for name in own:
+    for name in assigned & last.keys():
         unused.setdefault(last[name], []).append(name)
     for at, line in enumerate(lines):
         yield line

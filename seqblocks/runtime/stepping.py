@@ -375,18 +375,18 @@ class Stepper:
             return _prepared(op, parameters) if module.op is op else None
 
         made: Any = prepare()
-        whole = self._of_sequences(module, node)
+        is_row = self._frames.is_rowwise(node)
+        whole = None if is_row and (made or is_pointwise(op)) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
         derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
         if run is None:
-            is_row = is_pointwise(op) and self._frames.is_rowwise(node)
-            made = partial(op.forward, parameters, self._call) if is_row else whole
+            made = partial(op.forward, parameters, self._call) if is_row and is_pointwise(op) else whole
             if made is None:
                 return None
             run = self._source.constant(made)
         self._note_parameters(module, derived)
         size = self._bytes_of_first(node) if takes_out else None
-        several = self._frames.several(node, made, self._whole(lambda each: each[0], [whole]))
+        several = self._frames.several(node, made, self._source.constant(whole.several) if whole else "")
         self._source.splits &= several is None or several.is_possible
         return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, several)
 
