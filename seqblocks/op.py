@@ -216,7 +216,8 @@ class Op(BaseModel):
         state and inputs [seq * batch, features], the first token of each sequence, then the second of each. It is used
         for short prompts and for frames (`SequenceModel.step`); without it, tokens are computed one after another. For
         many tokens of each sequence, `forward` takes less time: from 17 on, from 9 on without `several`, and from 3 on
-        if the state is a window of tokens. An attribute `most_tokens` is the largest number for which it takes more.
+        if the state is a window of tokens, earlier if the state is large. An attribute `most_tokens` is the largest
+        number of tokens for which `forward` takes longer.
         """
         return None
 

@@ -92,10 +92,12 @@ def _check_use(
     instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # entries that match instead
     used: set[int] = set()
     fixed = {part for entry in table for part in entry.ours.split(".")}
+    whole = all(map(_has_whole_numbers, table))
     done: set[tuple[str, ...]] = set()
     for item in graph.parameters(body, shared=True):
         parts = item.name.split(".")
-        alike = tuple("{}" if part.isdecimal() and part not in fixed else part for part in parts)  # in other layers
+        # the same in other layers
+        alike = tuple("{}" if whole and part.isdecimal() and part not in fixed else part for part in parts)
         if alike in done:
             continue
         found = tree.matches(parts)
@@ -125,6 +127,13 @@ def _check_use(
             ctx.report(
                 Fault("E314", what, hint="remove it, or make the other keys more specific", notes=notes), entry.span
             )
+
+
+def _has_whole_numbers(entry: Entry) -> bool:
+    """Return whether each placeholder of a key stands for a whole part of a name, and for one part only."""
+    numbers = [part for part in entry.ours.split(".") if "{" in part]
+    are_whole = all(part[0] == "{" and part.find("}") == len(part) - 1 for part in numbers)
+    return are_whole and len({*numbers}) == len(numbers)
 
 
 class _Places:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
-from pydantic import ValidationError
-
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
@@ -44,7 +42,7 @@ def _possible(op: Op, wires: Sequence[Wire | None]) -> set[str]:
     for key, kind in fields_of(type(op)).items():
         numbers = (0, 1, 2, None) if kind.kind == "number" else ()
         for value in (True, False) if kind.kind == "flag" else kind.choices or numbers:
-            with contextlib.suppress(Fault, ValidationError):
+            with contextlib.suppress(Exception):  # `shape` rejects some values, for which the rest may fail anyhow
                 names.update(type(op).model_validate({**given, key: value}).parameters(*wires))
     return names
 

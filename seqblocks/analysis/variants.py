@@ -36,12 +36,13 @@ class Free(Record):
     """The arguments of a block that determine initial values, perhaps whether a step is present, and nothing else."""
 
     names: frozenset[str]
+    initial: frozenset[str]  # those of them that determine no condition
     let: tuple[str, ...]  # entries of its `let:` that depend on these
     steps: tuple[Step, ...]  # those whose initial values, or those of steps inside them, depend on these
     conditions: tuple[Step, ...]  # those whose condition does
 
 
-NOTHING = Free(frozenset(), (), (), ())
+NOTHING = Free(frozenset(), frozenset(), (), (), ())
 
 
 def keep(run: Run, block: Block, original: Original) -> None:
@@ -73,7 +74,7 @@ def find(ctx: Context, block: Block, values: Mapping[str, Any], types: tuple[Any
     if not found or run.report or run.warnings:
         return None
     names = free(run, block)
-    if None in found:  # the first one; most blocks have no other, so its key was not needed
+    if None in found:  # the first one, whose key is computed only when a second appears
         first = found.pop(None)
         found[_key(names, first.ctx, first.values, first.types)] = first
     return found.get(_key(names, ctx, values, types))
@@ -122,7 +123,8 @@ def _free(run: Run, block: Block, steps: list[Step]) -> Free:
             users.setdefault(word, set()).add(name)
     dependent = _reached(names, users)
     let = tuple(name for name in uses if name in dependent)
-    return Free(names, let, _reading(initial, dependent), _reading(whens, dependent))
+    initial_names = names - _reached(words_in([node for _, node in whens]), uses)
+    return Free(names, initial_names, let, _reading(initial, dependent), _reading(whens, dependent))
 
 
 def _reading(values: list[tuple[Step, Node]], names: set[str]) -> tuple[Step, ...]:
@@ -134,7 +136,7 @@ def _is_initial(run: Run, step: Step, key: str) -> bool:
     """Return whether nothing but initial values depends on this argument of a step."""
     meaning = step.found.meaning if step.found else None
     if isinstance(meaning, Block):
-        return key in step.fields and key in free(run, meaning).names
+        return key in step.fields and key in free(run, meaning).initial
     return key == "init" and key in step.common and isinstance(meaning, type) and issubclass(meaning, Op)
 
 
@@ -156,10 +158,17 @@ def words_in(nodes: Iterable[Node]) -> set[str]:
     while waiting:
         match waiting.pop():
             case Scalar(value=str(text)):
-                found.update(re.findall(r"[^\W\d]\w*", text))
+                found.update(re.findall(r"[^\W\d]\w*", text if text.isascii() else _normalised(text)))
             case Sequence(items=items):
                 waiting += items
             case document.Mapping(entries=entries):
                 found.update(entries)
                 waiting += (node for _, node in entries.values())
     return found
+
+
+def _normalised(text: str) -> str:
+    """Return a text with its names as Python's parser reads them: one in fullwidth letters is the same name."""
+    from unicodedata import normalize
+
+    return normalize("NFKC", text)

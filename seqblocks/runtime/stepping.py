@@ -119,7 +119,7 @@ class Stepper:
     def read(self, state: States, x: Tensor) -> tuple[Any, States] | None:
         """Run several tokens, ids [batch, seq], and return (y [batch, 1, features] of the last token, state).
 
-        Return None for many tokens, if a step makes anything else than tokens, or if the state does not match its
+        Return None for many tokens, if a step makes anything other than tokens, or if the state does not match its
         declaration.
         """
         if not self._source.splits or not self._frames.is_short(x) or x.dtype not in self._dtypes:

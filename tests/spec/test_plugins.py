@@ -286,6 +286,30 @@ def test_a_primitive_that_fails(method: str, message: str, run_cli: Run, folder:
     assert "Traceback" not in done.stderr
 
 
+WITH_A_BIAS = """
+    parts: int = argument(1, "must divide the width")
+    bias: bool = argument(False, "whether there is one")
+
+    def parameters(self, x):
+        weight = Parameter((x.features // self.parts,), Init("ones"))
+        return {"weight": weight, "bias": weight} if self.bias else {"weight": weight}
+
+"""
+
+
+def test_an_initialiser_of_a_parameter_that_other_arguments_may_add(run_cli: Run, folder: Path) -> None:
+    """The parameters for values that `shape` would reject may fail to compute; they are ignored."""
+    before, _, after = PLUGIN.partition("    start: float")
+    after = after.partition("    def forward")[2]
+    (folder / "mine.py").write_text(f"{before}{WITH_A_BIAS}    def forward{after}")
+    for name, valid in (("bias", True), ("bais", False)):
+        text = TEXT.replace("{start: 2 * 3}", f"{{init: {{{name}: default}}}}")
+        (folder / "spec.yaml").write_text(text)
+        done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
+        assert (done.returncode == 0) == valid, done.stderr
+        assert valid or "has no parameter 'bais'" in done.stderr
+
+
 def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
     """A convolution with a single tap has an empty state too."""
     state = "def state(self, x):\n        from seqblocks.parameters import State\n        return {'s': State((0, 5))}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqblocks import graph
+from seqblocks import cost, graph
 from seqblocks.analysis import check, primitives, steps, variants
 from seqblocks.errors import SpecError
 from seqblocks.graph import Entry, Graph, Node
@@ -44,7 +44,8 @@ def outcome(text: str) -> Any:
         return [each.as_data() for each in error.diagnostics]
     assert model
     found = [(item.name, item.parameter, item.tied) for item in graph.parameters(model.graph, shared=True)]
-    return found, described(model.graph), [each.as_data() for each in model.warnings]
+    counts = graph.count(model.graph), graph.count(model.graph, active=True), cost.macs(model.graph, 8)
+    return found, counts, described(model.graph), [each.as_data() for each in model.warnings]
 
 
 def with_and_without(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -183,6 +184,38 @@ def test_copies_count_as_steps() -> None:
         check.load_text(text.replace("TIMES", str(times + 2)))
 
 
+NESTED = """
+seqblocks: 1
+blocks:
+  inner:
+    args: {gain: 1}
+    let: {twice: 2 * gain}
+    steps: STEPS
+  outer:
+    args: {layer: 0}
+    steps: [{inner: {gain: layer}}, {linear: 4}]
+model:
+  input: {features: 4}
+  steps: [{outer: {layer: 0}}, {outer: {layer: 2, name: second}}, {outer: {layer: 3, name: third}}, {linear: 3}]
+"""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "[{linear: {features: 4}}, {linear: {features: 4, when: gain > 1, name: b}}]",  # another number of parameters
+        "[{linear: {features: 4}}, {linear: {features: 8, when: twice > 2, name: b}}]",  # and another width
+        "[silu, {downsample: {factor: 2, when: gain > 1}}]",  # and another rate
+        "[{linear: {features: 4, init: {weight: constant(gain)}}}, {tanh: {when: gain == 2}}]",
+        "[{linear: {features: '4 + \uff47ain', init: {weight: constant(gain)}}}]",  # the same name
+    ],
+)
+def test_an_argument_that_decides_a_condition_inside(steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, lowered = with_and_without(NESTED.replace("STEPS", steps), monkeypatch)
+    assert copied == lowered
+    assert isinstance(copied, tuple), copied
+
+
 # --- random blocks ----------------------------------------------------------------------------------------------------
 
 ARGUMENTS = ("a", "b", "c")
@@ -199,8 +232,9 @@ def random_spec(seed: int) -> str:
 
     def step(names: tuple[str, ...], at: int) -> str:
         initial = rng.choice(INITIAL).format(number(names))
+        least = rng.randint(0, 2)
         init = f', init: {{{rng.choice(("weight", "weight", "weight", "bias"))}: "{initial}"}}' * (rng.random() < 0.8)
-        when = f', when: "{number(names)} > 0"' * (rng.random() < 0.2)
+        when = f', when: "{number(names)} > {least}"' * (rng.random() < 0.3)
         extra = rng.choice(("",) * 40 + (", share: s0", ", tie: s0", f", bias: {number(names)} > 1", ", bais: true"))
         width = "4" if rng.random() < 0.8 else f"4 + 0 * ({number(names)})"
         linear = f"linear: {{features: {width}, name: s{at}{init}{when}{extra}}}"
