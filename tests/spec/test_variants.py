@@ -170,8 +170,9 @@ def test_overrides_that_only_copies_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert [each.message.split()[2] for each in file.warnings] == ["blocks.outer.let.unused=2"]
 
 
-def test_copies_count_as_steps() -> None:
+def test_copies_count_as_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on the number of steps holds for copies too, and is the same as without them."""
+    monkeypatch.setattr(steps, "MAX_STEPS", 2000)
     body = "\n".join(
         f"      - linear: {{features: dim, init: {{weight: 'constant(layer)'}}, name: s{at}}}" for at in range(100)
     )
@@ -258,7 +259,7 @@ def random_spec(seed: int) -> str:
 
 def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     valid = copies = 0
-    for seed in range(200):
+    for seed in range(120):
         text = random_spec(seed)
         copied, lowered = with_and_without(text, monkeypatch)
         assert copied == lowered, text
@@ -268,5 +269,5 @@ def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPat
                 patch.setattr(variants, "find", lambda *_: None)
                 most = count_declared(text, monkeypatch)
             copies += count_declared(text, monkeypatch) < most
-    assert valid > 50
-    assert copies > 25
+    assert valid > 30
+    assert copies > 15
