@@ -208,6 +208,7 @@ def test_a_user_module_on_the_command_line(module: str, run_cli: Run, folder: Pa
     assert done.stderr == ("hello\n" if "mine" in module else "")
 
 
+@pytest.mark.slow
 def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None:
     for words in (["show", "spec.yaml"], ["ops", "plugged_scale"], ["ops"], ["schema"]):
         done = run_cli(*words, "--import", "mine", cwd=folder)

@@ -41,6 +41,7 @@ def test_a_full_cache_is_reported() -> None:
     model(x[:, 4:], state=state, return_state=True, resets=resets)  # a new sequence begins
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_full_cache_is_reported_by_compiled_models_too() -> None:
     model = build("    - attention_layer: {dim: 8, heads: 2, cache: 4}\n").eval()
@@ -92,6 +93,7 @@ def test_one_export_serves_every_length(given: str, backend: str) -> None:
         near([exported.module()(x)], [model(x)])
 
 
+@pytest.mark.slow
 def test_packed_sequences_compile() -> None:
     """Longer than a block, so that recomputation in the backward pass compiles as well."""
     model = build("    - attention_layer: {dim: 8, heads: 2}\n")

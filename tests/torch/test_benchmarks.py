@@ -361,6 +361,7 @@ def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
     assert [(job, type(x)) for job, x in found[1:]] == [((60.0,), children.Late), ((0.0,), children.Late)]
 
 
+@pytest.mark.slow
 def test_a_missing_device_is_reported(root: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("tests the error without a CUDA device, and this machine has one")

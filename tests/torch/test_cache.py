@@ -69,6 +69,7 @@ def test_a_record_of_another_key_is_not_used(folder: Path) -> None:
     assert cache.read(ANOTHER) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forks of one process, and this system has none")
 def test_six_processes_keep_all_records(folder: Path, root: Path) -> None:
     subprocess.run([sys.executable, "-c", WRITERS], cwd=root, check=True, timeout=120)

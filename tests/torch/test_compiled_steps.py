@@ -62,6 +62,7 @@ class Breaks(nn.Linear):
         return super().forward(x) * (1 + 0 * x.sum().item())
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
     text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: {features: 8, name: a}}, {linear: 4}]}"
     model, x = seqblocks.build_text(text, seed=0, dtype=torch.float64).eval(), torch.ones(2, 8, dtype=torch.float64)

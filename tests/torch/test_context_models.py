@@ -70,6 +70,7 @@ def test_an_agent_starts_an_episode_by_resets() -> None:
     assert not torch.allclose(again["value"][1], fresh["value"][1])
 
 
+@pytest.mark.slow
 def test_a_model_streams_as_before_after_an_export() -> None:
     """An export rebuilds the tuples in attributes of modules."""
     model = seqblocks.build("captioner", set=SMALL["captioner"]).eval()

@@ -217,6 +217,7 @@ def test_a_replacement_of_a_step_is_used() -> None:
     assert torch.equal(made(x), expected)
 
 
+@pytest.mark.slow
 def test_names_stay_and_a_compiler_sees_no_break() -> None:
     made = block("vil")
     assert "vil.residual.scan.learnable_skip.weight" in made.state_dict()

@@ -225,6 +225,7 @@ def test_a_constant_is_what_torch_calls_one() -> None:
     assert vars(constant(ours)) == vars(theirs) != {}
 
 
+@pytest.mark.slow
 def test_building_does_not_wait_for_the_compiler(root) -> None:
     """The compiler takes longer to import than torch itself."""
     code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import seqblocks; seqblocks.build('vil_digits')"

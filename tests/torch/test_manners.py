@@ -285,6 +285,7 @@ def test_the_law_of_a_model_without_parameters() -> None:
     testing.check_law(seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [silu]}"))
 
 
+@pytest.mark.slow
 def test_kernels_need_torch_and_einops_alone(root: Path) -> None:
     """They can be tested and timed on a machine without the other dependencies."""
     program = (
@@ -311,6 +312,7 @@ def test_a_model_without_storage_runs(name: str) -> None:
     assert y.shape[-1] == model.spec.output.features
 
 
+@pytest.mark.slow
 def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
     """The README uses `seqblocks.testing.check_law(model)` without importing the submodule."""
     code = (

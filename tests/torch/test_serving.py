@@ -169,7 +169,7 @@ def test_a_step_of_another_dtype_is_not_reported_as_a_fault_of_the_input() -> No
     assert "int64" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["mamba_130m", "hybrid_small"])
+@pytest.mark.parametrize("name", ["mamba_130m", pytest.param("hybrid_small", marks=pytest.mark.slow)])
 def test_exported_for_any_batch(name: str) -> None:
     model = made(name)
     x: Tensor = random_input(model, 3, 7)

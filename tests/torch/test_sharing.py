@@ -291,6 +291,7 @@ def test_a_wrapper_around_the_owner_or_a_user(model: SequenceModel) -> None:
     torch.testing.assert_close(model(X), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(model: SequenceModel, strict: bool) -> None:

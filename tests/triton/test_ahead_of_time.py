@@ -161,6 +161,7 @@ def test_no_tuple_has_a_result_that_may_be_none(op: str, root: Path) -> None:
                 assert not called & absent, ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
     names = table(["--names"], root, tmp_path)
     assert {name.split()[0] for name in names} == set(OPS) == {path.stem for path in (root / GOLDEN).glob("*.txt")}

@@ -214,6 +214,7 @@ def test_a_check_that_cannot_start_is_no_verdict_on_the_kernel(monkeypatch: pyte
     assert not check("right")[1]
 
 
+@pytest.mark.slow
 @INTERPRETED
 def test_a_real_implementation_is_checked_there() -> None:
     op = "headwise_linear"
