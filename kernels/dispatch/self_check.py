@@ -5,9 +5,9 @@ launches kernels in a new way (tiles, warps, dtypes, options), a small example t
 the same way, with gradients, and its results are compared with the recurrence in float64.
 
 The example runs in a subprocess, so that an illegal access or a hang does not harm the caller's CUDA context; the
-caller may also be within a backward pass, a CUDA graph or a compiler. The result is stored in the cache folder for this
-device, Triton version and source. Results that may differ in the next run (out of memory, no compiler) are stored in
-this process only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
+caller may also be within a backward pass, a CUDA graph or a compiler. The result is stored in Triton's cache, next to
+the compiled kernels, for this device, Triton version and source. Results that may differ in the next run (out of
+memory, no compiler) are stored in this process only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import cache as records
 from seqblocks.kernels.dispatch.registry import implementation
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
 DEVICE = "cuda"  # Triton's interpreter, on the CPU, has no compiler to check.
+RECORD = "self_check.json"  # name of the file that stores a result
 SECONDS = 300  # time limit of one check, most of which is compiling the kernels
 MOST = 10_000  # calls of different sizes whose results this process stores
 # Relative to the largest value of a result: far above rounding errors, far below the error of a wrong sum.
@@ -88,7 +88,7 @@ def fault_of(call: Call) -> str:
 
 
 def forget() -> None:
-    """Clear the results stored in this process. The cache folder is not changed."""
+    """Clear the results stored in this process. Triton's cache is not changed."""
     _faults.clear()
     _faults_of_launches.clear()
 
@@ -97,11 +97,11 @@ def _find_out(call: Call) -> str:
     key = key_of(call, *device_and_source(call.facts["index"]))
     with _lock:  # Another thread may have stored the result in the meantime.
         if key not in _faults_of_launches:
-            fault = records.read(key)
+            fault = read_record(key)
             if fault is None:
                 fault, lasting = run_in_subprocess(call)
                 if lasting:
-                    records.write(key, fault)
+                    write_record(key, fault)
             _faults_of_launches[key] = fault
             if fault:
                 warnings.warn(f"the Triton implementation of {call.op} is not used here: {fault}", stacklevel=3)
@@ -130,6 +130,28 @@ def device_and_source(index: int) -> tuple[str, str, str, str]:
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     return torch.cuda.get_device_name(index), triton_common.arch_of(index), triton.__version__, digest
+
+
+def read_record(key: str) -> str | None:
+    """Return the fault that an earlier process stored, or None. An unreadable record counts as absent."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
+        file = _records_of(key).get_file(RECORD)
+        return None if file is None else str(json.loads(Path(file).read_text("utf-8"))["fault"])
+    return None
+
+
+def write_record(key: str, fault: str) -> None:
+    """Store a fault for later processes. Warns if that is not possible."""
+    try:
+        _records_of(key).put(json.dumps({"key": key, "fault": fault}), RECORD, binary=False)
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"the result of a check cannot be stored in Triton's cache: {error}", stacklevel=2)
+
+
+def _records_of(key: str) -> Any:
+    from triton.runtime.cache import get_cache_manager
+
+    return get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
 
 
 def run_in_subprocess(call: Call) -> Finding:

@@ -29,13 +29,13 @@ CHECKED: dict[str, dict[str, Any]] = {**FACTS, "mlstm": {**FACTS["mlstm"], "head
 @pytest.fixture(autouse=True)
 def cache(no_self_check: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
-    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     self_check.forget()
     return tmp_path
 
 
 def values(cache: Path) -> list[str]:
-    return [json.loads(record.read_text("utf-8"))["text"] for record in cache.rglob("*.json")]
+    return [json.loads(record.read_text("utf-8"))["fault"] for record in cache.rglob(self_check.RECORD)]
 
 
 @pytest.mark.parametrize("op", CHECKED)

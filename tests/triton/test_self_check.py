@@ -241,7 +241,7 @@ class Device:
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
     monkeypatch.setattr(self_check, "device_and_source", lambda index: (f"{index}", "sm_90", "3", "digest"))
     monkeypatch.setattr(self_check, "run_in_subprocess", made.check)
@@ -282,8 +282,8 @@ def test_a_recorded_failure_warns_in_every_process_once(device: Device, tmp_path
             assert verdict() == verdict(101) == "it is wrong"
         self_check.forget()  # simulates another process
     assert len(device.checked) == 1
-    (record,) = tmp_path.rglob("*.json")
-    assert json.loads(record.read_text())["text"] == "it is wrong"
+    (record,) = tmp_path.rglob(self_check.RECORD)
+    assert json.loads(record.read_text())["fault"] == "it is wrong"
 
 
 def test_temporary_failures_are_not_recorded(device: Device, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_temporary_failures_are_not_recorded(device: Device, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="no compiler"):
         assert verdict() == verdict() == "it does not run (no compiler)"
     assert len(device.checked) == 1
-    assert not [*tmp_path.rglob("*.json")]
+    assert not [*tmp_path.rglob(self_check.RECORD)]
     self_check.forget()
     device.fault = ""
     assert verdict() == ""
@@ -306,14 +306,39 @@ def test_it_can_be_turned_off(device: Device, monkeypatch: pytest.MonkeyPatch) -
 def test_a_record_that_is_not_one_is_replaced(device: Device, tmp_path: Path) -> None:
     device.fault = ""
     verdict()
-    (record,) = tmp_path.rglob("*.json")
+    (record,) = tmp_path.rglob(self_check.RECORD)
     whole = record.read_text()
-    for text in ("", "{", "null", whole[:-1], f"{whole}more"):
+    for text in ("", "{", "null", "[]", "{}", whole[:-1], f"{whole}more"):
         record.write_text(text)
         self_check.forget()
         assert verdict() == ""
         assert record.read_text() == whole
-    assert len(device.checked) == 6
+    assert len(device.checked) == 8
+
+
+def test_bytes_that_are_not_text_count_as_absent(device: Device, tmp_path: Path) -> None:
+    self_check.write_record("one", "")
+    (record,) = tmp_path.rglob(self_check.RECORD)
+    record.write_bytes(b"\xff\xfe")
+    assert self_check.read_record("one") is None
+
+
+def test_records_of_other_keys_are_independent(device: Device) -> None:
+    self_check.write_record("one", "it is wrong")
+    assert self_check.read_record("another") is None
+    self_check.write_record("another", "")
+    assert (self_check.read_record("one"), self_check.read_record("another")) == ("it is wrong", "")
+
+
+def test_a_cache_that_cannot_be_written_gives_a_warning(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(file))
+    device.fault = ""
+    with pytest.warns(UserWarning, match="cannot be stored in Triton's cache"):
+        assert verdict() == ""
 
 
 def test_a_check_within_a_backward_pass(device: Device) -> None:
