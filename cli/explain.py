@@ -13,11 +13,11 @@ from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, visible
-from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.language.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
-    from seqblocks.runtime.plan import Step
+    from seqblocks.runtime.kernel_report import KernelUse
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,9 +64,9 @@ def show_plan(
     """Print the kernel that each step would use; return the exit status. Raises UnavailableError without torch."""
     torch = import_torch("the kernels need torch")
     from seqblocks.kernels.dispatch import requested
-    from seqblocks.runtime.plan import plan
+    from seqblocks.runtime.kernel_report import kernel_uses
 
-    steps = plan(model, device, getattr(torch, dtype), arch)
+    steps = kernel_uses(model, device, getattr(torch, dtype), arch)
     unsupported = [step for step in steps if step.implementation is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not unsupported, "spec": spec, "device": device, "dtype": dtype}
@@ -86,7 +86,7 @@ def _device(torch: Any, name: str) -> str:
         raise UsageError(f"--device {visible(name)} is not a device: cpu, cuda, mps, …") from None
 
 
-def _table(steps: list[Step], backend: str) -> None:
+def _table(steps: list[KernelUse], backend: str) -> None:
     if not steps:
         output.write("no step uses a kernel")
         return

@@ -14,13 +14,13 @@ from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
-from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.language.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.report.reference import Verb
 
 
-def list(options: argparse.Namespace) -> int:
+def list(options: argparse.Namespace) -> int:  # noqa: A001 - it has the name of its command
     """List the bundled specs, models first."""
     rows: dict[str, dict[str, dict[str, Any]]] = {"models": {}, "blocks": {}}
     for name in bundled():

@@ -10,6 +10,7 @@
 
     SpecWarning (UserWarning)      a valid spec contains a probable mistake
     └── OverrideWarning            set={…} has a value that no step uses
+    PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
 `Diagnostic`.
@@ -17,6 +18,7 @@ Inner code raises a `Fault` without a position; code that knows the position (se
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -73,6 +75,14 @@ class OverrideWarning(SpecWarning):
 
 class PartialWarning(UserWarning):
     """Weights were loaded partially (`partial=True`); the message lists the missing or extra ones."""
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` of a warning for the line outside seqblocks that led to the caller."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "seqblocks":
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 SourceKind = Literal["own", "text", "bundled", "override", "call"]

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter, State
-from seqblocks.types import UNBOUNDED, Facts, Kind, Wire, divisors_near
+from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
@@ -424,7 +424,7 @@ def find_primitive(verb: str) -> type[Op] | None:
 STATE_DTYPES = ("model", "float64", "float32", "bfloat16", "float16", "int64")
 
 
-def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any, facts: Any) -> None:
+def check_declared(cls: type[Op], wire: Any, parameters: Any, state: Any, macs: Any, facts: Any) -> None:
     """Check the declarations of a primitive from a plug-in for one use. Raises UsageError."""
 
     def sizes(shape: Any) -> bool:
@@ -439,8 +439,8 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
         return is_valid and all(isinstance(value, int | float) for value in values)
 
     wrong = None
-    if not isinstance(type, Wire):
-        wrong = "shape", "a Wire, for instance x or x.with_features(8)", type
+    if not isinstance(wire, Wire):
+        wrong = "shape", "a Wire, for instance x or x.with_features(8)", wire
     elif not each(parameters, Parameter):
         wrong = "parameters", "a dict of name: Parameter(sizes, Init(…))", parameters
     elif bad := [p.init for p in parameters.values() if not (isinstance(p.init, Init) and p.init.name in INITIALISERS)]:
@@ -531,58 +531,3 @@ def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: I
     local = op.model_copy(update={what: count // ranks} if count else {})
     parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
     return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]
-
-
-# --- checks shared by many ops ------------------------------------------------------------------------------------
-
-
-def must_divide(value: int, width: int, what: str, of: str, at: str | None = None) -> int:
-    """Return width / value. Raises Fault E401 with possible values."""
-    if value <= 0 or width % value:
-        raise Fault(
-            "E401",
-            f"{what} {value} does not divide {of} {width}",
-            at=at or what,
-            hint=lambda: divisors_near(width, value),
-        )
-    return width // value
-
-
-def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") -> None:
-    """Raise Fault E407 unless the tokens of `x` are those of an image. instead: a verb or word that needs none."""
-    if x.grid is None:
-        source = "an input that is an image or has a `grid: [rows, columns]` (after class_token there is none)"
-        raise Fault(
-            "E407",
-            f"{who} needs the tokens of an image",
-            at=at,
-            found=f"{x} without rows and columns",
-            hint=f"use {instead}, or {source}" if instead else f"start from {source}",
-        )
-
-
-def must_match(name: str, found: Wire, width: int, because: str) -> None:
-    """Raise Fault E402 unless port `name` has `width` features."""
-    if found.features != width:
-        note = found.origin_note(f"`{name}`")
-        raise Fault(
-            "E402",
-            f"'{name}' must have {width} features",
-            at=name,
-            expected=f"{width} ({because})",
-            found=f"{found.features}",
-            notes=[note] if note else [],
-        )
-
-
-def ids_are_no_numbers(wire: Wire, done: str, name: str) -> Fault:
-    """Return the fault of splitting, joining or adding token ids, which have no features."""
-    note = wire.origin_note(name)
-    return Fault(
-        "E403",
-        f"token ids cannot be {done}",
-        expected="features, such as the output of embed",
-        found=f"{wire}",
-        notes=[note] if note else [],
-        hint="embed the tokens first, with embed",
-    )

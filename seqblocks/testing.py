@@ -22,9 +22,9 @@ from seqblocks.analysis import lookahead
 from seqblocks.errors import UsageError
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.reading import has_tokens
-from seqblocks.runtime.step import StepModule
+from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, declared
 from seqblocks.types import UNBOUNDED, Facts, Wire
 

@@ -1,7 +1,7 @@
 """Check the structure of the repository: imports between files, files without torch, package contents.
 
-The table ROOMS gives the order of the rooms. A file may import only rooms above its own, whether at its top, inside a
-function or for type checkers. A new file fails these tests until it is listed in the table.
+The table ROOMS gives the order of the rooms: files and folders of the package. A file may import only rooms above its
+own, whether at its top, inside a function or for type checkers. A new file fails these tests until it is listed there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The files and rooms of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import the
-# rooms
-# above it, and other files of the folder unless that closes a circle.
+# The files and folders of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import what is
+# above the folder, and other files of the folder unless that creates an import cycle.
 ROOMS = """
     _version
     errors
     record
     types
+    widths
     language/*
     parameters
     recipes

@@ -32,7 +32,8 @@ from seqblocks.kernels.dispatch.registry import IMPLEMENTATIONS, always, impleme
 
 __all__ = [
     "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "choose", "fallbacks", "implementation",
-    "load_implementations", "register", "requested", "same_backend", "transformed", "use_backend", "why",
+    "load_implementations", "register", "requested", "same_backend", "saves_launches", "transformed", "use_backend",
+    "why",
 ]  # fmt: skip
 
 BACKENDS = ("auto", *IMPLEMENTATIONS)
@@ -126,7 +127,7 @@ def _can(op: str, name: str, facts: dict[str, Any]) -> tuple[bool, str]:
 def _failed_check(
     op: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None], sizes: dict[str, int] | None
 ) -> str:
-    fault = self_check.fault_of(self_check.Call(op, facts, dtypes, sizes))
+    fault = self_check.fault_of(self_check.KernelCall(op, facts, dtypes, sizes))
     return fault and f"it failed its check on this device: {fault}"
 
 

@@ -7,7 +7,8 @@ the same way, with gradients, and its results are compared with the recurrence i
 The example runs in a subprocess, so that an illegal access or a hang does not harm the caller's CUDA context; the
 caller may also be within a backward pass, a CUDA graph or a compiler. The result is stored in Triton's cache, next to
 the compiled kernels, for this device, Triton version and source. Results that may differ in the next run (out of
-memory, no compiler) are stored in this process only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
+memory, no compiler) are stored in this process only, except that a check that takes too long is not repeated.
+SEQBLOCKS_SELF_CHECK=0 turns the check off.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqblocks.errors import user_stacklevel
 from seqblocks.kernels.dispatch.registry import implementation
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
@@ -46,7 +48,7 @@ TYPICAL_SIZES: tuple[dict[str, int], ...] = (
 )
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """Everything on which the launches of a call depend.
 
     facts: as for `choose`; dtypes: of each input, None if it is absent; sizes: None if they are unknown.
@@ -72,19 +74,20 @@ _lock = threading.Lock()
 # In the calling process
 
 
-def fault_of(call: Call) -> str:
+def fault_of(call: KernelCall) -> str:
     """Return why Triton must not be used for this call, or "". Runs the check if no result is stored."""
     if os.environ.get(VARIABLE) == "0":
         return ""
     op, facts, dtypes, sizes = call
     known = (op, *facts.values(), *dtypes.values(), sizes is None, *(sizes or {}).values())
-    if known not in _faults:
+    fault = _faults.get(known)
+    if fault is None:
         if type(torch.empty(0)) is not Tensor:
             return ""  # An exported program runs later, possibly on another device.
         if len(_faults) > MOST:
             _faults.clear()
-        _faults[known] = _find_out(call)
-    return _faults[known]
+        fault = _faults[known] = _find_out(call)
+    return fault
 
 
 def forget() -> None:
@@ -93,7 +96,7 @@ def forget() -> None:
     _faults_of_launches.clear()
 
 
-def _find_out(call: Call) -> str:
+def _find_out(call: KernelCall) -> str:
     key = key_of(call, *device_and_source(call.facts["index"]))
     with _lock:  # Another thread may have stored the result in the meantime.
         if key not in _faults_of_launches:
@@ -104,11 +107,12 @@ def _find_out(call: Call) -> str:
                     write_record(key, fault)
             _faults_of_launches[key] = fault
             if fault:
-                warnings.warn(f"the Triton implementation of {call.op} is not used here: {fault}", stacklevel=3)
+                message = f"the Triton implementation of {call.op} is not used here: {fault}"
+                warnings.warn(message, stacklevel=user_stacklevel())
         return _faults_of_launches[key]
 
 
-def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
+def key_of(call: KernelCall, device: str, arch: str, triton: str, source: str) -> str:
     """Return the cache key of a check, as JSON: calls with the same key launch the same kernels in the same way."""
     tiles = implementation(call.op, "triton").tiles
     key = {
@@ -145,7 +149,8 @@ def write_record(key: str, fault: str) -> None:
     try:
         _records_of(key).put(json.dumps({"key": key, "fault": fault}), RECORD, binary=False)
     except (OSError, RuntimeError) as error:
-        warnings.warn(f"the result of a check cannot be stored in Triton's cache: {error}", stacklevel=2)
+        message = f"the result of a check cannot be stored in Triton's cache: {error}"
+        warnings.warn(message, stacklevel=user_stacklevel())
 
 
 def _records_of(key: str) -> Any:
@@ -154,7 +159,7 @@ def _records_of(key: str) -> Any:
     return get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
 
 
-def run_in_subprocess(call: Call) -> Finding:
+def run_in_subprocess(call: KernelCall) -> Finding:
     """Run the check in a subprocess."""
     module = implementation(call.op, "triton").run.__module__  # Importing this module registers the op.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -195,7 +200,7 @@ def main() -> None:
     output.flush()
 
 
-def check(call: Call) -> Finding:
+def check(call: KernelCall) -> Finding:
     """Compare the Triton implementation with the reference in float64, on the example of the op."""
     function, tensors, options = example_for(call)
     tolerance = max(TOLERANCES.get(x.dtype, 0.0) for x in tensors.values())
@@ -211,7 +216,7 @@ def check(call: Call) -> Finding:
         return f"it {'crashes' if device_lost else 'does not run'} ({_summary(error)})", device_lost
 
 
-def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
+def example_for(call: KernelCall) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
     """Return the example with the dtypes and device of the call, without the inputs that are absent in the call."""
     example: Any = implementation(call.op, "triton").example
     function, tensors, options = example(**call.facts)
@@ -221,7 +226,7 @@ def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict
     return function, present, options
 
 
-def results(call: Call) -> Iterator[dict[str, Tensor]]:
+def results(call: KernelCall) -> Iterator[dict[str, Tensor]]:
     """Yield the results of the Triton implementation for each size the call may have, with and without gradients."""
     function, tensors, options = example_for(call)
     for sizes in call.all_sizes():

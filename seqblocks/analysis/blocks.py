@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis import variants
+from seqblocks.analysis import copies
 from seqblocks.analysis.bodies import lower_once
+from seqblocks.analysis.checkpoint_maps import has_sizes, read_map
 from seqblocks.analysis.context import Body, Context, Passed
-from seqblocks.analysis.maps import has_sizes, read_map
+from seqblocks.analysis.copies import Original
+from seqblocks.analysis.init_and_tie import initialised
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import initialised
-from seqblocks.analysis.passed import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
+from seqblocks.analysis.step_arguments import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
 from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
-from seqblocks.analysis.variants import Original
 from seqblocks.analysis.wires import read_port, read_wires
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, kind_of, plain
@@ -27,7 +27,7 @@ from seqblocks.op import FieldKind
 from seqblocks.record import Record
 
 
-class Call(Record):
+class BlockUse(Record):
     """The inputs of one use of a block: the value that its steps read, its arguments, and their source nodes."""
 
     x: int
@@ -60,8 +60,8 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     call = _read_call(ctx, step, block, x)
     body = block_body(ctx, block, call, step.name, _note(block, step))
     inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **call.ports}.items()}
-    type = ctx.run.types[body.result]
-    return make_node(ctx, step, "block", inputs, type, bodies={"": body}, checkpoint=body.checkpoint)
+    wire = ctx.run.types[body.result]
+    return make_node(ctx, step, "block", inputs, wire, bodies={"": body}, checkpoint=body.checkpoint)
 
 
 def check_unused(ctx: Context, block: Block) -> None:
@@ -76,15 +76,15 @@ def check_unused(ctx: Context, block: Block) -> None:
             values[name] = UNKNOWN if each.default is None else _default(each)
         elif each.default is None:
             passed[name] = Passed(each)
-    call = Call(ctx.run.value(None, "input"), values, ports, {}, passed)
+    call = BlockUse(ctx.run.value(None, "input"), values, ports, {}, passed)
     block_body(ctx, block, call, block.name, Note(f"in block {block.name}, which no step uses", block.span))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _read_call(ctx: Context, step: Step, block: Block, x: int) -> Call:
-    call = Call(x, {}, {}, {}, {})
+def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
+    call = BlockUse(x, {}, {}, {}, {})
     nothing = Names()  # in scope where a default is written
     for name, each in block.args.items():
         node = step.get(name) if name in step.fields else None
@@ -147,7 +147,7 @@ def _default(argument: Argument) -> Any:
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> graph.Graph:
+def block_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Note) -> graph.Graph:
     """Return the body of a block for one set of arguments. It is lowered once and shared by all steps with equal ones.
 
     name: of the step. note: added to diagnostics, says where the block is used.
@@ -160,12 +160,12 @@ def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) ->
     return lower_once(ctx, key, lambda: _lower_body(ctx, block, call, name, note))
 
 
-def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> tuple[Context, graph.Graph]:
+def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Note) -> tuple[Context, graph.Graph]:
     """Return the context inside a block, and its body."""
     run, values = ctx.run, dict(call.values)  # the scope of the block will add the names of its `let:` to them
     inner, entered, ports = _enter(ctx, block, call, name, note)
     types = tuple(run.types[value] for value in (call.x, *call.ports.values()))
-    if original := variants.find(inner, block, values, types):
+    if original := copies.find(inner, block, values, types):
         return inner, _copy(ctx, inner, block, original)
     before = run.steps
     body = lower_steps(inner, block.steps, entered, ports)
@@ -176,7 +176,7 @@ def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -
     body.checkpoint = run.maps[id(block)]
     if not run.report and run.types[call.x]:  # in an unused block the contents may be unknown
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
-        variants.keep(
+        copies.keep(
             run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
         )
     return inner, body
@@ -187,7 +187,7 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
     run, before = ctx.run, ctx.run.steps
     place = inner._replace(body=original.ctx.body)
     changed: dict[int, graph.Node] = {}
-    free = variants.free(run, block)
+    free = copies.free(run, block)
     for step in free.steps:
         node = place.body.nodes.get(step.name)
         if node and node.span is step.span:  # otherwise the step is absent
@@ -218,7 +218,7 @@ def _note(block: Block, step: Step) -> Note:
 
 
 def _enter(
-    ctx: Context, block: Block, call: Call, name: str, note: Note
+    ctx: Context, block: Block, call: BlockUse, name: str, note: Note
 ) -> tuple[Context, int, dict[str, int]]:
     """Return the context inside a block, and the values of its input and wire arguments there."""
     run = ctx.run

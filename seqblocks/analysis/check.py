@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from seqblocks.errors import (
     SpecWarning,
     UsageError,
     in_order,
+    user_stacklevel,
 )
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
@@ -63,15 +63,7 @@ def warn(diagnostics: Iterable[Diagnostic]) -> None:
     """Issue warnings at the line of the caller outside seqblocks."""
     for each in diagnostics:
         kind = OverrideWarning if each.code == "W901" else SpecWarning
-        warnings.warn(kind(each), stacklevel=_depth())
-
-
-def _depth() -> int:
-    """Return the `stacklevel` of the first caller outside seqblocks."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "seqblocks":
-        frame, depth = frame.f_back, depth + 1
-    return depth
+        warnings.warn(kind(each), stacklevel=user_stacklevel())
 
 
 def check_text(
@@ -87,7 +79,7 @@ def check_text(
     """Do the same as `load_text`, but leave the warnings to the caller (`model.warnings`)."""
     if not isinstance(text, str):
         raise UsageError(f"expected the text of a spec as str, not {type(text).__name__}; use load or build for a path")
-    checked_overrides(set)
+    check_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
     reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
@@ -152,8 +144,8 @@ def _allowed(folders: Folders) -> list[Path]:
     return found
 
 
-def checked_overrides(given: Any) -> None:
-    """Return valid overrides. Raises UsageError unless `overrides` is a mapping or None."""
+def check_overrides(given: Any) -> None:
+    """Raise UsageError unless overrides are a mapping with strings as keys, or None."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
         raise UsageError('overrides must be a mapping of names to values: set={"dim": 32}')
 

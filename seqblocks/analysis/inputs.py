@@ -28,7 +28,10 @@ Inputs = dict[str, Wire | None]  # None where the input could not be read
 
 
 def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
-    """Return the types of a model's inputs by name; a single `input:` is named "input". Empty after a fault."""
+    """Return the types of a model's inputs by name; a single `input:` is named "input".
+
+    An input that cannot be read is None. Empty if `inputs:` itself is invalid.
+    """
     if "inputs" not in model.entries:
         message = "the model must say what its input is"
         node = required(ctx.report, model, "input", Fault("E202", message, expected=EXPECTED), span)

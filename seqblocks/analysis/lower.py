@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from seqblocks import graph
 from seqblocks.analysis import primitives  # noqa: F401  whose function registers itself
 from seqblocks.analysis.blocks import check_unused, file_context
+from seqblocks.analysis.checkpoint_map_checks import check_map
+from seqblocks.analysis.checkpoint_maps import read_map
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.context_state import mark_kept
 from seqblocks.analysis.inputs import Inputs, check_read, read_inputs, read_outputs
-from seqblocks.analysis.kept import mark_kept
 from seqblocks.analysis.liveness import find_idle, unused, unused_parts, without_gradient
-from seqblocks.analysis.map_checks import check_map
-from seqblocks.analysis.maps import read_map
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.steps import lower_steps
 from seqblocks.analysis.values import compute_let
@@ -54,7 +54,7 @@ def lower_file(
         assert model is None or model.output is not None, "the result has no type, but no fault was reported"
         _report_idle(run)
         if model and run.may_look_ahead and not report and not (file.expect and file.expect.get("lookahead")):
-            from seqblocks.analysis.future import check_future  # only models that may look ahead need it
+            from seqblocks.analysis.causality import check_future  # only models that may look ahead need it
 
             check_future(model, run.warnings)
     return None if report else model
@@ -97,7 +97,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     table = read_map(ctx, file.checkpoint)
     if not run.report:
         check_read(ctx, file.model.get("inputs"), body)
-    known = {input: wire for input, wire in inputs.items() if wire}
+    known = {name: wire for name, wire in inputs.items() if wire}
     if run.report or not known:
         return None
     run.lowered.append((ctx, body))

@@ -14,8 +14,8 @@ from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
-from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import Origin, Wire
+from seqblocks.widths import ids_have_no_features
 
 # A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
 # tests/torch/test_module.py compares the list with both.
@@ -37,19 +37,19 @@ RESERVED_NAMES = frozenset(
 
 
 def make_node(
-    ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], type: Wire | None, **more: Any
+    ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], wire: Wire | None, **more: Any
 ) -> graph.Node:
     """Create the node of a step, with its name and its outputs."""
     run, body = ctx.run, ctx.body
     origin = Origin(step.verb, step.span)
-    if type and not type.origin:
-        type = type.made_by(origin)
-    if type and run.has_context and type.context != _is_context(run, inputs, more.get("bodies", {})):
-        type = type._replace(context=not type.context)
-    if type and type.context:
+    if wire and not wire.origin:
+        wire = wire.made_by(origin)
+    if wire and run.has_context and wire.context != _is_context(run, inputs, more.get("bodies", {})):
+        wire = wire._replace(context=not wire.context)
+    if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
     name = _unique_name(ctx, step)
-    types, labels, split = _outputs(ctx, step, type, origin)
+    types, labels, split = _outputs(ctx, step, wire, origin)
     first = len(run.types)
     values = tuple(range(first, first + len(types)))
     run.types |= zip(values, types, strict=True)
@@ -58,7 +58,7 @@ def make_node(
     if "as" in step.common:
         for label, value in zip(labels, values, strict=True):
             body.wires.setdefault(label, value)
-    made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, split, **more)
+    made = graph.Node(kind, name, step.verb, step.span, inputs, values, wire, split, **more)
     if name not in body.nodes or body.nodes[name].kind == "unknown":
         body.nodes[name] = made
     return made
@@ -68,7 +68,7 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
     """Return whether a node depends on no streaming input."""
     at_ports = [value for values in inputs.values() for value in values]
     captured = [value for body in bodies.values() for value in body.captures]
-    return all((wire := run.types[value]) and wire.context for value in (*at_ports, *captured))
+    return all((each := run.types[value]) and each.context for value in (*at_ports, *captured))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _other_name(ctx: Context, step: Step, name: str) -> str:
 
 
 def _outputs(
-    ctx: Context, step: Step, type: Wire | None, origin: Origin
+    ctx: Context, step: Step, wire: Wire | None, origin: Origin
 ) -> tuple[list[Wire | None], list[str], tuple[int, ...]]:
     """Return the types and labels of a step's outputs: its result, or the parts into which `as:` splits it.
 
@@ -132,29 +132,29 @@ def _outputs(
     """
     entry = step.common.get("as")
     if entry is None:
-        return [type], [step.verb], ()
+        return [wire], [step.verb], ()
     node = entry[1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         define_wire(ctx, node.value, node.span)
-        return [type], [node.value], ()
-    if type and type.kind == "tokens" and isinstance(node, Sequence | Mapping):
-        ctx.report(ids_are_no_numbers(type, "split", "the result"), node.span)
-        type = None
+        return [wire], [node.value], ()
+    if wire and wire.kind == "tokens" and isinstance(node, Sequence | Mapping):
+        ctx.report(ids_have_no_features(wire, "split", "the result"), node.span)
+        wire = None
     if isinstance(node, Mapping) and node.entries:
-        labels, widths = _named_widths(ctx, node, type)
+        labels, widths = _named_widths(ctx, node, wire)
     elif isinstance(node, Sequence) and len(node.items) > 1 and all(isinstance(item, Scalar) for item in node.items):
-        labels, widths = _equal_parts(ctx, node, type)
+        labels, widths = _equal_parts(ctx, node, wire)
     else:
         expected = "a name, a list of names (equal parts), or a mapping name: width"
         ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
         ctx.body.incomplete = True
         return [None], ["?"], ()
-    if type is None or widths is None:
+    if wire is None or widths is None:
         return [None] * len(labels), labels, ()
-    return [type.part(width).made_by(origin) for width in widths], labels, tuple(widths)
+    return [wire.part(width).made_by(origin) for width in widths], labels, tuple(widths)
 
 
-def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:
+def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[str], list[int] | None]:
     """Return the names in a list, and the width of each part (no widths if UNKNOWN)."""
     labels: list[str] = []
     defined: set[str] = set()
@@ -166,34 +166,34 @@ def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[
             define_wire(ctx, item.text, item.span)
         defined.add(item.text)
         labels.append(item.text)
-    if type is None:
+    if wire is None:
         return labels, None
-    width, rest = divmod(type.features, len(labels))
+    width, rest = divmod(wire.features, len(labels))
     if rest:
-        message = f"{type.features} features cannot be split into {len(labels)} equal parts"
+        message = f"{wire.features} features cannot be split into {len(labels)} equal parts"
         each = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
         ctx.report(Fault("E405", message, hint=f"specify the widths: as: {{{each}}}"), node.span)
         return labels, None
     return labels, [width] * len(labels)
 
 
-def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[str], list[int] | None]:
+def _named_widths(ctx: Context, node: Mapping, wire: Wire | None) -> tuple[list[str], list[int] | None]:
     """Return the names and widths in a mapping (no widths if UNKNOWN)."""
     ctx.body.incomplete |= node.incomplete
     labels = [define_wire(ctx, key, span) for key, span, _ in node]
     widths = [number(ctx, value, whole=True) for _, _, value in node]
-    if type is None or UNKNOWN in widths or node.incomplete:
+    if wire is None or UNKNOWN in widths or node.incomplete:
         return labels, None
     total = sum(widths)
-    if total == type.features and min(widths) >= 1:
+    if total == wire.features and min(widths) >= 1:
         return labels, widths
-    note = type.origin_note("the result")
+    note = wire.origin_note("the result")
     fault = Fault(
         "E405",
         "the widths must add up to the number of features"
-        if total != type.features
+        if total != wire.features
         else "each part needs at least one feature",
-        expected=str(type.features) if total != type.features else "1 or more each",
+        expected=str(wire.features) if total != wire.features else "1 or more each",
         found=f"{' + '.join(map(str, widths))} = {total}",
         notes=[note] if note else [],
     )

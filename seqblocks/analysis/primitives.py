@@ -9,8 +9,8 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.init_and_tie import find_ties, initialised
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import find_ties, initialised
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import files_of_blocks, lowers
 from seqblocks.analysis.values import read_arguments
@@ -91,7 +91,8 @@ class _Declared(Record):
 def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
     made, cls = _shape(op, wires), type(op)
     facts = UNBOUNDED if cls.facts is Op.facts else op.facts(*wires)
-    parameters, states, macs = op.parameters(*wires), op.state(*wires), op.macs(*wires)
+    parameters = {} if cls.parameters is Op.parameters else op.parameters(*wires)
+    states, macs = op.state(*wires), op.macs(*wires)
     if not op.builtin:
         check_declared(cls, made, parameters, states, macs, facts)
     for name, parameter in parameters.items():

@@ -40,7 +40,7 @@ class Run:
         self.efforts: dict[int, int] = {}  # of calling each block
         self.node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = {}
         self.known: dict[int, tuple[graph.Node, bool]] = {}
-        self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `variants`
+        self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `copies.py`
         self.alone: dict[int, graph.Graph] = {}  # bodies that may be part of one to copy
         self.free: dict[int, Any] = {}  # what only initial values depend on, by block
 
@@ -59,10 +59,10 @@ class Run:
         self.input_features = 0
         self.has_context = False  # whether there are inputs that do not stream
 
-    def value(self, type: Wire | None, label: str) -> int:
+    def value(self, wire: Wire | None, label: str) -> int:
         """Add a value and return its number."""
         number = len(self.types)
-        self.types[number] = type
+        self.types[number] = wire
         self.labels[number] = label
         return number
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.parameters import bodies_around, may_be_step
+from seqblocks.analysis.init_and_tie import bodies_around, may_be_step
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
-from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.language.suggestions import did_you_mean
 
 Table = dict[str, Named]  # parameters by their relative names in a step or a layer
 
@@ -30,7 +30,7 @@ class _Owner(NamedTuple):
 
 
 def read_share(ctx: Context, step: Step) -> str:
-    """Return the name in `share:`, or None after a fault."""
+    """Return the name in `share:`, or "" after a fault."""
     node = step.common["share"][1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return node.value

@@ -16,13 +16,13 @@ from seqblocks import graph
 from seqblocks.analysis.conditions import is_absent, is_known
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.names import Names
-from seqblocks.analysis.reading import read_step
+from seqblocks.analysis.read_step import read_step
 from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.language.spec import Argument, bundled
-from seqblocks.language.vocabulary import instead_of, key_hint, nearest
+from seqblocks.language.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
 MAX_STEPS = 50_000

@@ -9,9 +9,10 @@ from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
-from seqblocks.language.vocabulary import did_you_mean
-from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive, ids_are_no_numbers
+from seqblocks.language.suggestions import did_you_mean
+from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive
 from seqblocks.types import Wire, show_axes
+from seqblocks.widths import ids_have_no_features
 
 Values = tuple[int, ...]  # value numbers: several if a port joins wires
 
@@ -165,7 +166,7 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
     fault = None
     with_tokens = [wire for wire in known if wire.places] or known  # a vector is broadcast to the tokens of the others
     if known[0].kind == "tokens":
-        fault = ids_are_no_numbers(known[0], "joined", ctx.run.labels[values[0]])
+        fault = ids_have_no_features(known[0], "joined", ctx.run.labels[values[0]])
     elif len({(wire.kind, wire.places) for wire in with_tokens}) > 1:
         found = listing(f"{ctx.run.labels[value]} {wire}" for value, wire in zip(values, known, strict=True))
         fault = Fault("E406", "joined wires must have the same shape except for their features", found=found)

@@ -18,8 +18,8 @@ from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, read_mode
 from seqblocks.checkpoint.hub import MODEL_TYPE, config_text
 from seqblocks.checkpoint.official import tied_together
 from seqblocks.checkpoint.pretrained import config_file, spec_of, under_our_names
-from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD, safetensors
+from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.recipes import Extent, Name, Recipe, Shape

@@ -17,7 +17,6 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import writing
 from seqblocks.checkpoint.hub import config_text, hub_config
-from seqblocks.checkpoint.reading import INDEX, Weights, read_json, weights_in
 from seqblocks.checkpoint.record import (
     ENTRIES,
     FORMAT,
@@ -29,6 +28,7 @@ from seqblocks.checkpoint.record import (
     record_checksum,
     safetensors,
 )
+from seqblocks.checkpoint.weight_files import INDEX, Weights, read_json, weights_in
 from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
@@ -300,7 +300,7 @@ def config_spec(config: Mapping[str, Any], set: Mapping[str, Any] | None = None)
 
 def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
     """Return the spec of a folder. New overrides come last: they may set an overridden value by another name."""
-    check.checked_overrides(set)
+    check.check_overrides(set)
     given = set or {}
     overrides = {key: check.yaml(value) for key, value in record["overrides"].items() if key not in given}
     file, spec = check.check_text(text, record["name"], set={**overrides, **given}, files=record["files"])

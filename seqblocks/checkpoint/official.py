@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqblocks import graph
 from seqblocks.analysis.translation import OURS, Translator, layouts
-from seqblocks.checkpoint.reading import Weights
+from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, Named

@@ -17,8 +17,8 @@ from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
 from seqblocks.checkpoint.hub import MODEL_TYPE
 from seqblocks.checkpoint.official import LeftOut, has_official_names, translated
-from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD
+from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import PartialWarning, UsageError
 from seqblocks.graph import ModelSpec

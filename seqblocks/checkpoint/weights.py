@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.checkpoint.reading import Weights
+from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.runtime.model import SequenceModel

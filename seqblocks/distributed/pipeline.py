@@ -17,8 +17,8 @@ from seqblocks.runtime.call import Call, Grid, Gridded
 from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.modules import Place
 from seqblocks.runtime.sharing import connect, tie
-from seqblocks.runtime.step import Place
 
 
 class Stage(Body):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.kept import kept_state
+from seqblocks.analysis.context_state import kept_state
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op, Split

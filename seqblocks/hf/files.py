@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.checkpoint import folder
-from seqblocks.checkpoint.reading import INDEX, weights_in
 from seqblocks.checkpoint.record import RECORD, checksum, safetensors
+from seqblocks.checkpoint.weight_files import INDEX, weights_in
 from seqblocks.checkpoint.weights import are_equal, check_fit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
+from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
+from seqblocks.widths import must_match
 
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 

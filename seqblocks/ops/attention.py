@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Op, Port, Split, argument, evenly, must_divide, primitive
+from seqblocks.op import Op, Port, Split, argument, evenly, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide
 
 
 class _Heads(Op):

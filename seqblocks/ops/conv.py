@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Split, argument, evenly, must_have_grid, primitive
+from seqblocks.op import Op, Split, argument, evenly, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
+from seqblocks.widths import must_have_grid
 
 Activation = Literal["none", "silu"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from seqblocks.op import Op, argument, must_divide, primitive
+from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide
 
 LARGEST = 2**16  # kernel, stride, dilation
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, X, argument, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import UNBOUNDED, Facts, Wire
+from seqblocks.widths import must_divide, must_match
 
 DecayKind = Literal["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"]
 WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log

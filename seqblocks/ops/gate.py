@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_divide, must_match
 
 ActivationName = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, argument, must_match, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Wire
+from seqblocks.widths import must_match
 
 
 @primitive("gated_recurrence")

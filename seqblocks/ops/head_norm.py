@@ -4,9 +4,10 @@
 
 from typing import Any
 
-from seqblocks.op import argument, must_divide, primitive
+from seqblocks.op import argument, primitive
 from seqblocks.ops.norm import Gain, Norm
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide
 
 
 @primitive("head_norm")

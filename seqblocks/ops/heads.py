@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, Port, X, argument, must_divide, primitive
+from seqblocks.op import ANY, Op, Port, X, argument, primitive
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_divide
 
 
 @primitive("repeat_heads")

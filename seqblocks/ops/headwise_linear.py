@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, Split, argument, must_divide, primitive
+from seqblocks.op import ANY, Op, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide
 
 
 @primitive("headwise_linear")

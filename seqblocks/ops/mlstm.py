@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide, must_match
 
 
 @primitive("mlstm")

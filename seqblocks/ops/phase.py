@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, X, argument, must_divide, primitive
+from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_divide
 
 
 @primitive("phase")

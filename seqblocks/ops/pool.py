@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import RunError
-from seqblocks.op import Op, argument, must_have_grid, primitive
+from seqblocks.op import Op, argument, primitive
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_have_grid
 
 Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Op, argument, must_divide, primitive
+from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_divide
 
 
 def position_after(x: Any, call: Any) -> Any:

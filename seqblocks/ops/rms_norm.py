@@ -4,11 +4,12 @@
 
 from typing import Any, Literal
 
-from seqblocks.op import ANY, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import ANY, Port, argument, primitive
 from seqblocks.ops.gate import ActivationName, activate, activation
 from seqblocks.ops.norm import Norm
 from seqblocks.parameters import Parameter
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide, must_match
 
 
 @primitive("rms_norm")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from seqblocks.op import Op, Port, X, argument, must_match, primitive
+from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_match
 
 
 class Past(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide, must_match
 
 
 @primitive("slstm")

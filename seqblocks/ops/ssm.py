@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, Split, argument, evenly, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, Split, argument, evenly, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide, must_match
 
 
 @primitive("ssm")

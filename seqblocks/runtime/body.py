@@ -13,8 +13,8 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, parts, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
+from seqblocks.runtime.modules import Place, StepModule, call_child, is_hooked, make, makes
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.step import Place, StepModule, call_child, is_hooked, make, makes
 from seqblocks.runtime.sums import Ends
 from seqblocks.state import States, compact
 

@@ -15,8 +15,8 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
+from seqblocks.runtime.modules import Place, StepModule, call_child, make, makes
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.step import Place, StepModule, call_child, make, makes
 from seqblocks.state import States
 
 TINY = 1e-20  # added to the sum of scores, which may be 0 for sigmoid scores

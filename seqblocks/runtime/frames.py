@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from seqblocks.graph import Graph, Node, frame_size
-from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.source import Several
+from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.types import Wire
 
 # The tokens of each sequence up to which a function takes less time than `forward`, unless it has `most_tokens`:

@@ -13,8 +13,8 @@ from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.reading import has_tokens
 from seqblocks.runtime.spares import Spares
+from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length

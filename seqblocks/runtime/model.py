@@ -21,13 +21,13 @@ from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
-from seqblocks.runtime.reading import has_tokens
+from seqblocks.runtime.modules import Place, is_hooked
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.spares import Spares
-from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
+from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.runtime.traced import TracedStepper, is_traceable
 from seqblocks.state import States, check_state, declared, new_state
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes
 from seqblocks.state import States
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from seqblocks.graph import Graph, Node, walk
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.step import Place
+from seqblocks.runtime.modules import Place
 from seqblocks.state import States
 from seqblocks.types import Wire
 

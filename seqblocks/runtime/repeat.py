@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes
 from seqblocks.runtime.sums import added_up, body_takes, call_open
 from seqblocks.state import States
 

@@ -11,7 +11,7 @@ from seqblocks.graph import Node
 from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.step import Place, makes
+from seqblocks.runtime.modules import Place, makes
 from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States
 

@@ -14,9 +14,9 @@ from seqblocks import graph
 from seqblocks.graph import Graph, Named, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
+from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.sharing import Holder
-from seqblocks.runtime.step import Place, StepModule, call_child, gridded, makes
 from seqblocks.state import States
 from seqblocks.types import Wire
 

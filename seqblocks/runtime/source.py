@@ -17,8 +17,8 @@ from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.parameters import State
-from seqblocks.runtime.reading import as_rows, over_tokens
 from seqblocks.runtime.spares import LARGE
+from seqblocks.runtime.token_rows import as_rows, over_tokens
 from seqblocks.state import States, dtype_of
 
 Path = tuple[str, ...]
@@ -43,7 +43,7 @@ class Several(NamedTuple):
         return bool(self.when or self.whole)
 
 
-class Source:
+class StepperSource:
     """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
 
     def __init__(self) -> None:

@@ -33,14 +33,14 @@ from seqblocks.runtime.frames import Frames
 from seqblocks.runtime.guard import Guard, Updates
 from seqblocks.runtime.joined import in_turn, prepare_joined_steps
 from seqblocks.runtime.maps import Reader, readers
+from seqblocks.runtime.modules import call_child, is_hooked
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.reading import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
-from seqblocks.runtime.source import Path, Source
-from seqblocks.runtime.step import call_child, is_hooked
+from seqblocks.runtime.source import Path, StepperSource
+from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.state import States, dtype_of
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
@@ -86,7 +86,7 @@ class Stepper:
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
         self._guard.note_owner(model)
-        self._source = Source()
+        self._source = StepperSource()
         self._source.unpack(declared, (), self.dtype)
         with of_model(self._bytes):
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())

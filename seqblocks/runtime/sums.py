@@ -18,7 +18,7 @@ from seqblocks.graph import Graph, Node, is_context
 from seqblocks.kernels.dispatch import saves_launches
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.step import StepModule, call_child, is_hooked
+from seqblocks.runtime.modules import StepModule, call_child, is_hooked
 from seqblocks.state import States
 
 

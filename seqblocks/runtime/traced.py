@@ -18,9 +18,9 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
+from seqblocks.runtime.modules import is_hooked
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.source import Path
-from seqblocks.runtime.step import is_hooked
 from seqblocks.runtime.stepping import PLANNED, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
 from seqblocks.state import States, compact
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from seqblocks.kernels import causal_conv, numerics, use_backend
 from seqblocks.kernels.causal_conv import interface
 from seqblocks.kernels.causal_conv import step as step_of_conv
-from seqblocks.runtime.reading import over_tokens
+from seqblocks.runtime.token_rows import over_tokens
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,

@@ -327,7 +327,7 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: 
     calls = [({}, 3, True), (MANY, 1, False), ({}, 3, False), (MANY, 1, True)]
     for sizes, segments, keeps in calls if mode == "full" else calls[:2]:  # only this op reads `keeps`
         seen.clear()
-        call = self_check.Call("centaurus", {**facts, "keeps": keeps}, sizes=sizes)
+        call = self_check.KernelCall("centaurus", {**facts, "keeps": keeps}, sizes=sizes)
         assert self_check.check(call) == ("", True)
         assert {*seen} == {(segments, mode != "full" or keeps)}
 
@@ -341,7 +341,7 @@ def test_the_check_finds_wrong_whole_launches(monkeypatch: pytest.MonkeyPatch) -
             return 1.1 * v if self.K == 1 else v
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
-    assert "is off by" in self_check.check(self_check.Call("centaurus", {**FACTS, "mode": "dws"}, sizes=MANY))[0]
+    assert "is off by" in self_check.check(self_check.KernelCall("centaurus", {**FACTS, "mode": "dws"}, sizes=MANY))[0]
 
 
 @INTERPRETED

@@ -16,7 +16,7 @@ from seqblocks.kernels import numerics, selective_scan, why
 from seqblocks.kernels.selective_scan import step as step_of_scan
 from seqblocks.kernels.selective_scan import torch as selective_scan_torch
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
-from seqblocks.runtime.reading import over_tokens
+from seqblocks.runtime.token_rows import over_tokens
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,

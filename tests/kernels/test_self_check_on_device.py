@@ -43,7 +43,7 @@ def values(cache: Path) -> list[str]:
 @pytest.mark.parametrize("sizes", [{}, None])
 def test_sound_implementations_pass(op: str, dtype: torch.dtype, sizes: Any) -> None:
     facts = {"device": "cuda", "dtype": dtype, **CHECKED[op]}
-    assert self_check.check(self_check.Call(op, facts, sizes=sizes)) == ("", True)
+    assert self_check.check(self_check.KernelCall(op, facts, sizes=sizes)) == ("", True)
 
 
 def test_a_call_checks_once_and_a_wrong_one_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_call_checks_once_and_a_wrong_one_is_refused(cache: Path, monkeypatch:
 
 def test_an_illegal_access_in_a_check_does_no_harm_here() -> None:
     facts = {"device": "cuda", "index": 0, "dtype": torch.float32, "how": "illegal access"}
-    fault, lasting = self_check.run_in_subprocess(self_check.Call("broken", facts))
+    fault, lasting = self_check.run_in_subprocess(self_check.KernelCall("broken", facts))
     assert "crashes" in fault
     assert lasting
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.kernels import dispatch, triton_common
-from seqblocks.runtime.plan import plan
+from seqblocks.runtime.kernel_report import kernel_uses
 from seqblocks.testing import random_input
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -154,5 +154,5 @@ def test_ops_call_the_kernels_that_they_declare(name: str, monkeypatch: pytest.M
 
 def test_the_plan_of_a_cpu_matches_what_runs() -> None:
     """Every implementation in the plan is one that `choose` accepts."""
-    steps = plan(check.load_model("xlstm_125m_7_1"), "cpu", torch.float32, "")
+    steps = kernel_uses(check.load_model("xlstm_125m_7_1"), "cpu", torch.float32, "")
     assert {step.implementation for step in steps} == {"torch"}

@@ -20,7 +20,7 @@ from seqblocks.analysis.translation import layouts
 from seqblocks.checkpoint import convert
 from seqblocks.checkpoint.convert import official_weights
 from seqblocks.checkpoint.official import translated
-from seqblocks.checkpoint.reading import Weights, weights_in
+from seqblocks.checkpoint.weight_files import Weights, weights_in
 from seqblocks.cli.main import main
 from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import bundled

@@ -23,8 +23,8 @@ from seqblocks.op import PRIMITIVES, Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.runtime import captured
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.reading import over_tokens
 from seqblocks.runtime.stepping import Stepper
+from seqblocks.runtime.token_rows import over_tokens
 
 DOUBLE = torch.float64
 

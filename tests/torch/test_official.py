@@ -18,7 +18,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.official import translated
-from seqblocks.checkpoint.reading import Weights
+from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.language.spec import bundled
 
 FOLDER = Path(__file__).parent.parent / "golden" / "hub"

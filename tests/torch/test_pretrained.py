@@ -16,9 +16,9 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.checkpoint import families, folder, reading
+from seqblocks.checkpoint import families, folder, weight_files
 from seqblocks.checkpoint.convert import convert
-from seqblocks.checkpoint.reading import weights_in
+from seqblocks.checkpoint.weight_files import weights_in
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 
@@ -571,7 +571,7 @@ def test_only_one_tensor_is_read_at_a_time(tmp_path: Path, spec: Path, monkeypat
     place = write(tmp_path / "w", "safetensors shards", tensors())
     alive: list[Any] = []
 
-    def counted(path: Path) -> reading.Weights:
+    def counted(path: Path) -> weight_files.Weights:
         found = weights_in(path)
 
         def read(name: str) -> Tensor:

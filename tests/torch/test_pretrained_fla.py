@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.checkpoint.reading import weights_in
+from seqblocks.checkpoint.weight_files import weights_in
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 FOLDER = Path(__file__).parent.parent / "golden" / "fla"

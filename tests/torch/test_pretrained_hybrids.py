@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks.checkpoint.reading import weights_in
+from seqblocks.checkpoint.weight_files import weights_in
 from tests.torch.hub_models import DRAWN, in_float64, peer
 
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")

@@ -204,7 +204,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("device", "op"), [*cases()], indirect=["device"])
 def test_the_check_launches_what_the_call_launches(op: str, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[self_check.Call] = []
+    checked: list[self_check.KernelCall] = []
     monkeypatch.setattr(self_check, "fault_of", lambda call: checked.append(call) or "")
     keys: dict[str, Launched] = {}
     for name, call in CALLS:

@@ -41,7 +41,7 @@ def example(op: str) -> Any:
 def fault(op: str, other: Any = None, **change: Any) -> str:
     """Return the finding of an op's check on the CPU, with its example or another."""
     with with_example(op, other or example(op)):
-        found, lasting = self_check.check(self_check.Call(op, {**CPU, **FACTS[op], **change}))
+        found, lasting = self_check.check(self_check.KernelCall(op, {**CPU, **FACTS[op], **change}))
     assert lasting
     return found
 
@@ -133,7 +133,7 @@ def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytes
     monkeypatch.setattr(selective_scan_triton.common, "processors", lambda x: 132)
     assert fault("selective_scan", resets=False) == ""
     facts = {**CPU, **FACTS["selective_scan"], "resets": False}
-    assert "is off by" in self_check.check(self_check.Call("selective_scan", facts, sizes=sizes))[0]
+    assert "is off by" in self_check.check(self_check.KernelCall("selective_scan", facts, sizes=sizes))[0]
 
 
 @INTERPRETED
@@ -151,7 +151,7 @@ def test_mixed_dtypes_are_checked_as_they_come() -> None:
         return noting, *rest
 
     dtypes = {"x": torch.bfloat16, "weight": torch.float32, "bias": None}
-    call = self_check.Call("headwise_linear", {**CPU, **FACTS["headwise_linear"]}, dtypes)
+    call = self_check.KernelCall("headwise_linear", {**CPU, **FACTS["headwise_linear"]}, dtypes)
     with with_example("headwise_linear", noted):
         assert self_check.check(call) == ("", True)
     assert set(zip(seen[2::2], seen[3::2], strict=True)) == {(torch.bfloat16, torch.float32)}
@@ -162,7 +162,7 @@ def test_mixed_dtypes_are_checked_as_they_come() -> None:
 
 
 def check(how: str) -> tuple[str, bool]:
-    return self_check.run_in_subprocess(self_check.Call("broken", {**CPU, "how": how}))
+    return self_check.run_in_subprocess(self_check.KernelCall("broken", {**CPU, "how": how}))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_crash_in_a_check_does_not_affect_other_processes(how: str, found: str
     ],
 )
 def test_errors_in_a_check_are_temporary(how: str, found: str) -> None:
-    assert self_check.check(self_check.Call("broken", {**CPU, "how": how})) == (found, False)
+    assert self_check.check(self_check.KernelCall("broken", {**CPU, "how": how})) == (found, False)
 
 
 def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,8 @@ def test_a_check_that_cannot_start_is_no_verdict_on_the_kernel(monkeypatch: pyte
 @INTERPRETED
 def test_a_real_implementation_is_checked_there() -> None:
     op = "headwise_linear"
-    call = self_check.Call(op, {**CPU, **FACTS[op]}, {"x": torch.float32, "weight": torch.float32}, {"rows": 1 << 20})
+    dtypes = {"x": torch.float32, "weight": torch.float32}
+    call = self_check.KernelCall(op, {**CPU, **FACTS[op]}, dtypes, {"rows": 1 << 20})
     assert self_check.run_in_subprocess(call) == ("", True)
 
 
@@ -231,9 +232,9 @@ class Device:
 
     def __init__(self) -> None:
         self.fault, self.lasting = "it is wrong", True
-        self.checked: list[self_check.Call] = []
+        self.checked: list[self_check.KernelCall] = []
 
-    def check(self, call: self_check.Call) -> tuple[str, bool]:
+    def check(self, call: self_check.KernelCall) -> tuple[str, bool]:
         self.checked.append(call)
         return self.fault, self.lasting
 
@@ -256,7 +257,7 @@ DTYPES: dict[str, torch.dtype | None] = {"x": torch.float32, "weight": torch.flo
 def verdict(rows: int | None = 100, dtypes: dict[str, torch.dtype | None] = DTYPES, **change: Any) -> str:
     facts = {"device": "cuda", "dtype": torch.float32, "index": 0, "requested_backend": "auto", **FACTS[OP]}
     return self_check.fault_of(
-        self_check.Call(OP, {**facts, **change}, dtypes, None if rows is None else {"rows": rows})
+        self_check.KernelCall(OP, {**facts, **change}, dtypes, None if rows is None else {"rows": rows})
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.init_and_tie import report_no_parameters
 from seqblocks.analysis.names import Names
-from seqblocks.analysis.parameters import report_no_parameters
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside, lowers
 from seqblocks.analysis.values import read_arguments

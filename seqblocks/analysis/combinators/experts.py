@@ -5,8 +5,8 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.init_and_tie import with_initialisers
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import with_initialisers
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts

@@ -11,8 +11,8 @@ from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.parallel import Parallel
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
-from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import UNBOUNDED, Wire
+from seqblocks.widths import ids_have_no_features
 
 _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
@@ -60,7 +60,7 @@ def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
         return None
     name, first = known[0]
     if first.kind == "tokens" and len(known) > 1:
-        raise ids_are_no_numbers(first, _MERGED[merge], name)
+        raise ids_have_no_features(first, _MERGED[merge], name)
     for other, wire in known[1:]:
         alike = wire.with_features(first.features) if merge == "concat" else wire
         if (alike.kind, alike.axes) != (first.kind, first.axes):

@@ -10,8 +10,8 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.residual import Residual
 from seqblocks.errors import Fault
-from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import UNBOUNDED, Wire
+from seqblocks.widths import ids_have_no_features
 
 
 @combines(Residual)
@@ -22,7 +22,7 @@ def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> gra
     made = before and before.with_facts(UNBOUNDED)
     node = make_node(ctx, step, "residual", {"x": (x,)}, made, bodies={"": body}, arguments=arguments)
     if before and after and before.kind == after.kind == "tokens":
-        raise ids_are_no_numbers(before, "added", "the input")
+        raise ids_have_no_features(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):
         ctx.report(_shape_changes(ctx, before, after), step)
     return node

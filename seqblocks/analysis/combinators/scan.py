@@ -8,17 +8,17 @@ from itertools import accumulate, chain
 from seqblocks import graph
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.init_and_tie import with_initialisers
 from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.parameters import with_initialisers
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.language.vocabulary import did_you_mean
-from seqblocks.op import must_have_grid
+from seqblocks.language.suggestions import did_you_mean
 from seqblocks.parameters import Init
 from seqblocks.types import UNBOUNDED, Wire
+from seqblocks.widths import must_have_grid
 
 
 @combines(Scan)

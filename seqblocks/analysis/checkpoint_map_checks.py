@@ -13,7 +13,7 @@ from seqblocks.analysis.translation import HOLE, Translator, index_pattern
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph
-from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.language.suggestions import did_you_mean
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 
@@ -21,13 +21,13 @@ DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
 MAX_MATCHES = 2_000_000  # comparisons of a key's pattern with a name
 
 
-def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
+def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: bool) -> None:
     """Report keys that match nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
-    `open`: the body could differ (a block has arguments, or something is overridden), so a key may match a parameter,
-    a layer or a direction that this body does not have.
+    may_differ: whether the body could differ (a block has arguments, or something is overridden), so a key may match a
+    parameter, a layer or a direction that this body does not have.
     """
-    parted = not open and any(node.directions for each in graph.bodies(body) for node in each.nodes)
+    parted = not may_differ and any(node.directions for each in graph.bodies(body) for node in each.nodes)
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:
@@ -39,7 +39,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
     composed: set[int] = set()
     is_valid = True
     for entry in table:
-        places, is_known = _find(ctx, entry, top, open)
+        places, is_known = _find(ctx, entry, top, may_differ)
         is_valid &= is_known
         if places is None:
             continue
@@ -50,7 +50,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
         if parted and places.shapes:
             is_valid &= _check_owner(ctx, entry, owners)
     for layout in dict.fromkeys(entry.layout for entry in table) if is_valid else ():
-        _check_use(ctx, table, layout, body, open, composed)
+        _check_use(ctx, table, layout, body, may_differ, composed)
 
 
 def _names(body: Graph) -> dict[str, Any]:
@@ -63,13 +63,13 @@ def _names(body: Graph) -> dict[str, Any]:
     return names
 
 
-def _find(ctx: Context, entry: Entry, places: _Places, open: bool) -> tuple[_Places | None, bool]:
+def _find(ctx: Context, entry: Entry, places: _Places, may_differ: bool) -> tuple[_Places | None, bool]:
     """Return what an entry's key matches, or None, and whether it is known. Reports an unknown key."""
     start = 0
     for part in entry.ours.split("."):
-        found = places.below(part, open)
+        found = places.below(part, may_differ)
         if not found.members:
-            otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.members)
+            otherwise = may_differ and any(isinstance(place, graph.Node) and place.op for place in places.members)
             is_known = bool(otherwise or places.without_layers or part in places.absent)
             if not is_known:
                 _unknown(ctx, entry, part, start, places)
@@ -79,7 +79,7 @@ def _find(ctx: Context, entry: Entry, places: _Places, open: bool) -> tuple[_Pla
 
 
 def _check_use(
-    ctx: Context, table: tuple[Entry, ...], layout: str, body: Graph, open: bool, composed: set[int]
+    ctx: Context, table: tuple[Entry, ...], layout: str, body: Graph, may_differ: bool, composed: set[int]
 ) -> None:
     """Report entries that are shadowed by longer keys of the same map, and recipes applied to recipes of a block's map.
 
@@ -87,7 +87,7 @@ def _check_use(
     """
     translator = Translator(layout)
     tree = translator.tree(table)
-    if not composed and (open or not tree.overlaps()):
+    if not composed and (may_differ or not tree.overlaps()):
         return
     instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # entries that match instead
     used: set[int] = set()
@@ -119,7 +119,7 @@ def _check_use(
             except Fault as fault:
                 fault.found = item.name
                 ctx.report(fault, first.entry.span)
-    for entry in () if open else table:
+    for entry in () if may_differ else table:
         others = instead[id(entry)]
         if id(entry) not in used and others and entry.layout == layout:
             what = f"{quote(entry.ours)} never applies: other keys of this map match everything that it matches"
@@ -195,9 +195,9 @@ class _Places:
         """Return whether one of these is a parameter with two axes."""
         return any(isinstance(member, Parameter) and len(member.shape) == 2 for member in self.members)
 
-    def below(self, part: str, open: bool = False) -> _Places:
+    def below(self, part: str, may_differ: bool = False) -> _Places:
         """Return everything named `part` in any of the places."""
-        absent = open and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
+        absent = may_differ and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
         key = "0+" if absent else HOLE.sub("{}", part)
         if key not in self._below:
             found: dict[int, Any] = {}
@@ -207,7 +207,7 @@ class _Places:
                     found |= members if matches(name) else {}
             else:
                 found |= self.layers[1] if absent else self.named.get(part, {})
-            if open and part in DIRECTIONS:
+            if may_differ and part in DIRECTIONS:
                 scans = [t for t in self.members if isinstance(t, graph.Node) and t.kind == "scan"]
                 found |= {id(scan): scan for scan in scans if part not in scan.directions}
             self._below[key] = _Places(list(found.values()), self.inside)

@@ -14,10 +14,11 @@ from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.language.vocabulary import key_hint, missing_colon, nearest
+from seqblocks.language.suggestions import key_hint, missing_colon, nearest
 from seqblocks.op import Op
 
 MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
+
 
 def read_step(ctx: Context, item: Node) -> Step:
     """Read an item of a list of steps as a step. The result is cached, since bodies may be lowered several times."""
@@ -94,7 +95,7 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
     if not isinstance(node, Mapping):
         alias = None if item.span.holds(span) else item.span
         if found is None or not found.is_known:
-            return _without_arguments(ctx, verb, span, node, found)
+            return _without_arguments(ctx, verb, span, found)
         key = _sole_argument(ctx, verb, node, found)
         fields = {key: (node.span, node)} if key else {}
         return Step(verb, span, fields, {}, found=found, alias=alias, unreadable=not key)
@@ -113,7 +114,7 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
     return Step(verb, span, fields, common, found=found, incomplete=node.incomplete, alias=alias)
 
 
-def _without_arguments(ctx: Context, verb: str, span: Span, node: Node, found: Verb | None) -> Step:
+def _without_arguments(ctx: Context, verb: str, span: Span, found: Verb | None) -> Step:
     """Return a step with an unknown verb, and thus unknown arguments. Report a verb that contains an argument too."""
     first = verb.partition(" ")[0]
     if first == verb or not _find_verb(ctx, first):

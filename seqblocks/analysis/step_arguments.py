@@ -9,11 +9,11 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.context import Body, Context, Passed
+from seqblocks.analysis.copies import words_in
 from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_steps, lowers, spend
 from seqblocks.analysis.values import size
-from seqblocks.analysis.variants import words_in
 from seqblocks.analysis.wires import read_port
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of

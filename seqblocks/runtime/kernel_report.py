@@ -18,7 +18,7 @@ from seqblocks.types import Wire
 
 
 @dataclass(slots=True)
-class Step:
+class KernelUse:
     """A step that uses a kernel. `names` are its paths, several if layers of a repeat use the same kernel.
 
     `implementation` is the one that would run, or None if the requested one cannot.
@@ -47,10 +47,12 @@ class Step:
         return out | {"implementations": [verdict._asdict() for verdict in self.verdicts]}
 
 
-def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
+def kernel_uses(
+    model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None
+) -> list[KernelUse]:
     """Return the steps of a model that use a kernel, in order, with equal ones merged. May raise BackendError."""
     backend = dispatch.requested(backend)
-    found: dict[Any, Step] = {}
+    found: dict[Any, KernelUse] = {}
     for path, node, fused in _walk(model.graph, model.types, ()):
         kernel, facts = node.calls or ("", {})
         facts = facts | (fused.facts() if fused else {})
@@ -64,7 +66,7 @@ def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: 
         able = (v.implementation for v in verdicts if v.can and backend in ("auto", v.implementation))
         chosen = next(able, None)
         tiles = dispatch.implementation(kernel, chosen).tiles(arch, dtype=dtype, **facts) if chosen else {}
-        found[key] = Step([name], node.verb, kernel, chosen, verdicts, tiles)
+        found[key] = KernelUse([name], node.verb, kernel, chosen, verdicts, tiles)
     return [*found.values()]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqblocks import cost, graph
-from seqblocks.analysis import check, primitives, steps, variants
+from seqblocks.analysis import check, copies, primitives, steps
 from seqblocks.errors import SpecError
 from seqblocks.graph import Entry, Graph, Node
 
@@ -50,7 +50,7 @@ def outcome(text: str) -> Any:
 
 def with_and_without(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     with monkeypatch.context() as patch:
-        patch.setattr(variants, "find", lambda *_: None)
+        patch.setattr(copies, "find", lambda *_: None)
         without = outcome(text)
     return outcome(text), without
 
@@ -258,7 +258,7 @@ def random_spec(seed: int) -> str:
 
 
 def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    valid = copies = 0
+    valid = copied_once = 0
     for seed in range(120):
         text = random_spec(seed)
         copied, lowered = with_and_without(text, monkeypatch)
@@ -266,8 +266,8 @@ def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPat
         if isinstance(copied, tuple):
             valid += 1
             with monkeypatch.context() as patch:
-                patch.setattr(variants, "find", lambda *_: None)
+                patch.setattr(copies, "find", lambda *_: None)
                 most = count_declared(text, monkeypatch)
-            copies += count_declared(text, monkeypatch) < most
+            copied_once += count_declared(text, monkeypatch) < most
     assert valid > 30
-    assert copies > 15
+    assert copied_once > 15
