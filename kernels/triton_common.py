@@ -194,6 +194,17 @@ def warps(elements: int, each: int, lanes: int = 32) -> int:
     return max(1, min(8, elements // (each * lanes)))
 
 
+def tiles_of_rows(width: int, widest: int, backward: bool) -> dict[str, int]:
+    """Return the rows BT and (padded) features BD that a program of a norm processes at a time, and its warps.
+
+    widest: the largest width of the kernel, for which the backward pass uses 16 warps.
+    """
+    BD = power_of_two(width)
+    BT = max(1, 2048 // BD)
+    count = 16 if backward and widest == BD else warps(BT * BD, 8 if backward else 16)
+    return {"BT": BT, "BD": BD, "num_warps": count}
+
+
 def lanes(arch: str) -> int:
     """Return the number of threads of a warp."""
     return 64 if arch.startswith("gfx9") else 32

@@ -150,14 +150,6 @@ def _norm_backward(
 # Launching
 
 
-def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Return the tokens and (padded) channels of a head that a program processes at a time, and its warps."""
-    BD = common.power_of_two(width)
-    BT = max(1, 2048 // BD)
-    warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
-    return {"BT": BT, "BD": BD, "num_warps": warps}
-
-
 def _laid_out(*rows: Tensor | None) -> list[Any]:
     """Return rows with the last axis contiguous, and parameters contiguous."""
     return [None if x is None else last_contiguous(x) if x.dim() == 2 else x.contiguous() for x in rows]
@@ -175,7 +167,7 @@ def _op(
     R, D = x.shape[0], x.shape[1] // heads
     y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     given = _laid_out(x, weight, bias, skip, skip_weight, gate)
-    tile = tiles(D, False, common.arch(x))
+    tile = common.tiles_of_rows(D, WIDTH, backward=False)
     with common.on(x):
         _norm[ceil_div(R, tile["BT"]), heads](
             *given, y, R, D, *_row_strides(given[0], given[3], given[5]), eps,
@@ -202,7 +194,7 @@ def _op_backward(
     like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     dx, _, _, dskip, _, dgate = like
     dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
-    tile = tiles(D, True, common.arch(x))
+    tile = common.tiles_of_rows(D, WIDTH, backward=True)
     programs = ceil_div(R, tile["BT"] * TILES)
     parts = [
         None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
@@ -268,7 +260,9 @@ def _can(**facts: Any) -> str:
 
 
 def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {phase: tiles(width // heads, phase == "backward", arch) for phase in ("forward", "backward")}
+    return {
+        phase: common.tiles_of_rows(width // heads, WIDTH, phase == "backward") for phase in ("forward", "backward")
+    }
 
 
 def _example(

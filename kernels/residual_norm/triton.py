@@ -109,14 +109,6 @@ def _norm_backward(
 # Launching
 
 
-def tiles(width: int, backward: bool) -> dict[str, int]:
-    """Return the tokens and (padded) features per program and its warps."""
-    BD = common.power_of_two(width)
-    BT = max(1, 2048 // BD)
-    warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
-    return {"BT": BT, "BD": BD, "num_warps": warps}
-
-
 @custom_op("seqblocks::residual_norm_triton")
 def _op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
@@ -126,7 +118,7 @@ def _op(
     R, D = x.shape
     y, total = _op_fake(x, residual, weight, bias, eps, centred, one_plus)
     x, added = last_contiguous(x), None if residual is None else last_contiguous(residual)
-    tile = tiles(D, False)
+    tile = common.tiles_of_rows(D, WIDTH, backward=False)
     with common.on(x):
         _norm[(ceil_div(R, tile["BT"]),)](
             x, added, _contiguous(weight), _contiguous(bias), y, None if added is None else total, R, D,
@@ -154,7 +146,7 @@ def _op_backward(
     grads = _op_backward_fake(dy, dtotal, total, weight, bias, eps, centred, one_plus)
     dy, total = last_contiguous(dy), last_contiguous(total)
     later = None if dtotal is None else last_contiguous(dtotal)
-    tile = tiles(D, True)
+    tile = common.tiles_of_rows(D, WIDTH, backward=True)
     programs = ceil_div(R, tile["BT"] * TILES)
     parts = [None if p is None else dy.new_empty(programs, D, dtype=torch.float32) for p in (weight, bias)]
     with common.on(dy):
@@ -225,7 +217,7 @@ def _can(**facts: Any) -> str:
 
 
 def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {phase: tiles(width, phase == "backward") for phase in ("forward", "backward")}
+    return {phase: common.tiles_of_rows(width, WIDTH, phase == "backward") for phase in ("forward", "backward")}
 
 
 def _example(

@@ -274,6 +274,16 @@ def test_once_for_each_launch(device: Device) -> None:
     assert len(device.checked) == 5
 
 
+def test_another_thread_may_clear_the_results(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cleared(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            """Store nothing, as if the results were cleared at once."""
+
+    device.fault = ""
+    monkeypatch.setattr(self_check, "_faults", Cleared())
+    assert verdict() == ""
+
+
 def test_a_recorded_failure_warns_in_every_process_once(device: Device, tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match="^the Triton implementation of headwise_linear is not used here"):
@@ -361,8 +371,9 @@ def test_dispatch_falls_back_with_a_warning(device: Device, monkeypatch: pytest.
     kernels.headwise_linear(x, weight, backend="triton")
     assert not device.checked  # the interpreter has no compiler
     monkeypatch.setattr(self_check, "DEVICE", "cpu")
-    with pytest.warns(UserWarning, match="not used here"):
+    with pytest.warns(UserWarning, match="not used here") as caught:
         kernels.headwise_linear(x, weight)
+    assert caught[0].filename == __file__  # the line of the caller, not one of the library
     found = "it failed its check on this device: it is wrong"
     assert kernels.fallbacks()[OP] == {"triton": found}
     with pytest.raises(BackendError, match=found):
