@@ -1,8 +1,8 @@
 """Products of tokens with a weight matrix on a CPU, by the library call that is fastest on that CPU.
 
 `linear` is for sequences, with gradients. `multiply` is for products within kernels, without gradients.
-`prepare_linear` is for the tokens of a step, where reading the matrix takes most of the time. Where there is no faster
-call, they fall back to those of torch; elsewhere they round differently.
+`prepare_linear` is for the tokens of a step, where reading the matrix takes most of the time. Without a faster call,
+they use torch's functions. With one, results differ from torch's by rounding.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch.custom_op import is_seen
 
-FEW = 4  # Up to so many tokens, a product takes as long as reading the matrix.
+FEW = 4  # tokens: up to this many, a product takes as long as reading the matrix
 MOST_COPIED = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
 CACHE = 1 << 24  # bytes: the weights of larger models are read from memory for each token, not from a cache.
 LARGE = 1 << 16  # elements: products with smaller matrices are dominated by the overhead of the call.
-FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no longer whole than as a product of blocks.
+FEW_FOR_BLOCKS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 BLOCKS = 4  # blocks of rows for each thread; with 16 of them, a token of an xLSTM-large of 6 layers takes 3 % longer
-MANY_FOR_THREAD = 3 << 20  # the same in a kernel, per thread: batches are distributed over threads with less overhead
+MANY_FOR_THREAD = 3 << 20  # multiply-accumulates per thread from which oneDNN is worth its overhead in a kernel
 MOST_SHAPES = 128  # oneDNN keeps 0.65 MB for each shape of a product
 MOST_SHAPES_IN_KERNELS = 64
 LARGE_OUTPUT = 1 << 19  # elements: smaller outputs are split after one product
@@ -96,9 +96,9 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
 def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     """Return whether a product of x and a matrix made of parameters takes less time as one product for each part.
 
-    With gradients, those of the parts of one output are copied next to each other. Those of x from separate products
-    are added, which takes less time if each part is at least as wide as x. In 16 bits, that sum would be rounded more
-    often.
+    In a backward pass, one product needs the gradients of its parts concatenated. Separate products need their
+    gradients of x added, which takes less time if each part is at least as wide as x. In 16 bits, the sum would be
+    rounded more often.
     """
     if x.dtype not in (torch.float32, torch.float64):
         return False

@@ -149,7 +149,7 @@ class Op(BaseModel):
         """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 
         A token computed from several tokens has the position of the first. A negative number: the op reads only tokens
-        that are at least so many earlier. Default: according to `reads`.
+        that are at least this many earlier. Default: according to `reads`.
         """
         return math.inf if self.reads == "all" else 0
 

@@ -21,7 +21,7 @@ from seqblocks.kernels.dispatch.custom_op import is_batch
 from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
-FEW = 8  # For at most so many tokens, the sum over taps is faster than a convolution.
+FEW = 8  # tokens: for at most this many, the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
 PART = 1 << 18  # elements convolved at a time, so that copies and results of a long sequence stay in cache
 

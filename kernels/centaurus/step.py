@@ -88,7 +88,7 @@ def _times(s: Tensor, factor: Tensor) -> Tensor:
 
 
 def _prepare_block(bank: Bank, tokens: int, in_parts: bool, H: int) -> Block:
-    """Return a function of so many tokens: state and inputs to outputs and next state.
+    """Return a function of this many tokens: state and inputs to outputs and next state.
 
     Unless in parts, inputs and outputs are those of the channels if B and C are matrices, otherwise x and y.
     """

@@ -91,9 +91,9 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_seen(args: tuple[Any, ...]) -> bool:
-    """Return whether anything intercepts ops, or an argument is more or less than a plain tensor with numbers.
+    """Return whether anything intercepts ops, or an argument is not a plain tensor.
 
-    That is a meta tensor, an instance of a Tensor subclass, or a batch of gradients (`is_grads_batched`).
+    Other tensors are a meta tensor, an instance of a Tensor subclass, or a batch of gradients (`is_grads_batched`).
     """
     return (
         watched()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqblocks.kernels.products import Matrix, prepare_joined
 
-DENSE = 1 << 14  # Up to so many elements of the padded matrix, one product is faster than a batched one of the blocks.
+DENSE = 1 << 14  # elements of the padded matrix: up to this size, one product is faster than a batch of blocks
 
 
 def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:

@@ -161,7 +161,7 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
     made = node.type.rate if node.type else 1
     mixes = most.mixes or node.op.reads != "token"
     if not adds and made == rate and mixes == most.mixes and most.frame % made == 0 and (most.tokens or not most.first):
-        return most  # as nearly all steps
+        return most  # the usual case
     window, extra = most.window, most.extra
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
         window = max(window, made)

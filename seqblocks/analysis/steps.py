@@ -232,7 +232,7 @@ def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
     Raises Fault (E104) where there are too many, after which nothing is lowered.
     """
     run = ctx.run
-    if run.full:  # which is reported
+    if run.full:  # already reported
         return
     run.steps += steps
     run.deepest = max(run.deepest, ctx.depth + height)

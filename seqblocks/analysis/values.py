@@ -107,13 +107,13 @@ def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        _report_no_number(ctx, node, value)
+        _report_not_a_number(ctx, node, value)
         return UNKNOWN
     return value if isinstance(value, int) and abs(value) <= MAX_MAGNITUDE else _in_range(ctx, node, value, whole)
 
 
-def _report_no_number(ctx: Context, node: Node, value: Any) -> None:
-    """Report an argument that is no number, or an expression whose value is none."""
+def _report_not_a_number(ctx: Context, node: Node, value: Any) -> None:
+    """Report an argument that is not a number, or an expression whose value is not."""
     if isinstance(node, Scalar) and isinstance(node.value, str) and value != node.value:
         found = f"{quote(node.value)}, which is {shown_value(value)}"
         ctx.report(Fault("E203", "expected a number", found=found), node)

@@ -74,7 +74,7 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
     """Return a stage of a model, which uses the model's own parameters. It stays on "meta" if the model is.
 
     The model is cut between its steps and between the layers of its repeats, so that the stages have about as many
-    multiply-accumulates each. Raises UsageError if it cannot be cut into so many stages, or if steps of two
+    multiply-accumulates each. Raises UsageError if it cannot be cut into that many stages, or if steps of two
     stages share parameters, since each stage would train its own copy.
     """
     if not isinstance(model, SequenceModel):

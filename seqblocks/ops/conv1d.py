@@ -14,8 +14,8 @@ from seqblocks.widths import must_divide
 
 LARGEST = 2**16  # kernel, stride, dilation
 
-# Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for so many
-# values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
+# Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for this
+# many values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
 MANY_TAPS = 1 << 15
 
 

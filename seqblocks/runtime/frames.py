@@ -19,14 +19,15 @@ from seqblocks.runtime.source import Several
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.types import Wire
 
-# The tokens of each sequence up to which a function takes less time than `forward`, unless it has `most_tokens`:
-MOST_IN_ORDER = 8  # a function of one token, called for one after another,
-MOST_OF_WINDOWS = 2  # if it reads and copies a window of earlier tokens, or only counts them,
-MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # if it writes a state of more numbers in all sequences than caches hold,
-MOST_AT_ONCE = 16  # and a function for several tokens.
+# Up to this many tokens of each sequence, a planned function takes less time than `forward`. A function with an
+# attribute `most_tokens` has a limit of its own.
+MOST_AT_ONCE = 16  # for a function that takes several tokens in one call
+MOST_IN_ORDER = 8  # for a function of one token, called once for each
+MOST_OF_WINDOWS = 2  # the same, if its state is only a window of earlier tokens or a count of them
+MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # the same, if its states have at least (numbers in all sequences, limit)
 
-MOST_ROWS = 256  # A prompt of more tokens in all sequences takes about as long in the modules.
-MOST_ROWS_OF_FRAMES = 2048  # The modules take less time for more rows, if they belong to several sequences.
+MOST_ROWS = 256  # tokens of a prompt, in all sequences; longer ones take about as long in the modules
+MOST_ROWS_OF_FRAMES = 2048  # tokens of frames of several sequences; the modules take less time for more
 
 Run = Callable[..., Any]
 
@@ -36,11 +37,11 @@ class Frames:
 
     def __init__(self, graph: Graph, types: Mapping[int, Wire | None]) -> None:
         self.size = frame_size(graph)
-        self.most_batch: float = max(MOST_ROWS_OF_FRAMES // self.size, 1) if self else math.inf
+        self.most_batch: float = max(MOST_ROWS_OF_FRAMES // self.size, 1) if self.have_several_tokens else math.inf
         self._types, self._of_rows = types, False
 
-    def __bool__(self) -> bool:
-        """Return whether a frame has several tokens."""
+    @property
+    def have_several_tokens(self) -> bool:
         return self.size > 1
 
     @contextlib.contextmanager
@@ -57,28 +58,32 @@ class Frames:
         wires = [wire for value in node.reads if has_tokens(wire := self._types[value])]
         return {self.size // wire.rate if has_tokens(wire) else 0 for wire in (*wires, node.type) if wire}
 
-    def repeats_vectors(self, node: Node) -> int:
-        """Return how often the vectors of a node are repeated, as rows of tokens do not broadcast, or 0 for not."""
-        many = max(self.tokens(node), default=1)
-        return many if self and many > 1 and node.vectors else 0
+    def vector_repeats(self, node: Node) -> int:
+        """Return how many times each vector that a node reads is repeated to match rows of tokens; 0 for not at all."""
+        count = max(self.tokens(node), default=1)
+        return count if self.have_several_tokens and count > 1 and node.vectors else 0
 
     def is_short(self, x: Tensor) -> bool:
         """Return whether a prompt x [batch, seq] is read faster by a planned function than by the modules."""
-        return not self and x.numel() <= MOST_ROWS
+        return not self.have_several_tokens and x.numel() <= MOST_ROWS
 
     def is_rowwise(self, node: Node) -> bool:
-        """Return whether each token is computed like one of a sequence of its own.
+        """Return whether tokens are computed as independent rows, as if each were a sequence of its own.
 
-        A step without a state, in a stream of single tokens, knows no other token.
+        So is every step without a state, in a stream of single tokens.
         """
         assert node.op is not None
-        if self._of_rows or (self and self.tokens(node) == {1}):
+        if self._of_rows or (self.have_several_tokens and self.tokens(node) == {1}):
             return True
-        return not node.state and (not self or (node.op.reads == "token" and self._is_uniform(node)))
+        return not node.state and (
+            not self.have_several_tokens or (node.op.reads == "token" and self._is_uniform(node))
+        )
 
     def runs(self, node: Node, run: Run | None) -> bool:
         """Return whether a function of one token, or its attribute `several`, is used at all."""
-        return run is not None and (not self or self.is_rowwise(node) or self._when(node, run) != "")
+        if run is None:
+            return False
+        return not self.have_several_tokens or self.is_rowwise(node) or self._when(node, run) != ""
 
     def several(self, node: Node, run: Run, whole: str) -> Several | None:
         """Return how a function of one token is called for several, or None if they are rows.
@@ -100,8 +105,8 @@ class Frames:
         most = most_tokens(node, run)
         if most == math.inf:
             return "True"
-        tokens: Any = max(self.tokens(node)) if self else "tokens"
-        if self and tokens > most:
+        tokens: Any = max(self.tokens(node)) if self.have_several_tokens else "tokens"
+        if self.have_several_tokens and tokens > most:
             return ""
         return f"{tokens} <= {most if together else _most_in_order(most, node)}"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqblocks.op import Op
 
-MOST = 1 << 12  # Up to so many features of all tokens, copying them takes less time than separate calls.
+MOST = 1 << 12  # features of all tokens: copying more of them takes longer than separate calls
 Run = Callable[..., Any]
 split_copy: Any = torch.split_with_sizes_copy  # according to torch's annotations, it returns None
 

@@ -22,7 +22,7 @@ from seqblocks.state import States
 from seqblocks.types import Wire
 
 LARGEST = 1 << 25  # bytes of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
-ROWS = 64  # a part has a multiple of this many tokens, as kernels process so many at a time
+ROWS = 64  # a part has a multiple of this many tokens, as kernels process this many at a time
 LEAST = 4  # Up to this many times ROWS, operations take longer in parts than memory for all tokens.
 STATES = 8  # a part has at least this many times the numbers of the states, which each part reads and writes
 

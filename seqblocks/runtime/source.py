@@ -27,11 +27,13 @@ _VARIABLE = re.compile(r"\bv[0-9]+\b")
 
 
 class Several(NamedTuple):
-    """How several tokens of each sequence are computed where they are not rows of their own.
+    """How a step computes several tokens of each sequence, if they are not independent rows.
 
-    when: the condition under which the function of one token computes them, "" for never. together: whether it does so
-    in its attribute `several`, instead of one after another. whole: the function that computes them otherwise, from the
-    batch, the state and the inputs; "" if there is none.
+    when: a condition in the generated source, such as "tokens <= 8", under which its function for one token is used;
+        "" for never.
+    together: whether that function takes all tokens in one call, by its attribute `several`, or is called for each.
+    whole: the name of the function that is used otherwise, with the batch, the state and the inputs; "" if there is
+        none.
     """
 
     when: str

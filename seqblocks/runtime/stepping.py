@@ -80,7 +80,8 @@ class Stepper:
         self._frames = Frames(spec.graph, spec.types)
         of_tokens = spec.input.kind == "tokens"
         self._dtypes = (torch.int64, torch.int32) if of_tokens else (self.dtype,)
-        self._sizes = ((self._frames.size,) if self._frames else ()) + (() if of_tokens else (spec.input.features,))
+        frame = (self._frames.size,) if self._frames.have_several_tokens else ()
+        self._sizes = frame + (() if of_tokens else (spec.input.features,))
         self._grid = Grid(spec.input.grid)
         self._phase: Phase = "stream" if spec.graph.ports else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
@@ -92,7 +93,7 @@ class Stepper:
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
             if not spec.graph.outputs:
                 y = self._output({spec.graph.result: y}, spec.graph.result)
-        compiled = self._source.function_of_frame if self._frames else self._source.function
+        compiled = self._source.function_of_frame if self._frames.have_several_tokens else self._source.function
         self.run: Callable[..., tuple[Tensor, States] | None] = compiled(y, declared)
         self.holds = self._guard.holds  # returns whether the model is unchanged
         self._write_reading = partial(self._source.function_of_several, y, declared)
@@ -138,7 +139,8 @@ class Stepper:
 
     def suits(self, x: Tensor) -> bool:
         """Return whether the function is to run x: one frame, of so few sequences that modules would take longer."""
-        return x.shape[0] <= self._frames.most_batch and (not self._frames or x.shape[1] == self._frames.size)
+        frames = self._frames
+        return x.shape[0] <= frames.most_batch and (not frames.have_several_tokens or x.shape[1] == frames.size)
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield variables of the inputs that do not stream, 'None' for those that no step of the stream reads."""
@@ -162,7 +164,7 @@ class Stepper:
         replaced = {node.outputs[0] for reader, _ in with_maps.values() for node in reader.maps}
         nodes = [node for node in nodes if node.outputs[0] not in replaced]
         for at, node in enumerate(nodes):
-            if not self._frames and node.name == getattr(module, "_first_of_tail", None):
+            if not self._frames.have_several_tokens and node.name == getattr(module, "_first_of_tail", None):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
                 self._source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
@@ -204,7 +206,7 @@ class Stepper:
 
     def _at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port, with vectors repeated for each token of a frame."""
-        if many := self._frames.repeats_vectors(node):
+        if many := self._frames.vector_repeats(node):
             pairs = zip(node.reads, inputs, strict=True)
             inputs = [self._source.assign(f"{x}.repeat({many}, 1)") if v in node.vectors else x for v, x in pairs]
         return self._source.at_ports(node, inputs)
@@ -217,7 +219,7 @@ class Stepper:
 
     def _output(self, values: dict[int, str], value: int) -> str:
         """Return an expression for an output of the model."""
-        if not self._frames or not has_tokens(self._types[value]):
+        if not self._frames.have_several_tokens or not has_tokens(self._types[value]):
             return values[value]
         return f"{self._source.constant(as_sequences)}({values[value]}, batch).contiguous()"
 
@@ -267,7 +269,7 @@ class Stepper:
             return held
 
         def is_simple(node: Node) -> bool:
-            return not self._frames.repeats_vectors(node) and is_plain(modules[node.name], node)
+            return not self._frames.vector_repeats(node) and is_plain(modules[node.name], node)
 
         for reader in readers(body, nodes, is_simple):
             made = reader.prepare(parameters)
@@ -400,7 +402,7 @@ class Stepper:
 
         Its attribute `several` runs it on all tokens of a frame, or of a short prompt.
         """
-        if not module.takes_plain_tokens or (node.vectors and not self._frames):
+        if not module.takes_plain_tokens or (node.vectors and not self._frames.have_several_tokens):
             return None
         assert node.op is not None
         parameters = module.parameters_by_name(self._call)

@@ -22,7 +22,7 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
     wire = ctx.run.types[x]
     router = _router(ctx, step, arguments, x, wire)
     bodies = _bodies(ctx, arguments, x)
-    if ctx.run.full:  # which is reported
+    if ctx.run.full:  # already reported
         return None
     if wire and _can_send(ctx, step, bodies["0"], wire):
         _check_steps(ctx, step, bodies["0"], wire)

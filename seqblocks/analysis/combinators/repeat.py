@@ -39,7 +39,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     bodies: dict[str, graph.Graph] = {}
     value = x
     for index, (_, steps) in enumerate(layers):
-        if ctx.run.full:  # which is reported
+        if ctx.run.full:  # already reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
         bodies[str(index)] = lower_inside(ctx, steps, value, str(index), names=names)
