@@ -112,7 +112,21 @@ def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         if not are_equal(tensors[name], tensors[source]):
             what = f"the spec ties {name} to {source}, but their values differ"
             raise RunError(f"{what}: call model.tie() to use the values of {source} for both")
-    return {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}, tied
+    own = {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}
+    _check_separate(own)
+    return own, tied
+
+
+def _check_separate(tensors: Mapping[str, Tensor]) -> None:
+    """Raise RunError if two tensors are the same memory, which a saved folder would turn into two."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():
+            continue
+        other = names.setdefault(tensor.data_ptr(), name)
+        if other != name and tensor.shape == tensors[other].shape:
+            what = f"{name} and {other} are one tensor, but the spec does not tie them"
+            raise RunError(f"{what}: write `tie:` at the step of {name}, or give it a tensor of its own")
 
 
 def checked_size(size: int | str) -> int:

@@ -13,7 +13,7 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, parts, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, is_hooked, make, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.sums import Ends
 from seqblocks.state import States, compact
@@ -208,6 +208,8 @@ class Body(StepModule):
         assert self._in_parts
         (value, x), = values.items()
         if not isinstance(x, Tensor) or not (size := self._in_parts.size(x, call)):
+            return None
+        if self._in_parts.draws and draws_now(self):
             return None
         if not self._is_all_unobserved():
             return None

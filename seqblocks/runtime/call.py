@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -139,6 +139,10 @@ class Call:
             self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed,
             self.phase, self.routed,
         )  # fmt: skip
+
+    def in_mode(self, training: bool) -> Call:
+        """Return the call for a step that is in training or evaluation mode itself."""
+        return self if training is self.training else replace(self, training=training)
 
     def for_context(self) -> Call:
         """Return the call for a step that depends on the context only, without the stream's resets and direction."""

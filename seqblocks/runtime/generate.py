@@ -196,15 +196,16 @@ def _rows(prompt: Any) -> list[Any]:
 def _row(tokens: Any, device: torch.device) -> Tensor:
     try:
         row = torch.as_tensor(tokens, device=device)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"a prompt is token ids, not {type(tokens).__name__}") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        found = f"{type(tokens).__name__}: {error}"
+        raise UsageError(f"a prompt is token ids, 64-bit integers, and this cannot be read as such ({found})") from None
     if row.dim() != 1 or not row.numel() or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
         raise UsageError(f"a prompt must be a sequence of at least one token id, not {row.dtype} {list(row.shape)}")
     return row.long()
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, Real | Tensor)
+    return isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex())
 
 
 def _is_whole(x: Any) -> bool:
@@ -241,7 +242,13 @@ class _Sampler:
             scores = scores.masked_fill(scores < least, -torch.inf)
         if self._top_p is not None and self._top_p < 1:
             scores = _nucleus(scores, self._top_p)
-        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(-1)
+        probabilities = scores.softmax(-1)
+        try:
+            return torch.multinomial(probabilities, 1, generator=self._generator).squeeze(-1)
+        except RuntimeError:
+            if probabilities.isfinite().all():
+                raise
+            raise RunError("no token can be sampled: the model's logits are not finite") from None
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
@@ -249,4 +256,6 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     ordered, index = scores.sort(-1, descending=True)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability  # total probability of the more likely tokens
-    return scores.masked_fill((before >= top_p).gather(-1, index.argsort(-1)), -torch.inf)
+    left_out = before >= top_p
+    left_out[:, 0] = False  # in float32, a tiny top_p is 0
+    return scores.masked_fill(left_out.gather(-1, index.argsort(-1)), -torch.inf)

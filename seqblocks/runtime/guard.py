@@ -58,6 +58,10 @@ class Guard:
         self._add(f"'forward' not in {self._constant(module.__dict__)}")
         self._note_hooks(module)
 
+    def note_evaluation(self, module: nn.Module) -> None:
+        """Record that a module is in evaluation mode."""
+        self._add(f"not {self._constant(module.__dict__)}['training']")
+
     def note_owner(self, module: nn.Module) -> None:
         """Do the same for the module that holds the guard, without a reference to it or its attributes."""
         self._add(f"'forward' not in {self._constant(weakref.ref(module))}().__dict__")

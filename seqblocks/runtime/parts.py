@@ -30,12 +30,12 @@ STATES = 8  # a part has at least this many times the numbers of the states, whi
 class Parts:
     """How a body runs in parts.
 
-    widest: features of the widest value. states: numbers in all states of a sequence. trains: whether the body computes
-    something else in training mode.
+    widest: features of the widest value. states: numbers in all states of a sequence. draws: whether some step may draw
+    random numbers in training mode.
     """
 
-    def __init__(self, widest: int, states: int, trains: bool) -> None:
-        self._widest, self._states, self._trains = widest, states, trains
+    def __init__(self, widest: int, states: int, draws: bool) -> None:
+        self._widest, self._states, self.draws = widest, states, draws
 
     def size(self, x: Tensor, call: Call) -> int:
         """Return the number of tokens of a part of x [batch, seq, ...], or 0 to run all tokens at once."""
@@ -52,7 +52,7 @@ class Parts:
     def _is_plain(self, call: Call) -> bool:
         """Return whether a call runs all steps of the body from left to right, on this process only."""
         special = call.reverse or call.phase or call.relay or call.last_only or call.routed is not None
-        return not special and not (call.training and self._trains) and (call.grid is None or call.grid.size is None)
+        return not special and (call.grid is None or call.grid.size is None)
 
 
 def find(body: Graph, place: Place) -> Parts | None:
@@ -71,7 +71,7 @@ def find(body: Graph, place: Place) -> Parts | None:
     if not all(_carries(node) for node in nodes):
         return None
     states = sum(state.numel for node in nodes for state in node.state.values())
-    return Parts(max(wire.features for wire in known), states, any(_trains(node) for node in nodes))
+    return Parts(max(wire.features for wire in known), states, any(_draws(node) for node in nodes))
 
 
 def run(
@@ -103,7 +103,7 @@ def _carries(node: Node) -> bool:
     return not any(state.per_token or state.context or state.length for state in node.state.values())
 
 
-def _trains(node: Node) -> bool:
-    """Return whether a primitive may compute something else in training mode; for a user's primitive it is unknown."""
+def _draws(node: Node) -> bool:
+    """Return whether a primitive may draw random numbers in training mode; for a user's primitive it is unknown."""
     assert node.op
     return node.op.random or not node.op.builtin

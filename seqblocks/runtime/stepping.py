@@ -333,10 +333,13 @@ class Stepper:
                 self._guard.note_numbers(table[name])
 
     def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
-        make = None if is_hooked(module) else PLANNED.get(type(module))
+        draws = getattr(module, "draws", False)
+        make = None if is_hooked(module) or (draws and module.training) else PLANNED.get(type(module))
         y = None if make is None else make(self, module, node, inputs, path)
         if y is not None:
             self._guard.note_bypassed(module)
+            if draws:
+                self._guard.note_evaluation(module)
             return y
         timed = [has_tokens(self._types[value]) for value in node.reads]
         return self._call_module(module, node, timed, has_tokens(node.type), inputs, path)

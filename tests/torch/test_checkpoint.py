@@ -566,3 +566,13 @@ def test_weights_for_other_layers_are_reported_by_number_and_name(tmp_path: Path
         load(tmp_path / "model", set={"n": 1})
     with pytest.raises(seqblocks.RunError, match=r"this model: 2 are missing \(repeat\.2\.linear\.weight, "):
         load(tmp_path / "model", set={"n": 3})
+
+
+def test_a_tensor_of_two_steps_that_the_spec_does_not_tie_is_refused(tmp_path: Path) -> None:
+    """A saved folder would turn it into two tensors."""
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: 8}, {linear: {features: 8, name: other}}]}"
+    model = seqblocks.build_text(text)
+    model.other.weight = model.linear.weight
+    with pytest.raises(seqblocks.RunError, match=r"other\.weight and linear\.weight are one tensor, but the spec"):
+        seqblocks.save(model, tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]

@@ -326,7 +326,10 @@ def test_nothing_to_do() -> None:
         ([[1, 2], []], {}, "at least one token id"),
         (torch.zeros(1, 3), {}, "must be a sequence of at least one token id, not torch.float32"),
         (torch.tensor(3), {}, r"must be a sequence of at least one token id, not torch.int64 \[\]"),
-        ([["a"]], {}, "a prompt is token ids, not list"),
+        ([["a"]], {}, r"a prompt is token ids, 64-bit integers, and .*\(list: "),
+        ([10**30], {}, r"a prompt is token ids, 64-bit integers, and .*\(list: Overflow"),
+        ([1], {"top_p": torch.tensor([0.5, 0.9])}, "top_p must be a probability above 0"),
+        ([1], {"temperature": torch.ones(2)}, "temperature must be a number"),
         ([1], {"temperature": -1}, "temperature must be a number, at least 0, not -1"),
         ([1], {"temperature": "x"}, "temperature must be a number, at least 0, not 'x'"),
         ([1], {"temperature": None}, "temperature must be a number, at least 0, not None"),
@@ -350,6 +353,20 @@ def test_nothing_to_do() -> None:
 def test_wrong_arguments(given: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         seqblocks.generate(build("mlstm_small"), given, **({"max_new_tokens": 3} | options))
+
+
+def test_the_most_likely_token_is_always_kept() -> None:
+    model = build("mlstm_small")
+    (found,) = seqblocks.generate(model, [1], 4, temperature=1.0, top_p=1e-50)
+    assert found.tolist() == seqblocks.generate(model, [1], 4)[0].tolist()
+
+
+def test_logits_that_are_not_finite_cannot_be_sampled() -> None:
+    model = build("mlstm_small")
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(RunError, match="the model's logits are not finite"):
+        seqblocks.generate(model, [1], 4, temperature=1.0)
 
 
 def test_models_that_do_not_generate() -> None:

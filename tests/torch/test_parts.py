@@ -130,7 +130,7 @@ def test_other_steps_run_at_once(steps: str, sizes: list[int]) -> None:
 
 
 def test_only_tensors_above_32_mb_are_cut() -> None:
-    found = parts.Parts(widest=3072, states=29_184, trains=False)  # the mixer of mamba-130m
+    found = parts.Parts(widest=3072, states=29_184, draws=False)  # the mixer of mamba-130m
     with torch.no_grad():
         tokens = {length: found.size(torch.empty(1, length, 768), Call(training=False)) for length in (64, 2048, 8192)}
     assert tokens == {64: 0, 2048: 0, 8192: 2048}
