@@ -44,7 +44,7 @@ from seqblocks.analysis.values import number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Entry
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import NameFault, parse, unknown_name
+from seqblocks.language.expressions import NameFault, parse
 from seqblocks.language.spec import is_name, known_keys, required
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
 
@@ -256,20 +256,17 @@ def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
     bare = HOLE.sub(lambda hole: " " * len(hole[0]), node.value)
     if (odd := next((at for at, character in enumerate(bare) if character in "{}"), None)) is not None:
         fault = Fault("E501", f"{quote(node.value)} has an unmatched '{bare[odd]}'", hint="blocks.{layer // 2}")
-        ctx.report(fault, node.span.within(node.offset + odd, 1))
+        ctx.report(fault, node.part(odd, 1))
         return None
     for hole in HOLE.finditer(node.value):
         start, length = hole.start(1), len(hole[1])
         try:
-            expression = parse(hole[1])
-            for name, at in expression.names:
-                if name not in indices:
-                    raise unknown_name(name, dict.fromkeys(indices, 0), at)
+            parse(hole[1]).check_names(dict.fromkeys(indices, 0))
         except Fault as fault:
             if isinstance(fault, NameFault):
                 start, length = start + fault.offset, len(fault.name)
                 if not indices:
                     fault.expected, fault.hint = "no index, since the key has none", "blocks.{layer}: layers.{layer}"
-            ctx.report(fault, node.span.within(node.offset + start, length))
+            ctx.report(fault, node.part(start, length))
             return None
     return node.value

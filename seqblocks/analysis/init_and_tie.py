@@ -121,7 +121,7 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
         return read_init(node.value, ctx.names)
     except NameFault as fault:
         place = re.search(rf"\b{re.escape(fault.name)}\b", node.text)
-        span = node.span.within(node.offset + place.start(), len(fault.name)) if place else node.span
+        span = node.part(place.start(), len(fault.name)) if place else node.span
         ctx.report(fault, span)
     except Fault as fault:
         ctx.report(fault, node)

@@ -151,7 +151,7 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
         if instead and fault.name == text:
             fault.expected = lambda: f"one of {listing([*instead, *sorted(ctx.names)])}"
             fault.hint = lambda: did_you_mean(text, [*instead, *ctx.names])
-        ctx.report(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
+        ctx.report(fault, node.part(fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
     return UNKNOWN

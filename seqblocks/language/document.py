@@ -45,11 +45,17 @@ class Scalar(Node):
 
     value: Value
     text: str
-    offset: int  # offset of the text inside the span: 1 if quoted
 
-    def __init__(self, span: Span, size: int, depth: int, value: Value, text: str, offset: int) -> None:
+    def __init__(self, span: Span, size: int, depth: int, value: Value, text: str) -> None:
         self.span, self.size, self.depth = span, size, depth
-        self.value, self.text, self.offset = value, text, offset
+        self.value, self.text = value, text
+
+    def part(self, start: int, length: int) -> Span:
+        """Return the span of a part of the text; the whole span if the text has escapes or several lines."""
+        span = self.span
+        written = span.source.line(span.line)[span.column - 1 : span.end_column - 1]
+        before = written.rfind(self.text)  # the length of an anchor or a quote
+        return span if before < 0 else span.within(before + start, length)
 
 
 class Sequence(Node):
@@ -279,7 +285,7 @@ class _Reader:
             self.report_tag(event, span)
         text, style = event.value, event.style
         value = text if style else resolve(text)
-        self.put(Scalar(span, 1, 1, value, text, 1 if style in ("'", '"') else 0), event.anchor, bool(style))
+        self.put(Scalar(span, 1, 1, value, text), event.anchor, bool(style))
 
     def begin(self, event: Any) -> None:
         span = self.span(event)

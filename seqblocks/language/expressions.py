@@ -118,7 +118,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 
 class Expression(Record):
-    """A checked syntax tree, and the names in it with their offsets in the text."""
+    """A checked syntax tree, and the names in it with their offsets as Python counts them."""
 
     text: str
     tree: ast.expr
@@ -128,7 +128,7 @@ class Expression(Record):
         """Raise Fault (E303) for an unknown name."""
         for name, offset in self.names:
             if name not in names:
-                raise unknown_name(name, names, offset)
+                raise unknown_name(name, names, _character(self.text, offset))
 
     def evaluate(self, names: Mapping[str, Any], is_condition: bool = False) -> Any:
         """Return the value, or UNKNOWN if a name is UNKNOWN. Raises Fault (E303, E502, E503, E504).
@@ -169,6 +169,12 @@ def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
         lambda: f"{name} is a function: {name}(…)" if name in FUNCTIONS else did_you_mean(name, known),
         lambda: f"one of {listing(sorted(known))}" if known else "a number",
     )
+
+
+def _character(text: str, offset: int) -> int:
+    """Return the offset of a character in the text from that of its byte in the stripped text, which Python counts."""
+    stripped = text.lstrip()
+    return len(text) - len(stripped) + len(stripped.encode()[:offset].decode(errors="ignore"))
 
 
 def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:

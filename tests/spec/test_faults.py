@@ -191,3 +191,29 @@ def test_a_removed_fault_does_not_hide_another() -> None:
     report.fault(Fault("E209", "heads is too small"), heads, causes=[heads], values=[heads])
     report.fault(Fault("E209", "the width is too small"), use)
     assert [d.message for d in report.diagnostics] == ["1 / dim", "heads is too small", "the width is too small"]
+
+
+@pytest.mark.parametrize(
+    ("written", "marked"),
+    [
+        ("dimm * 2", "dimm"),
+        ("'   dimm * 2'", "dimm"),
+        ("&w dimm * 2", "dimm"),
+        ("&dimm  '2 * dimm'", "dimm"),
+        ("8 if order != 'ééé' and dimm else 4", "dimm"),
+        (r'"\t2 * dimm"', r'"\t2 * dimm"'),
+        ("'8 if order != ''a'' and dimm else 4'", "'8 if order != ''a'' and dimm else 4'"),
+        ("(2 +\n          dimm)", "(2 +"),
+        (r'''"(order=='ééé' or\n            dimm)"''', r'''"(order=='ééé' or\n            dimm)"'''),
+    ],
+)
+def test_an_unknown_name_in_an_expression_is_marked(written: str, marked: str) -> None:
+    """If the text is written with escapes or in several lines, the whole text is marked."""
+    head = "seqblocks: 1\nlet: {order: b}\nmodel: {input: {features: 8}, steps: [linear: {features: "
+    with pytest.raises(SpecError) as caught:
+        check.load_text(f"{head}{written}}}]}}")
+    (fault,) = caught.value.diagnostics
+    source, carets = str(caught.value).splitlines()[3:5]
+    start = carets.index("^")
+    assert (fault.code, source[start : start + carets.count("^")]) == ("E303", marked)
+    assert start >= source.rindex(marked)
