@@ -62,6 +62,31 @@ def test_independent_faults_are_reported_together(monkeypatch: pytest.MonkeyPatc
     assert codes("several_independent_faults", monkeypatch) == ["E102", "E201", "E301", "E302", "E303"]
 
 
+@pytest.mark.parametrize(
+    ("step", "codes"),
+    [
+        ("parallel: {merge: bogus, branches: [{a: [{linearr: 3}]}, {b: [{gate: {by: nowhere}}]}]}", "E208 E301 E302"),
+        ("parallel: {merge: bogus, branches: [{a: [silu]}, {a: [{linearr: 3}]}]}", "E208 E304 E301"),
+        ("parallel: {merge: bogus, branches: [{a: [{gate: {by: input}}, {head_norm: {heads: 5}}]}]}", "E208"),
+        ("parallel: {merge: bogus, branches: []}", "E208 E203"),
+        ("parallel: {bogus: 3, branches: [{a: [{linearr: 3}]}]}", "E201 E301"),
+        ("parallel: {branches: [{a b: [{linearr: 3}]}, {b: 3}, [gelu]]}", "E207 E301 E203 E203"),
+        ("parallel: {merge: concat, branches: [{a: [linear: 4]}, {a: [linear: 4]}]}, gate: {by: input}", "E304"),
+        ("residual: {drop_path: bogus, steps: [{linearr: 3}]}", "E303 E301"),
+        ("residual: {drop_path: bogus, steps: 3}", "E303 E203"),
+        ("scan: {order: bogus, steps: [{linearr: 3}]}", "E208 E301"),
+        ("experts: {count: 1, steps: [{linearr: 3}]}", "E209 E301"),
+        ("repeat: {times: bogus, steps: [{linearr: 3}]}", "E303 E301"),
+        ("repeat: {pattern: m*, m: [{linearr: 3}]}", "E601 E301"),
+        ("repeat: {pattern: m, m: [silu], steps: 3}", "E210"),
+    ],
+)
+def test_faults_in_the_steps_of_a_combinator_with_a_fault(step: str, codes: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
+    assert [d.code for d in caught.value.diagnostics] == codes.split()
+
+
 def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes("one_fault_in_48_layers", monkeypatch) == ["E401"]
 

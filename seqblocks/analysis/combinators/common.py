@@ -14,26 +14,33 @@ from seqblocks.analysis.steps import lower_inside, lowers
 from seqblocks.analysis.values import read_arguments
 from seqblocks.analysis.wires import read_port, wire_at
 from seqblocks.combinators import Combinator
-from seqblocks.language.document import Sequence
+from seqblocks.language.document import Node, Sequence
 from seqblocks.op import Port
 
 Combine = Callable[[Context, Step, Any, int], graph.Node | None]
+Check = Callable[[Context, Node, int], object]
 
 
-def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
-    """Register the function that creates the node of a combinator from its arguments and its input value."""
+def combines(cls: type[Combinator], check: Check = lower_inside) -> Callable[[Combine], Combine]:
+    """Register the function that creates the node of a combinator from its arguments and its input value.
+
+    check: reports faults in an argument that holds steps, if that function did not lower them. It may raise Fault.
+    """
 
     def register(function: Combine) -> Combine:
         @lowers(cls)
         def lower(ctx: Context, step: Step, cls: type[Combinator]) -> graph.Node | None:
             x = _read_input(ctx, step, cls)
             arguments = read_arguments(ctx, step, cls)
+            if arguments is None:
+                _check_steps(ctx, step, cls, check)
+                return None
             steps = ctx.run.steps
             try:
-                return None if arguments is None else function(ctx, step, arguments, x)
+                return function(ctx, step, arguments, x)
             finally:
                 if ctx.run.steps == steps:
-                    check_steps(ctx, step, cls)
+                    _check_steps(ctx, step, cls, check, only_lists=True)
 
         return function
 
@@ -50,11 +57,16 @@ def _read_input(ctx: Context, step: Step, cls: type[Combinator]) -> int:
     return values[0]
 
 
-def check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
-    """Check the steps of a combinator whose own arguments are UNKNOWN, or that does not run them."""
+def _check_steps(ctx: Context, step: Step, cls: type[Combinator], check: Check, only_lists: bool = False) -> None:
+    """Check the steps of a combinator if one of its other arguments is UNKNOWN, or if it does not run them.
+
+    only_lists: do not report that something else is in their place, which was reported.
+    """
     names = Names(ctx.names)
     names.incomplete = cls.open_keys  # the name of the index is unknown too
+    ctx = ctx._replace(names=names)
     x = ctx.run.unknown()
     for key, (_, node) in step.fields.items():
-        if isinstance(node, Sequence) and (key == "steps" or (cls.open_keys and key not in cls.model_fields)):
-            lower_inside(ctx, node, x, names=names)
+        is_list, is_word = isinstance(node, Sequence), cls.open_keys and key not in cls.model_fields
+        if (key in cls.holds and not only_lists) or (is_list and (key in cls.holds or is_word)):
+            check(ctx, node, x)

@@ -17,16 +17,8 @@ from seqblocks.widths import ids_have_no_features
 _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
 
-@combines(Parallel)
-def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
-    """Return the node. Raises Fault if there is no branch (E203), or if results cannot be merged (E403, E406)."""
-    bodies = _bodies(ctx, arguments.branches, x)
-    results = {name: ctx.run.types[body.result] for name, body in bodies.items()}
-    merged = _merged(arguments.merge, results)
-    return make_node(ctx, step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
-
-
 def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
+    """Lower the branches, and return those without faults in their names. Raises Fault (E203) if there is none."""
     if not isinstance(branches, Sequence) or not branches.items:
         found = "an empty list" if isinstance(branches, Sequence) else kind_of(branches)
         hint = "[{left: [silu]}, {right: [gelu]}]"
@@ -38,19 +30,31 @@ def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
         name, steps = _branch(ctx, item)
         if name in bodies:
             ctx.report(Fault("E304", f"two branches are named {quote(name)}"), item.span)
-        elif name:
+            name = ""
+        if name:
             bodies[name] = lower_inside(ctx, steps, x, name)
+        elif isinstance(steps, Sequence):
+            lower_inside(ctx, steps, x)
     return bodies
 
 
-def _branch(ctx: Context, item: Node) -> tuple[str, Node]:
-    """Return the name and the steps of a branch; the name is empty after a fault."""
+@combines(Parallel, check=_bodies)
+def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
+    """Return the node. Raises Fault if there is no branch (E203), or if results cannot be merged (E403, E406)."""
+    bodies = _bodies(ctx, arguments.branches, x)
+    results = {name: ctx.run.types[body.result] for name, body in bodies.items()}
+    merged = _merged(arguments.merge, results) if len(bodies) == len(arguments.branches.items) else None
+    return make_node(ctx, step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
+
+
+def _branch(ctx: Context, item: Node) -> tuple[str, Node | None]:
+    """Return the name and the steps of a branch: no name after a fault in it, and no steps if there are none."""
     if isinstance(item, Mapping) and len(item.entries) == 1:
         ((name, span, steps),) = list(item)
         return (name, steps) if may_be_name(ctx, name, span) else ("", steps)
     fault = Fault("E203", "a branch is written `name: [steps]`", found=kind_of(item), hint="- left: [silu]")
     ctx.report(fault, item.span)
-    return "", item
+    return "", None
 
 
 def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
