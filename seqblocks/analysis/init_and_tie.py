@@ -33,7 +33,7 @@ def initialised(
         report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
     if "init" not in step.common:
         return declared
-    return with_initialisers(ctx, step, declared, op is not None, lambda: sorted(_possible(op, wires)) if op else ())
+    return with_initialisers(ctx, step, declared, is_typed, lambda: sorted(_possible(op, wires)) if op else ())
 
 
 def _possible(op: Op, wires: Sequence[Wire | None]) -> set[str]:
@@ -82,7 +82,7 @@ def with_initialisers(
     """
     node = step.get("init")
     if not isinstance(node, Mapping):
-        if node is not None:
+        if node is not None and (parameters or not known):  # otherwise there is nothing to initialise: reported
             _report_no_mapping(ctx, node, next(iter(parameters), "weight"))
         return parameters
     out = dict(parameters)
