@@ -11,7 +11,7 @@ def must_divide(value: int, width: int, what: str, of: str, at: str | None = Non
     if value <= 0 or width % value:
         raise Fault(
             "E401",
-            f"{what} {value} does not divide {of} {width}",
+            f"{what} ({value}) must divide {of} ({width})",
             at=at or what,
             hint=lambda: divisors_near(width, value),
         )

@@ -139,7 +139,8 @@ def _grid(ctx: Context, node: Node | None) -> Any:
     """Read a size: `224` or `[rows, columns]`."""
     if isinstance(node, Sequence):
         if len(node.items) != 2:
-            ctx.report(Fault("E203", "two numbers: [rows, columns]", found=f"{len(node.items)} of them"), node.span)
+            message, count = "a size must be one number or two, [rows, columns]", len(node.items)
+            ctx.report(Fault("E203", message, found=f"{count} number{'s' if count != 1 else ''}"), node.span)
             return UNKNOWN
         pair = [_positive(ctx, item) for item in node.items]
         return UNKNOWN if UNKNOWN in pair else tuple(pair)

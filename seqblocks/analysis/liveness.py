@@ -59,8 +59,10 @@ def unused(node: Node, body: Graph) -> Fault:
 def unused_parts(node: Node, names: list[str]) -> Fault:
     """Return the fault of a step with unused outputs."""
     parts = f"{listing(f'`{name}`' for name in names)}, {'a part' if len(names) == 1 else 'parts'} of {_shown(node)}"
-    message = f"nothing uses {parts}: what makes {'it' if len(names) == 1 else 'them'} would never be trained"
-    return Fault("W902", message, hint="read it in a later step, by `from:` or a port, or reduce the width of the step")
+    them = "it" if len(names) == 1 else "them"
+    message = f"nothing uses {parts}: the parameters that compute {them} would never be trained"
+    hint = f"read {them} in a later step, by `from:` or a port, or reduce the width of the step"
+    return Fault("W902", message, hint=hint)
 
 
 def without_gradient(node: Node, body: Graph) -> Fault:

@@ -133,7 +133,8 @@ def _report_no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> tup
 def _no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> Fault:
     needed = [each.name for each in cls.ports if not (each.main or each.optional)]
     if len(needed) == 1 or any(name in step.fields for name in needed):
-        hint = f"{port.name}: {port.name}" if port.name in ctx.body.wires else f"{port.name}: the wire to read"
+        hint = f"add `{port.name}: WIRE`, the name of the wire to read"
+        hint = f"{port.name}: {port.name}" if port.name in ctx.body.wires else hint
         return Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint)
 
     def layer() -> str:

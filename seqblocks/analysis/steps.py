@@ -250,4 +250,5 @@ def spend(ctx: Context, effort: int) -> None:
     run.effort += effort
     if run.effort > MAX_EFFORT and not run.full:
         run.full = True
-        raise Fault("E104", "the layers of the model have too many arguments", expected=f"at most {MAX_EFFORT:,}")
+        hint = "use fewer layers or shorter expressions"
+        raise Fault("E104", "the model's layers take too long to analyse", hint=hint)

@@ -72,7 +72,7 @@ class LinearAttention(Op):
         times = f" times writes, {self.writes}" if self.writes > 1 else ""
         must_match("k", k, self.writes * q.features, f"the width of q{times}")
         must_divide(self.heads, self.of_values, "heads", "value_heads", at="value_heads")
-        what = ("value_heads" if self.value_heads else "heads") + times
+        what = ("value_heads" if self.value_heads else "heads") + (" times writes" if times else "")
         must_divide(self.writes * self.of_values, v.features, what, "the width of v", at="v")
         wires = dict(zip(("decay", "beta", "a", "b"), others, strict=True))
         self.check_ports(wires)
@@ -102,7 +102,7 @@ class LinearAttention(Op):
                 rule = next(rule for rule, names in OF_RULES.items() if name in names)
                 raise Fault("E411", f"rule {self.rule} does not take `{name}`", at=name, hint=f"rule: {rule}")
             if name in needed and not wires[name]:
-                hint = f"{name}: the wire to read"
+                hint = f"add `{name}: WIRE`, the name of the wire to read"
                 raise Fault("E411", f"rule {self.rule} needs the input '{name}'", at="rule", hint=hint)
         if wires["decay"] and self.fixed_decay != "none":
             raise Fault("E210", "the decay is set twice: by a wire and by `fixed_decay`", at="fixed_decay")

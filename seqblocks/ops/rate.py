@@ -14,7 +14,7 @@ def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
     if isinstance(x.length, int) and x.length % factor:
         near = max(x.length // factor, 1) * factor
         hint = f"lengths that work: {near}, {near + factor}"
-        raise Fault("E401", f"{at} {factor} does not divide {x.length} tokens", at=at, hint=hint)
+        raise Fault("E401", f"{at} ({factor}) must divide the number of tokens ({x.length})", at=at, hint=hint)
     return x.at_rate(x.rate * factor)
 
 

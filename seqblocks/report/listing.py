@@ -11,7 +11,7 @@ from seqblocks.combinators import Order
 from seqblocks.errors import visible
 from seqblocks.graph import Graph, ModelSpec, Node
 
-DIRECTIONS = frozenset(map(graph.direction_name, get_args(Order)))  # no step is called so
+DIRECTIONS = frozenset(map(graph.direction_name, get_args(Order)))  # no step has such a name
 
 Notes = dict[str, str]  # text appended to the line of a step or a parameter, by its path
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqblocks import graph
-from seqblocks.analysis import check
+from seqblocks.analysis import check, steps
 from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
 from tests.spec import hostile
 
@@ -91,3 +91,12 @@ def test_an_answer_takes_seconds(name: str) -> None:
     if name in ACCEPTED:
         assert not found, [each.message for each in found]
     assert peak() - before < BYTES
+
+
+def test_layers_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MAX_EFFORT", 100)
+    with pytest.raises(SpecError) as caught:
+        check.load_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [repeat: {times: 99, steps: [silu]}]}")
+    (fault,) = caught.value.diagnostics
+    assert (fault.code, fault.message) == ("E104", "the model's layers take too long to analyse")
+    assert (fault.hint, fault.expected) == ("use fewer layers or shorter expressions", None)
