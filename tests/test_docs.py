@@ -72,6 +72,19 @@ def test_places_in_the_tree_exist() -> None:
     assert not [place for place in places if not (ROOT / place).exists()]
 
 
+def test_positions_in_the_walk_through() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"the line `(.+)`, in line 12 of a spec", page)
+    root = document.parse(Source.of("", "\n" * 11 + " " * 6 + line), Report())
+    assert isinstance(root, document.Sequence)
+    (step,) = root.items
+    assert isinstance(step, document.Mapping)
+    arguments = step.get("mlstm")
+    assert isinstance(arguments, document.Mapping)
+    key, _ = arguments.entries["heads"]
+    assert re.findall(r"12:\d+", page) == [f"{span.line}:{span.column}" for span in (step.span, arguments.span, key)]
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if any(k == "yaml" for k, _, _ in blocks(p))], ids=ids)
 def test_yaml(page: Path) -> None:
     primitives = [code for kind, code, _ in blocks(page) if kind == "python" and "@primitive(" in code]
