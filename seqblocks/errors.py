@@ -13,7 +13,8 @@
     PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
-`Diagnostic`.
+`Diagnostic`. The words of a fault are written next to its check, in `ops/`, `analysis/` or `language/`: search for its
+code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules of steps with `share:`, which use the parameters of another step.
+"""Modules of steps with `share:`, which use the parameters of another step; and parameters tied by `tie:`.
 
 Such modules have no parameters. They hold an unregistered reference to the module that owns the parameters and
 read them in each call, so that replacing a parameter of the owner affects all of them.
