@@ -109,7 +109,7 @@ def _module(request: Request) -> ModuleType:
         if isinstance(error, KeyboardInterrupt) and op.interrupts_raise():
             raise
         if not is_file and _not_found(error, name):
-            raise UsageError(f"{request}: there is no such module; {_import_hint(request)}") from None
+            raise UsageError(f"{request}: {_import_hint(request)}") from None
         at = f" at {where}" if (where := place(error)) else ""
         hint = "fix the error there; --traceback shows the traceback"
         if isinstance(error, ModuleNotFoundError):
@@ -153,9 +153,13 @@ def _not_found(error: BaseException, name: str) -> bool:
 
 
 def _import_hint(request: Request) -> str:
+    """Return why a module was not found, and what to write instead."""
     if Path(f"{request.name}.py").is_file():
-        return f"write a file with its extension: {request}.py"
-    return "searched the current folder and installed modules; to import a file, write its path, such as my_ops.py"
+        return f"there is no such module; write a file with its extension: {request}.py"
+    if Path(request.name).is_file():
+        return "a file must be Python code, with the extension .py"
+    where = "searched the current folder and installed modules"
+    return f"there is no such module; {where}; to import a file, write its path, such as my_ops.py"
 
 
 def failed_primitive(error: BaseException) -> str | None:

@@ -175,7 +175,7 @@ def _choice(text: str) -> tuple[str, str, str] | None:
         raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
     match syntax_tree(text):
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return ast.unparse(test), ast.unparse(body), ast.unparse(orelse)
+            return _written(text, test), _written(text, body), _written(text, orelse)
     return None
 
 
@@ -186,8 +186,8 @@ def _call(text: str) -> tuple[str, dict[str, str]]:
         case ast.Name(id=name):
             numbers: list[tuple[str | None, str]] = []
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            numbers = [(None, ast.unparse(each)) for each in args]
-            numbers += [(each.arg or "**", ast.unparse(each.value)) for each in keywords]
+            numbers = [(None, _written(text, each)) for each in args]
+            numbers += [(each.arg or "**", _written(text, each.value)) for each in keywords]
         case _:
             raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
     allowed = [*INITIALISERS, DEFAULT.name]
@@ -200,6 +200,12 @@ def _call(text: str) -> tuple[str, dict[str, str]]:
         )
     arguments = INITIALISERS[name].arguments if name in INITIALISERS else ()
     return name, _by_name(name, dict(arguments), numbers)
+
+
+def _written(text: str, part: ast.expr) -> str:
+    """Return a part of an initialiser as it is written, if it is on one line."""
+    written = ast.get_source_segment(text.strip(), part) or ""
+    return written if len(written.splitlines()) == 1 else ast.unparse(part)
 
 
 def _by_name(

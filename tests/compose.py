@@ -145,9 +145,11 @@ class Composer(Mixers, Rates, Contexts):
         count = self.chance.randint(1, 4)
         top = self.chance.randint(1, count)
         inside = self.inner(body, self.chance.randint(0, 2), alone=True)
+        score = self.chance.choice(["softmax", "sigmoid"])
         self.add_maybe(
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
-            score=self.chance.choice(["softmax", "sigmoid"]), normalize=self.chance.choice([None, top > 1, False]),
+            score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (E419)
+            normalize=self.chance.choice([None, top > 1, False]),
             corrected=self.chance.choice([None, None, True]),
         )  # fmt: skip
 

@@ -264,14 +264,33 @@ def _has_misspelt_verb(ctx: Context, body: Body, name: str) -> bool:
     return any(verb not in ctx.passed and find_verb(ctx.file, verb) is None for verb in close)
 
 
+def step_called(body: Body, name: str) -> Step | None:
+    """Return the step with this name in a list of steps, except the current one."""
+    if not body.named:
+        body.named = {each.name: each for each in reversed(body.steps)}
+    found = body.named.get(name)
+    return None if found is body.current else found
+
+
+def step_left_out(body: Body, name: str) -> Step | None:
+    """Return the step with this name whose condition is false, or None if there is none."""
+    found = step_called(body, name)
+    return found if found and body.conditions.get(id(found)) is False else None
+
+
 def _no_step(ctx: Context, name: str) -> Fault:
-    def hint() -> str:
+    """Return the fault of a name that is not a step above. The step may be left out."""
+    if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
+        message, hint = f"{quote(name)} is left out, so it has no parameters to tie to", "tie to a step that is present"
+        return Fault("E312", message, hint=hint, notes=[Note("its condition is false", absent.span)])
+
+    def suggest_name() -> str:
         known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
         if name == "model":
             return "leave out `model.`: names begin at this list of steps, or at an enclosing one"
         return did_you_mean(name, known) or "tie to a step above this one"
 
-    return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)
+    return Fault("E312", f"there is no step {quote(name)} to tie to", hint=suggest_name)
 
 
 def _no_target(tie: _Tie, names: list[str]) -> Fault:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.init_and_tie import bodies_around, may_be_step
+from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, step_called, step_left_out
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
@@ -154,8 +154,8 @@ def _note_at(name: str, span: Span) -> Note:
 def _no_step(ctx: Context, step: Step, name: str) -> Fault:
     """Return the fault of a name that is not a step above: the step may be below, or left out."""
     for body in bodies_around(ctx):
-        same = _step_called(body, name)
-        if same and body.conditions.get(id(same)) is False:
+        same = step_called(body, name)
+        if same and step_left_out(body, name):
             message = f"{quote(name)} is left out, so its parameters cannot be shared"
             hint = f"give {step.name} the same `when`, or share with a step that is present"
             return Fault("E320", message, at="share", hint=hint, notes=[Note("its condition is false", same.span)])
@@ -174,14 +174,6 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
         return did_you_mean(name, [*known, *words]) or inside
 
     return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=suggest_name)
-
-
-def _step_called(body: Body, name: str) -> Step | None:
-    """Return the step with this name in a list of steps, except the current one."""
-    if not body.named:
-        body.named = {each.name: each for each in reversed(body.steps)}
-    found = body.named.get(name)
-    return None if found is body.current else found
 
 
 # --- comparing declarations -------------------------------------------------------------------------------------------

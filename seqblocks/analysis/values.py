@@ -116,7 +116,9 @@ def _report_not_a_number(ctx: Context, node: Node, value: Any) -> None:
     """Report an argument that is not a number, or an expression whose value is not."""
     if isinstance(node, Scalar) and isinstance(node.value, str) and value != node.value:
         found = f"{quote(node.value)}, which is {shown_value(value)}"
-        ctx.report(Fault("E203", "expected a number", found=found), node)
+        word = value.partition("*")[0] if isinstance(value, str) else ""
+        hint = partial(did_you_mean, word, ctx.names) if word else None  # it may be a misspelt name in `let:`
+        ctx.report(Fault("E203", "expected a number", found=found, hint=hint), node)
     else:
         ctx.report(Fault("E203", "expected a number or an expression", found=kind_of(node)), node.span)
 
@@ -268,7 +270,7 @@ def free_value(ctx: Context, node: Node) -> Any:
     assert isinstance(node, Scalar)
     if not isinstance(node.value, str):
         return node.value
-    if (node.text.isidentifier() and node.text not in ctx.names) or _is_pattern(node.text):
+    if _is_new_word(node.text, ctx.names) or _is_pattern(node.text):
         return node.text
     return evaluate(ctx, node.text, node)
 
@@ -291,6 +293,11 @@ def _is_word(text: str) -> bool:
     """Return whether a text is a word of a pattern, such as `m*7`."""
     name, times, count = text.partition("*")
     return name.isidentifier() and name[0].isascii() and (not times or (count.isdecimal() and count.isascii()))
+
+
+def _is_new_word(text: str, names: Container[str]) -> bool:
+    """Return whether a text is a word that is not a name in scope, alone or with a count, such as `m*7`."""
+    return (text.isidentifier() or _is_word(text)) and text.partition("*")[0] not in names
 
 
 def add_let(ctx: Context, let: Mapping | None) -> None:

@@ -426,6 +426,8 @@ class _Reader:
         line, column = mark.line + 1, mark.column + 1
         span = Span(self.source, line, column, line, column + 1)
         if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
+            if escape := self.invalid_escape(problem, span):
+                return escape
             start = error.context_mark  # type: ignore[attr-defined]
             at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
             return Diagnostic("E101", "invalid YAML: the quote that opens here is not closed", at)
@@ -452,6 +454,17 @@ class _Reader:
         if "\t" in text[:column]:
             hint = "indent with spaces: YAML does not allow tabs"
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
+
+    def invalid_escape(self, problem: str, span: Span) -> Diagnostic | None:
+        """Return the diagnostic of an invalid escape in double quotes, or None for another problem."""
+        text = self.source.line(span.line)
+        start = text.rfind("\\", 0, span.column)  # the problem is at the backslash or just after it
+        escape = re.match(r"\\([xuU][0-9a-fA-F]*|.)", text[start:]) if start >= 0 else None
+        if escape is None or not re.search("escape|hexa?decimal", problem):
+            return None
+        at = Span(self.source, span.line, start + 1, span.line, start + 1 + len(escape[0]))
+        hint = "use single quotes, in which a backslash is an ordinary character, or write it twice"
+        return Diagnostic("E101", f"invalid YAML: {quote(escape[0])} is not an escape in double quotes", at, hint=hint)
 
     def colon(self, line: int) -> tuple[int, int, str] | None:
         """Return (line, column, word) of the word after which a colon is probably missing, here or just above."""

@@ -385,7 +385,7 @@ class Reader:
         found = self._find(name, span, folder)
         if found is None:
             return None
-        key = os.path.abspath(found.path)
+        key = _absolute(found.path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
             self.fault("E307", f"the files use each other: {ring}", span, hint="move the shared blocks to a third file")
@@ -499,6 +499,7 @@ class Reader:
         file.incomplete |= "use" in node.entries or "blocks" in node.entries
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
+        self._no_argument_again(let, args)
         names_in_block = {*args, *(let.entries if let else ())}
         for argument in args.values():
             self._plain_default(argument, names_in_block)
@@ -511,6 +512,16 @@ class Reader:
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, incomplete)
         file.blocks[name] = file.visible[name] = block
+
+    def _no_argument_again(self, let: Mapping | None, args: dict[str, Argument]) -> None:
+        """Report entries in `let:` of a block that have the name of an argument, and drop them."""
+        for name, span, _ in [*(let or ())]:
+            if let and name in args:
+                note = Note("the argument is declared here", args[name].span)
+                message = f"{quote(name)} is already an argument of the block"
+                hint = "give the value another name, or remove the argument"
+                self.report.add(Diagnostic("E309", message, span, notes=(note,), hint=hint))
+                del let.entries[name]
 
     def _check_passed(self, block: Block) -> None:
         """Check that a block runs its arguments of type `steps`, and that their names do not clash with other verbs."""
@@ -607,8 +618,16 @@ def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> S
     tree = document.parse(source, reader.report)
     if tree is not None:
         edit(tree)
-    reader.open.append(os.path.abspath(reader.base / Path(source.name).name))
+    reader.open.append(_absolute(reader.base / Path(source.name).name))
     return reader.read(tree, source, "")
+
+
+def _absolute(path: Path) -> str:
+    """Return an absolute path. A relative one stays relative if the working directory was removed."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        return os.path.normpath(path)
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:

@@ -139,6 +139,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "the same, after two dashes": ("seqblocks check -- -dash.yaml", 0, "-dash.yaml: ok"),
     "a working directory that is gone": ("cd gone; rmdir ../gone; seqblocks check vil_tiny", 0, "ok"),
     "an import from there": ("cd gone; rmdir ../gone; seqblocks check vil_tiny --import x.py", 2, "removed"),
+    "a text from there": ("cd gone; rmdir ../gone; seqblocks check - < ../good.yaml", 0, "ok"),
     "docstrings stripped": ("PYTHONOPTIMIZE=2 seqblocks ops", 0, "layer_norm"),
     "warnings that are errors": ("PYTHONWARNINGS=error seqblocks check good.yaml", 0, "36 parameters"),
     "development mode": ("PYTHONDEVMODE=1 seqblocks check good.yaml", 0, "36 parameters"),

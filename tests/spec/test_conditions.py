@@ -72,7 +72,14 @@ def test_repeats_of_any_number(times: int) -> None:
 
 def test_a_pattern_by_name_has_several_words_and_need_not_use_all() -> None:
     words = "m: [silu], s: [{linear: 8}]"
-    for let, expected in (("{p: m*2 s m s}", 144), ("{p: m m}", 0), ("{q: m s, p: q}", 72)):
+    for let, expected in (("{p: m*2 s m s}", 144), ("{p: m m}", 0), ("{q: m s, p: q}", 72), ("{p: s*3}", 216)):
         assert count(spec(f"[{{repeat: {{pattern: p, {words}}}}}]", let).graph) == expected
     with pytest.raises(SpecError, match="E603"):
         spec("[{repeat: {pattern: m m, " + words + "}}]")
+
+
+def test_a_word_with_a_count_is_a_pattern_unless_the_word_is_a_name() -> None:
+    assert count(spec("[{linear: p}]", "{p: s*2, s: 8}").graph) == 144
+    with pytest.raises(SpecError) as caught:
+        spec("[{linear: wide}]", "{dim: 4, wide: dmi*2}")
+    assert [(d.code, d.hint) for d in caught.value.diagnostics] == [("E203", "did you mean 'dim'?")]

@@ -136,3 +136,13 @@ def test_the_likely_mistake_is_reported(text: str, hint: str) -> None:
         read(text + "\n")
     (fault,) = caught.value.diagnostics
     assert (fault.code, fault.hint) == ("E101", hint)
+
+
+@pytest.mark.parametrize("escape", [r"\q", r"\x4", r"\ud800", r"\U00110000", r"\l"])
+def test_an_invalid_escape_is_not_an_open_quote(escape: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(f'- "a {2 * chr(92)}{escape}, b"\n')
+    (fault,) = caught.value.diagnostics
+    assert fault.message == f"invalid YAML: '{escape}' is not an escape in double quotes"
+    assert fault.span
+    assert (fault.span.column, fault.span.end_column) == (8, 8 + len(escape))

@@ -236,6 +236,7 @@ FAILING = quick_and_slow(
         ("mine", "raise ValueError('a' * 999)\n", "at mine.py:8: ValueError: " + 200 * "a" + "\n"),
         ("mnie.py", "", "there is no such file; did you mean 'mine.py'?"),
         ("sub/helper", "", "there is no such module; write a file with its extension: --import sub/helper.py"),
+        ("spec.yaml", "", "a file must be Python code, with the extension .py"),
         ("", "", "there is no such module"),
     ],
     [

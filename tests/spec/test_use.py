@@ -188,3 +188,14 @@ def test_files_count_together(world: Path) -> None:
         (world / f"f{at}.yaml").write_text(f"seqblocks: 1\n{bomb}{', '.join(['*c'] * 100)}]}}\nblocks: {{}}\n")
     found = faults(top(world, *(f"f{at}.yaml" for at in range(40))))
     assert {d.message for d in found} == {"the used files are too large"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the working directory cannot be removed")
+def test_a_text_in_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = "seqblocks: 1\nuse: [vil]\nmodel: {input: {features: 8}, steps: [silu]}\n"
+    assert check.load_text(text)
+    with pytest.raises(SpecError, match="cannot be read"):
+        check.load_text(text.replace("vil", "./x.yaml"))

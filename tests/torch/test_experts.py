@@ -23,7 +23,7 @@ ROUTES = [
     "count: 5, top: 2, normalize: false",
     "count: 4, top: 1",
     "count: 3, top: 3",
-    "count: 1, top: 1",
+    "count: 1, top: 1, score: sigmoid",
     "count: 6, top: 3, score: sigmoid",
     "count: 6, top: 1, score: sigmoid",
     "count: 6, top: 2, score: sigmoid, corrected: true",

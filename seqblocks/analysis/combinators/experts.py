@@ -37,6 +37,9 @@ def _check_choice(arguments: Experts) -> None:
     if arguments.top > arguments.count:
         message, most = "a token cannot go to more experts than there are", f"at most {arguments.count}, the count"
         raise Fault("E209", message, at="top", expected=most, found=str(arguments.top))
+    if arguments.count == 1 and (arguments.normalize or arguments.score == "softmax"):
+        message = "the score of the only expert is always 1 and the router is never trained"
+        raise Fault("E419", message, at="count", hint="use more experts, or write the steps without `experts`")
     if arguments.top == 1 and arguments.normalize:
         hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
         message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
