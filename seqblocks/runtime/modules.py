@@ -27,7 +27,7 @@ class StepModule(nn.Module):
     """Base of the modules of nodes and bodies: `forward(*tensors, call=call)` returns (output, states)."""
 
     _type: Wire | None = None  # type of the output, from the analysis
-    draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
+    _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
 
 
 class Place(NamedTuple):
@@ -171,7 +171,7 @@ def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
 
 def draws_now(module: nn.Module) -> bool:
     """Return whether some step within a module draws random numbers in its present mode."""
-    return any(each.training and getattr(each, "draws", False) for each in module.modules())
+    return any(each.training and getattr(each, "_draws", False) for each in module.modules())
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class Primitive(StepModule, Holder):
         super().__init__()
         assert node.op is not None
         self.op, self._path = node.op, place.path
-        self.draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
+        self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
         self._stateful = type(node.op).state is not Op.state  # a stateful op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
@@ -73,7 +73,7 @@ class Primitive(StepModule, Holder):
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         parameters, inputs = self._arguments(tensors, call)
-        if self.draws:
+        if self._draws:
             call = call.in_mode(self.training)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}

@@ -23,11 +23,11 @@ class Residual(Body):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._drop_path: float = node.arguments.drop_path
-        self.draws = self._drop_path > 0
+        self._draws = self._drop_path > 0
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         y, states = super()._forward_open(inputs, call, False)
-        if self.draws and self.training:
+        if self._draws and self.training:
             y = drop_samples(y, self._drop_path)
         x = added_up(inputs[0])
         return (Sum(x, y) if leaves else x + y), states
@@ -36,7 +36,7 @@ class Residual(Body):
         y, states = super().forward(*tensors, call=call)
         if call.phase == "context":
             return y, states
-        if self.draws and self.training:
+        if self._draws and self.training:
             y = drop_samples(y, self._drop_path)
         return tensors[0] + y, states
 

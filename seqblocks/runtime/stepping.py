@@ -333,7 +333,7 @@ class Stepper:
                 self._guard.note_numbers(table[name])
 
     def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
-        draws = getattr(module, "draws", False)
+        draws = getattr(module, "_draws", False)
         make = None if is_hooked(module) or (draws and module.training) else PLANNED.get(type(module))
         y = None if make is None else make(self, module, node, inputs, path)
         if y is not None:
