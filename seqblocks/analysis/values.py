@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse, syntax_tree
 from seqblocks.language.spec import is_name
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.language.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, including nested lists
@@ -295,9 +295,13 @@ def _is_word(text: str) -> bool:
     return name.isidentifier() and name[0].isascii() and (not times or (count.isdecimal() and count.isascii()))
 
 
-def _is_new_word(text: str, names: Container[str]) -> bool:
-    """Return whether a text is a word that is not a name in scope, alone or with a count, such as `m*7`."""
-    return (text.isidentifier() or _is_word(text)) and text.partition("*")[0] not in names
+def _is_new_word(text: str, names: Collection[str]) -> bool:
+    """Return whether a text is a word that is not a name in scope, alone or with a count, such as `m*7`.
+
+    A counted word like a name in scope is more likely a misspelt product.
+    """
+    word, star, _ = text.partition("*")
+    return (text.isidentifier() or _is_word(text)) and word not in names and not (star and nearest(word, names))
 
 
 def add_let(ctx: Context, let: Mapping | None) -> None:

@@ -121,7 +121,7 @@ def _check_separate(tensors: Mapping[str, Tensor]) -> None:
     """Raise RunError if two tensors are the same memory, which a saved folder would turn into two."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():
+        if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel() or not _is_whole(tensor):
             continue
         other = names.setdefault(tensor.data_ptr(), name)
         if other != name and tensor.shape == tensors[other].shape:
@@ -170,8 +170,11 @@ def _shards(headers: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
 def _compact(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU, unless the tensor already is one that fills its storage."""
     tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()
+    return tensor if _is_whole(tensor) else tensor.clone()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:

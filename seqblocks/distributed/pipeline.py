@@ -17,7 +17,7 @@ from seqblocks.runtime.call import Call, Grid, Gridded
 from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.modules import Place
+from seqblocks.runtime.modules import Place, take_modes
 from seqblocks.runtime.sharing import connect, tie
 
 
@@ -90,7 +90,8 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
         path, _, leaf = name.rpartition(".")
         stage.get_submodule(path).register_parameter(leaf, model.get_parameter(name))
     stage.tie()
-    return stage.train(model.training)
+    take_modes(stage, model)
+    return stage
 
 
 class Segment(NamedTuple):

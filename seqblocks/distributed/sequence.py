@@ -15,6 +15,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.modules import draws_now
 
 ORDERS = ("forward", "reverse")  # of scans
 BUCKET = 2**25  # gradient elements that are summed in one message
@@ -160,7 +161,7 @@ class SequenceParallel:
         frame = self._inner.frame_size
         if x.shape[1] % frame:
             raise RunError(f"a part of a sequence must contain whole frames of {frame} tokens, not {x.shape[1]} tokens")
-        if self._inner.training and (name := _dropped_samples(self._inner.spec)):
+        if (name := _dropped_samples(self._inner.spec)) and draws_now(self._inner, samples=True):
             raise RunError(
                 f"{name} drops whole samples at random, but each rank would drop different ones: "
                 "set its probability to 0, or call model.eval()"

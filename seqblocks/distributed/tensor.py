@@ -17,6 +17,7 @@ from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
 from seqblocks.errors import UsageError
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.modules import take_modes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shards import Parts, assign, is_sharded
 from seqblocks.runtime.sums import added_up
@@ -45,7 +46,8 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     local._parts = Parts(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.cuts, plan.whole)
     _exchange(local, plan, mesh.get_group())
     _take_weights(local, model)
-    return local.train(model.training)
+    take_modes(local, model)
+    return local
 
 
 def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:

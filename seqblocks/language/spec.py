@@ -6,6 +6,7 @@ analysed in `seqblocks/analysis`, once the numbers are known.
 
 from __future__ import annotations
 
+import copy
 import keyword
 import os
 import re
@@ -499,7 +500,7 @@ class Reader:
         file.incomplete |= "use" in node.entries or "blocks" in node.entries
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
-        self._no_argument_again(let, args)
+        let = self._no_argument_again(let, args)
         names_in_block = {*args, *(let.entries if let else ())}
         for argument in args.values():
             self._plain_default(argument, names_in_block)
@@ -513,15 +514,19 @@ class Reader:
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, incomplete)
         file.blocks[name] = file.visible[name] = block
 
-    def _no_argument_again(self, let: Mapping | None, args: dict[str, Argument]) -> None:
-        """Report entries in `let:` of a block that have the name of an argument, and drop them."""
-        for name, span, _ in [*(let or ())]:
-            if let and name in args:
+    def _no_argument_again(self, let: Mapping | None, args: dict[str, Argument]) -> Mapping | None:
+        """Return `let:` of a block without entries that have the name of an argument, which are reported."""
+        if let is None or not args.keys() & let.entries.keys():
+            return let
+        for name, span, _ in let:
+            if name in args:
                 note = Note("the argument is declared here", args[name].span)
                 message = f"{quote(name)} is already an argument of the block"
                 hint = "give the value another name, or remove the argument"
                 self.report.add(Diagnostic("E309", message, span, notes=(note,), hint=hint))
-                del let.entries[name]
+        others = copy.copy(let)  # another block may use the same mapping by an alias
+        others.entries = {name: entry for name, entry in let.entries.items() if name not in args}
+        return others
 
     def _check_passed(self, block: Block) -> None:
         """Check that a block runs its arguments of type `steps`, and that their names do not clash with other verbs."""

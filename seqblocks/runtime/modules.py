@@ -28,6 +28,7 @@ class StepModule(nn.Module):
 
     _type: Wire | None = None  # type of the output, from the analysis
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
+    _drops_samples = False  # whether it drops whole samples then
 
 
 class Place(NamedTuple):
@@ -169,9 +170,20 @@ def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
     return wide
 
 
-def draws_now(module: nn.Module) -> bool:
-    """Return whether some step within a module draws random numbers in its present mode."""
-    return any(each.training and getattr(each, "_draws", False) for each in module.modules())
+def draws_now(module: nn.Module, samples: bool = False) -> bool:
+    """Return whether some step within a module draws random numbers in its present mode.
+
+    samples: whether only steps that drop whole samples count.
+    """
+    flag = "_drops_samples" if samples else "_draws"
+    return any(each.training and getattr(each, flag, False) for each in module.modules())
+
+
+def take_modes(module: nn.Module, source: nn.Module) -> None:
+    """Set the training mode of a module and of all within it to that of the one with the same name in another."""
+    modes = {name: each.training for name, each in source.named_modules()}
+    for name, each in module.named_modules():
+        each.training = modes.get(name, source.training)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ class Residual(Body):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._drop_path: float = node.arguments.drop_path
-        self._draws = self._drop_path > 0
+        self._draws = self._drops_samples = self._drop_path > 0
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         y, states = super()._forward_open(inputs, call, False)

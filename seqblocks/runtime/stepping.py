@@ -339,10 +339,13 @@ class Stepper:
         if y is not None:
             self._guard.note_bypassed(module)
             if draws:
-                self._guard.note_evaluation(module)
+                self._note_evaluation(module)
             return y
         timed = [has_tokens(self._types[value]) for value in node.reads]
         return self._call_module(module, node, timed, has_tokens(node.type), inputs, path)
+
+    def _note_evaluation(self, module: nn.Module) -> None:
+        self._guard.note_evaluation(module)
 
     def _call_module(
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path

@@ -39,6 +39,10 @@ class TracedStepper(Stepper):
         self.may_break = self.may_break or _runs_code_of_users(child)
         return child
 
+    def _note_evaluation(self, module: nn.Module) -> None:
+        """Leave the token to the modules once a step is in training mode. A compiler guards the mode that is read."""
+        self._source.add(f"if {self._source.constant(module.__dict__)}['training']: return None")
+
     def _one_product(
         self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
     ) -> dict[int, str] | None:

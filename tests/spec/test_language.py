@@ -613,3 +613,16 @@ def test_a_hint_offers_several_parameters_of_orders(order: str, hint: str) -> No
     with pytest.raises(SpecError) as caught:
         model(f"{{scan: {{order: {order}, init: {{linear.bias: ones}}, steps: [linear: {{features: 8}}]}}}}")
     assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [("E201", hint)]
+
+
+def test_a_let_that_two_blocks_share_loses_no_entry_to_an_argument_of_one() -> None:
+    text = """
+seqblocks: 1
+blocks:
+  f: {args: {n: 8}, let: &shared {n: 4}, steps: [{linear: {features: n}}]}
+  g: {let: *shared, steps: [{linear: {features: n}}]}
+model: {input: {features: 8}, steps: [{f: {}}, {g: {}}]}
+"""
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text)
+    assert [each.code for each in caught.value.diagnostics] == ["E309"]

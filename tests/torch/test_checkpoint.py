@@ -576,3 +576,12 @@ def test_a_tensor_of_two_steps_that_the_spec_does_not_tie_is_refused(tmp_path: P
     with pytest.raises(seqblocks.RunError, match=r"other\.weight and linear\.weight are one tensor, but the spec"):
         seqblocks.save(model, tmp_path / "saved")
     assert not [*tmp_path.iterdir()]
+
+
+def test_views_of_one_tensor_are_saved_as_two(tmp_path: Path) -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: 8}, {linear: {features: 8, name: other}}]}"
+    model = seqblocks.build_text(text)
+    model.other.weight.data = model.linear.weight.data.t()
+    seqblocks.save(model, tmp_path / "saved")
+    loaded = load(tmp_path / "saved")
+    assert torch.equal(loaded.other.weight, model.linear.weight.t())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks.distributed import pipeline_stage
 
 SPECS = {
     "dropout": ("{dropout: {p: 0.5}}", "dropout"),
@@ -44,3 +45,27 @@ def test_a_step_follows_its_own_mode(name: str, how: str) -> None:
     assert draws(model, how)
     own.eval()
     assert not draws(model, how)
+
+
+@pytest.mark.parametrize("name", ["dropout", "residual"])
+def test_a_compiled_step_follows_the_mode_too(name: str) -> None:
+    text, module = SPECS[name]
+    model = build(text).eval()
+    x, state = torch.randn(32, 64), model.init_state(32)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, state: model.step(x, state)[0], backend="eager", fullgraph=True)
+    with torch.no_grad():
+        found = []
+        for training in (False, True, False):
+            model.get_submodule(module).train(training)
+            found.append(torch.equal(step(x, state), step(x, state)))
+    assert found == [True, False, True]
+
+
+def test_a_stage_of_a_pipeline_takes_the_modes_of_its_steps() -> None:
+    model = build(SPECS["dropout"][0]).train()
+    model.dropout.eval()
+    stage = pipeline_stage(model, 0, 1)
+    modes = {name: module.training for name, module in stage.named_modules()}
+    assert modes["dropout"] is False
+    assert modes[""] is modes["linear"] is True
