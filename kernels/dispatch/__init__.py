@@ -53,9 +53,9 @@ def choose(
 ) -> Callable[..., Any]:
     """Return the function to run for a call.
 
-    inputs: the op's tensors by name, in the order of its arguments. sizes: those of "batch",
-    "length" and "rows" that launches depend on. facts: the keyword arguments of `can`, `tiles` and `example`; device and index are taken
-    from the inputs.
+    inputs: the op's tensors by name, in the order of its arguments.
+    sizes: those of "batch", "length" and "rows" that launches depend on.
+    facts: the keyword arguments of `can`, `tiles` and `example`; device and index are taken from the inputs.
 
     Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
     """
