@@ -13,7 +13,7 @@ from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, visible
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
 def code(options: argparse.Namespace) -> int:
     """Print the meaning of a code, with an example and its fix."""
-    from seqblocks.language.codes import CODES, text
+    from seqblocks.messages.codes import CODES, text
 
     name = options.what.upper()
     if name not in CODES:

@@ -14,7 +14,7 @@ from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.report.reference import Verb

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from seqblocks import graph
 from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import Graph, ModelSpec
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import State
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree, unknown_name
-from seqblocks.language.suggestions import did_you_mean, instead_of
+from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
 
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32

@@ -13,7 +13,7 @@ from seqblocks.analysis.translation import HOLE, Translator, index_pattern
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 

@@ -13,7 +13,7 @@ from seqblocks.analysis.step import Step, find_verb
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
-from seqblocks.language.suggestions import did_you_mean, key_hint, nearest
+from seqblocks.messages.suggestions import did_you_mean, key_hint, nearest
 from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record

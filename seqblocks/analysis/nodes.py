@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
@@ -15,7 +15,6 @@ from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
 from seqblocks.types import Origin, Wire
-from seqblocks.widths import ids_have_no_features
 
 # A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
 # tests/torch/test_module.py compares the list with both.
@@ -138,7 +137,7 @@ def _outputs(
         define_wire(ctx, node.value, node.span)
         return [wire], [node.value], ()
     if wire and wire.kind == "tokens" and isinstance(node, Sequence | Mapping):
-        ctx.report(ids_have_no_features(wire, "split", "the result"), node.span)
+        ctx.report(messages.wires.ids_have_no_features(wire, "split", "the result"), node.span)
         wire = None
     if isinstance(node, Mapping) and node.entries:
         labels, widths = _named_widths(ctx, node, wire)

@@ -14,7 +14,7 @@ from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.language.suggestions import key_hint, missing_colon, nearest
+from seqblocks.messages.suggestions import key_hint, missing_colon, nearest
 from seqblocks.op import Op
 
 MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow

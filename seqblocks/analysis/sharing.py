@@ -14,7 +14,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 
 Table = dict[str, Named]  # parameters by their relative names in a step or a layer
 

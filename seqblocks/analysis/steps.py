@@ -22,7 +22,7 @@ from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.language.spec import Argument, bundled
-from seqblocks.language.suggestions import instead_of, key_hint, nearest
+from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
 MAX_STEPS = 50_000

@@ -21,7 +21,7 @@ from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse, syntax_tree
 from seqblocks.language.spec import is_name
-from seqblocks.language.suggestions import did_you_mean, nearest
+from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, including nested lists

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from seqblocks import messages
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step
-from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.errors import Fault
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
-from seqblocks.language.suggestions import did_you_mean
 from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive
-from seqblocks.types import Wire, show_axes
-from seqblocks.widths import ids_have_no_features
+from seqblocks.types import Wire
 
 Values = tuple[int, ...]  # value numbers: several if a port joins wires
 
@@ -22,7 +21,7 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
     entry = step.fields.get(port.name)
     given = step.common.get("from") if port.main else None
     if entry and given:
-        raise Fault("E210", f"the input is given twice: as `from` and as `{port.name}`", at=port.name)
+        raise messages.wires.given_twice(port.name)
     entry = entry or given
     if entry:
         return read_wires(ctx, entry[1], port.joins)
@@ -32,9 +31,7 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         return (ctx.run.unknown(),)
     last = ctx.body.last
     if last and len(last.outputs) > 1:
-        labels = listing(ctx.run.labels[value] for value in last.outputs)
-        message = f"the step above has {len(last.outputs)} outputs: select one with `from`"
-        raise Fault("E313", message, expected=f"from: one of {labels}")
+        raise messages.wires.several_outputs([ctx.run.labels[value] for value in last.outputs])
     return (ctx.body.value,)
 
 
@@ -44,19 +41,15 @@ def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
         return (_wire(ctx, node),)
     if joins and node.items:
         return tuple(_wire(ctx, item) for item in node.items)
-    fault = Fault("E411", "the list of wires is empty")
-    if not joins:
-        names = listing(item.text for item in node.items if isinstance(item, Scalar))
-        hint = f"join them in a step above, `linear: {{from: [{names}], features: …}}`, and read its output"
-        fault = Fault("E410", "this input takes a single wire, not a list", hint=hint)
-    ctx.report(fault, node.span)
+    names = (item.text for item in node.items if isinstance(item, Scalar))
+    ctx.report(messages.wires.empty_list() if joins else messages.wires.one_wire_only(names), node.span)
     return (ctx.run.unknown(),)
 
 
 def _wire(ctx: Context, node: Node) -> int:
     """Return the value of a wire, or an unknown value after a fault."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
-        ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
+        ctx.report(messages.wires.not_a_name(kind_of(node)), node.span)
     elif node.value in ctx.body.wires:
         return ctx.body.wires[node.value]
     elif not ctx.body.incomplete:
@@ -65,16 +58,11 @@ def _wire(ctx: Context, node: Node) -> int:
 
 
 def _no_wire(ctx: Context, name: str) -> Fault:
-    known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
-    expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
-    message = f"there is no wire {quote(name)} at this point"
     if place := _place(ctx.body, name):
         maker = ctx.run.makers.get(place.wires[name])
-        notes = [Note(f"`{name}` is defined here, outside these steps", maker.span)] if maker else []
-        hint = "the block passes in `input`; pass other wires to a block as arguments of type `wire`"
-        expected = "a wire defined by these steps, or `input`, which the block passes in"
-        return Fault("E302", message, expected=expected, notes=notes, hint=hint)
-    return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
+        return messages.wires.wire_outside_argument(name, maker.span if maker else None)
+    known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
+    return messages.wires.no_wire(name, known, lambda: _wire_hint(ctx, name))
 
 
 def _place(body: Body | None, name: str) -> Body | None:
@@ -88,17 +76,16 @@ def _place(body: Body | None, name: str) -> Body | None:
 
 def _wire_hint(ctx: Context, name: str) -> str:
     if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
-        return "it is an output of this step; a step can only read outputs of steps above it"
+        return messages.wires.OWN_OUTPUT
     if any(name in step.defined_wires() for step in ctx.body.steps):
-        return "it is defined below; a step can only read outputs of steps above it"
+        return messages.wires.DEFINED_BELOW
     if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
         return _verb_as_wire(name, ctx.body.current)
     if body := _body_with(ctx.body, name):
         node = body.nodes[name]
-        wires = [quote(wire) for wire, value in body.wires.items() if value in node.outputs]
-        how = f"its step defines {' and '.join(wires)}" if wires else f"add `as: {name}` to its step"
-        return f"`name:` does not define a wire: {how} ({node.span})"
-    return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
+        wires = [wire for wire, value in body.wires.items() if value in node.outputs]
+        return messages.wires.name_of_step(name, wires, node.span)
+    return messages.wires.similar(name, ctx.body.wires)
 
 
 def _body_with(body: Body | None, name: str) -> Body | None:
@@ -122,9 +109,8 @@ def _verb_as_wire(name: str, step: Step | None) -> str:
     activation = fields_of(op).get("activation") if op else None
     if step and activation and name in activation.choices:
         keys = (key for key, (_, node) in step.fields.items() if isinstance(node, Scalar) and node.text == name)
-        key = next(keys, "from")
-        return f"set the activation with its own key: `{step.verb}: {{{key}: …, activation: {name}}}`"
-    return f"'{name}' is a verb: name its output, `- {name}: {{as: a}}`, and read `a`"
+        return messages.wires.activation_as_wire(name, step.verb, next(keys, "from"))
+    return messages.wires.verb_as_wire(name)
 
 
 # --- types of wires ---------------------------------------------------------------------------------------------------
@@ -144,18 +130,10 @@ def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire
 
 def _report_kind(ctx: Context, step: Step, port: Port, value: int, wire: Wire) -> None:
     maker = ctx.run.makers.get(value)
-    made = f"made by {maker.verb}" if maker else "the model's input"
     span = maker.span if maker else wire.origin.span if wire.origin else None
-    fault = Fault(
-        "E403",
-        f"{step.verb} cannot read {_a(wire.kind)}",
-        at=port.name if port.name in step.fields else "from",
-        expected=" or ".join(_a(kind) for kind in port.kinds),
-        found=f"{wire}",
-        notes=[Note(f"`{ctx.run.labels[value]}` is {wire}: {made}", span)],
-        hint=_KIND_HINTS.get((wire.kind, port.kinds[0])),
-    )
-    ctx.report(fault, step)
+    made = messages.wires.made_by(ctx.run.labels[value], wire, maker.verb if maker else "", span)
+    at = port.name if port.name in step.fields else "from"
+    ctx.report(messages.wires.wrong_kind(step.verb, at, port.kinds, wire, made), step)
 
 
 def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
@@ -166,10 +144,10 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
     fault = None
     with_tokens = [wire for wire in known if wire.places] or known  # a vector is broadcast to the tokens of the others
     if known[0].kind == "tokens":
-        fault = ids_have_no_features(known[0], "joined", ctx.run.labels[values[0]])
+        fault = messages.wires.ids_have_no_features(known[0], "joined", ctx.run.labels[values[0]])
     elif len({(wire.kind, wire.places) for wire in with_tokens}) > 1:
-        found = listing(f"{ctx.run.labels[value]} {wire}" for value, wire in zip(values, known, strict=True))
-        fault = Fault("E406", "joined wires must have the same shape except for their features", found=found)
+        labels = [ctx.run.labels[value] for value in values]
+        fault = messages.wires.joined_of_different_shapes(zip(labels, known, strict=True))
     if fault:
         ctx.report(fault, step)
         return None
@@ -210,37 +188,6 @@ def _as_long_as(like: Wire, vector: Wire) -> Wire:
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
-    size = "the size of" if like.kind == "image" else "as many tokens as"
-    same = f" of {size} {first}" if like.places else ""
-    other_input = isinstance(like.length, str) and isinstance(wire.length, str) and like.context != wire.context
-    return Fault(
-        "E406",
-        f"{name} must be {_a(like.kind)}{same}",
-        at=name if name in step.fields else None,
-        expected=show_axes(like.with_features(wire.features).axes),
-        found=f"{wire}",
-        hint="combine inputs of different lengths with cross_attention, or pool one of them into a vector"
-        if other_input
-        else None,
-    )
-
-
-def _a(kind: str) -> str:
-    return {"image": "an image", "tokens": "token ids", "sequence": "a sequence", "vector": "a vector"}[kind]
-
-
-_KIND_HINTS = {
-    ("image", "sequence"): "turn the image into tokens first, with patch_embed",
-    ("tokens", "sequence"): "embed the tokens first, with embed",
-    ("sequence", "vector"): "pool the sequence first, with pool",
-    ("vector", "sequence"): "the sequence was pooled above; move this step above the pooling",
-    **dict.fromkeys(
-        (("sequence", "tokens"), ("vector", "tokens"), ("image", "tokens")),
-        "only `input: {tokens: vocabulary}` provides token ids; remove this step if the input has features",
-    ),
-    **dict.fromkeys(
-        (("sequence", "image"), ("vector", "image"), ("tokens", "image")),
-        "only `input: {image: {size: 224, channels: 3}}` and to_image provide an image",
-    ),
-    ("tokens", "vector"): "embed the tokens with embed and pool them with pool first",
-}
+    streams = isinstance(like.length, str) and isinstance(wire.length, str) and like.context != wire.context
+    at = name if name in step.fields else None
+    return messages.wires.different_length(name, at, wire, first, like, streams)

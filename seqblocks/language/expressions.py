@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from seqblocks.errors import Fault, Lazy, listing, quote
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
 
 MAX_LENGTH = 400

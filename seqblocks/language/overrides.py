@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from seqblocks.errors import Diagnostic, Report, Source, Span, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
 NOT_THERE = "an override replaces a value of the spec or sets an argument of a step"

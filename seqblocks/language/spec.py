@@ -34,7 +34,7 @@ from seqblocks.errors import (
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
-from seqblocks.language.suggestions import did_you_mean, key_hint, missing_colon, nearest
+from seqblocks.messages.suggestions import did_you_mean, key_hint, missing_colon, nearest
 from seqblocks.record import Record
 
 VERSION = 1

@@ -9,7 +9,7 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.codes import CODES, text
+from seqblocks.messages.codes import CODES, text
 
 FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
 

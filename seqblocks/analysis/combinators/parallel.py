@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node, may_be_name
@@ -12,7 +12,6 @@ from seqblocks.combinators.parallel import Parallel
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.types import UNBOUNDED, Wire
-from seqblocks.widths import ids_have_no_features
 
 _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
@@ -64,7 +63,7 @@ def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
         return None
     name, first = known[0]
     if first.kind == "tokens" and len(known) > 1:
-        raise ids_have_no_features(first, _MERGED[merge], name)
+        raise messages.wires.ids_have_no_features(first, _MERGED[merge], name)
     for other, wire in known[1:]:
         alike = wire.with_features(first.features) if merge == "concat" else wire
         if (alike.kind, alike.axes) != (first.kind, first.axes):

@@ -17,7 +17,7 @@ from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Sequence, plain
 from seqblocks.language.spec import is_name
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 
 KEYS = ("times", "steps", "pattern", "index", "share", "name", "from", "as", "when")
 Layer = tuple[str, Node]

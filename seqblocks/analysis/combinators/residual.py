@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node
@@ -11,7 +11,6 @@ from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.residual import Residual
 from seqblocks.errors import Fault
 from seqblocks.types import UNBOUNDED, Wire
-from seqblocks.widths import ids_have_no_features
 
 
 @combines(Residual)
@@ -22,7 +21,7 @@ def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> gra
     made = before and before.with_facts(UNBOUNDED)
     node = make_node(ctx, step, "residual", {"x": (x,)}, made, bodies={"": body}, arguments=arguments)
     if before and after and before.kind == after.kind == "tokens":
-        raise ids_have_no_features(before, "added", "the input")
+        raise messages.wires.ids_have_no_features(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):
         ctx.report(_shape_changes(ctx, before, after), step)
     return node

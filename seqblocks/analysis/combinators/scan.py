@@ -15,7 +15,7 @@ from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.language.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
 from seqblocks.types import UNBOUNDED, Wire
 from seqblocks.widths import must_have_grid

@@ -1,0 +1,3 @@
+"""Faults of repeat, scan, parallel, residual and experts."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Faults of `init:` and `tie:`."""
+
+from __future__ import annotations

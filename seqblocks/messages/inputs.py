@@ -1,0 +1,3 @@
+"""Faults of `input:`, `inputs:` and `outputs:`."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Faults of `share:`."""
+
+from __future__ import annotations

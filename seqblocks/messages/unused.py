@@ -1,0 +1,3 @@
+"""Warnings and faults of what has no effect: steps, inputs, overrides, order."""
+
+from __future__ import annotations

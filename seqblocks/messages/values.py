@@ -1,0 +1,3 @@
+"""Faults of the values of arguments."""
+
+from __future__ import annotations
