@@ -8,7 +8,7 @@ from seqblocks import graph
 from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import Graph, ModelSpec
 from seqblocks.messages.suggestions import did_you_mean
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 DTYPES = tuple(name for name in BYTES if name != "int64")  # of a model

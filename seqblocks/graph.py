@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 from seqblocks import recipes
 from seqblocks.errors import Diagnostic, Span
 from seqblocks.op import Op
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 
 

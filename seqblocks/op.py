@@ -28,7 +28,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from seqblocks.errors import Fault, UsageError
-from seqblocks.parameters import INITIALISERS, Init, Parameter, State
+from seqblocks.parameters import INITIALISERS, Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 Reads = Literal["token", "past", "all"]

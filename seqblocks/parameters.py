@@ -1,4 +1,4 @@
-"""Declarations of parameters and states, and initialisers.
+"""Declarations of parameters, and initialisers.
 
 The analysis counts these declarations and the builder allocates from them, so both counts agree.
 """
@@ -42,27 +42,6 @@ class Parameter(NamedTuple):
     decay: bool = True
     fan_in: int | None = None
     full_precision: bool = False
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-class State(NamedTuple):
-    """One state tensor of an op; the shape excludes the batch axis.
-
-    dtype: "model" is the dtype of the model; "float32" is float32 (for stabilisers, accumulators), or float64 in
-    float64 models. context: it is a constant value of a stream's context. length: for sequences of it, the name
-    of the axis whose size is determined by a call; the shape has 0 there if the spec does not fix it.
-    per_token: its first axis has one position per earlier token, and its size is the maximum length of a stream.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    fill: float = 0.0
-    context: bool = False
-    length: str = ""
-    per_token: bool = False
 
     @property
     def numel(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqblocks.errors import RunError
 from seqblocks.graph import Graph
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 
 States = dict[str, Any]
 HALF = (torch.float16, torch.bfloat16)  # not precise enough for sums over a sequence

@@ -32,6 +32,7 @@ ROOMS = """
     errors
     record
     types
+    state_layout
     messages/*
     widths
     language/*

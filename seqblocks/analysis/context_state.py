@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.parameters import State
-from seqblocks.types import Wire
+from seqblocks.state_layout import kept_state
 
 
 def mark_kept(model: ModelSpec) -> None:
@@ -46,13 +45,3 @@ class _Reads:
             return {value for port, values in node.inputs.items() for value in values if ports[port] in read}
         inside = set[int]().union(*(self.of_body(body) for body in node.bodies.values()))
         return inside | (at_ports if node.kind == "residual" else set())
-
-
-def kept_state(wire: Wire) -> State:
-    """Return the state declaration of a kept value. Sequences have an open length, as images may differ in size."""
-    dtype = "int64" if wire.kind == "tokens" else "model"
-    sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])
-    if wire.kind not in ("sequence", "tokens"):
-        return State(sizes, dtype, context=True)
-    name = "length" if isinstance(wire.length, int) else (wire.length or "seq").partition("/")[0]
-    return State(sizes, dtype, context=True, length=name)

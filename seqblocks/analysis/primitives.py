@@ -18,8 +18,9 @@ from seqblocks.analysis.wires import broadcast, check_lengths, read_port, wire_a
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared
-from seqblocks.parameters import Parameter, State
+from seqblocks.parameters import Parameter
 from seqblocks.record import Record
+from seqblocks.state_layout import State
 from seqblocks.types import UNBOUNDED, Wire
 
 MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence

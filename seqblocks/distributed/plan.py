@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.context_state import kept_state
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op, Split
-from seqblocks.parameters import Parameter, State
+from seqblocks.parameters import Parameter
 from seqblocks.runtime.shards import Cut
+from seqblocks.state_layout import State, kept_state
 from seqblocks.types import Wire
 
 

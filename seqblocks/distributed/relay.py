@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 from seqblocks.op import Op
-from seqblocks.parameters import State
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.state import States, dtype_of
+from seqblocks.state_layout import State
 
 
 class Kind(NamedTuple):

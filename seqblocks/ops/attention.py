@@ -7,7 +7,7 @@ from typing import Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Split, argument, evenly, primitive
 from seqblocks.ops.shift import window_after
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_have_grid
 

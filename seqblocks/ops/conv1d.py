@@ -8,7 +8,8 @@ from typing import Any
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_match
 

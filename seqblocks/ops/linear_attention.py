@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.mlstm import MLSTM
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, primitive
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_match
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
+from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op
-from seqblocks.parameters import State
 from seqblocks.runtime.sharing import Holder
 from seqblocks.state import States
+from seqblocks.state_layout import State
 
 Phase = Literal["context", "stream"] | None
 Size = tuple[int, int]

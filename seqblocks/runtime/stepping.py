@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
 from seqblocks.kernels.products import MOST_COPIED, Matrix, of_model, prepare_joined
 from seqblocks.op import Op
-from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
@@ -42,6 +41,7 @@ from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.source import Path, StepperSource
 from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.state import States, dtype_of
+from seqblocks.state_layout import State
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles

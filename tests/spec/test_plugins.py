@@ -314,7 +314,7 @@ def test_an_initialiser_of_a_parameter_that_other_arguments_may_add(run_cli: Run
 
 def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
     """A convolution with a single tap has an empty state too."""
-    state = "def state(self, x):\n        from seqblocks.parameters import State\n        return {'s': State((0, 5))}"
+    state = "def state(self, x):\n        from seqblocks.state_layout import State\n        return {'s': State((0, 5))}"
     (folder / "mine.py").write_text(PLUGIN.replace("    start: float", f"    {state}\n    start: float"))
     assert run_cli("check", "spec.yaml", "--import", "mine", cwd=folder).returncode == 0
 

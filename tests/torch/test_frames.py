@@ -20,11 +20,12 @@ from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.step import prepare
 from seqblocks.op import PRIMITIVES, Op
-from seqblocks.parameters import Init, Parameter, State
+from seqblocks.parameters import Init, Parameter
 from seqblocks.runtime import captured
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
 from seqblocks.runtime.token_rows import over_tokens
+from seqblocks.state_layout import State
 
 DOUBLE = torch.float64
 

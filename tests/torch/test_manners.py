@@ -17,7 +17,7 @@ import seqblocks
 from seqblocks import checkpoint, kernels, testing
 from seqblocks.errors import RunError, UsageError
 from seqblocks.op import PRIMITIVES, Op, argument
-from seqblocks.parameters import State
+from seqblocks.state_layout import State
 
 SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
 TOKENS = "seqblocks: 1\nmodel:\n  input: {tokens: 7}\n  steps:\n    - embed: {features: 4}\n    - causal_conv: {}\n"

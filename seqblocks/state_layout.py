@@ -1,0 +1,43 @@
+"""The layout of a state: the sizes and dtype of each tensor that a stream stores for a step.
+
+The layout of a step is what its op's `state(wires)` returns: {name: State(sizes)}. That of a model is nested like its
+steps, {"blocks": {"0": {"mlstm": {"C": State(...)}}}}; `seqblocks.state` allocates and checks tensors by it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from seqblocks.types import Wire
+
+
+class State(NamedTuple):
+    """One state tensor of an op; the shape excludes the batch axis.
+
+    dtype: "model" is the dtype of the model; "float32" is float32 (for stabilisers, accumulators), or float64 in
+    float64 models. context: it is a constant value of a stream's context. length: for sequences of it, the name
+    of the axis whose size is determined by a call; the shape has 0 there if the spec does not fix it.
+    per_token: its first axis has one position per earlier token, and its size is the maximum length of a stream.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    fill: float = 0.0
+    context: bool = False
+    length: str = ""
+    per_token: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def kept_state(wire: Wire) -> State:
+    """Return the state declaration of a kept value. Sequences have an open length, as images may differ in size."""
+    dtype = "int64" if wire.kind == "tokens" else "model"
+    sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])
+    if wire.kind not in ("sequence", "tokens"):
+        return State(sizes, dtype, context=True)
+    name = "length" if isinstance(wire.length, int) else (wire.length or "seq").partition("/")[0]
+    return State(sizes, dtype, context=True, length=name)
