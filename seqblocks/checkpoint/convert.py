@@ -15,7 +15,7 @@ from seqblocks import graph
 from seqblocks.analysis.translation import OURS, Translator, layouts
 from seqblocks.checkpoint import writing
 from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, read_model, write_model, write_weights
-from seqblocks.checkpoint.hub import MODEL_TYPE, config_text
+from seqblocks.checkpoint.hf_config import MODEL_TYPE, config_text
 from seqblocks.checkpoint.official import tied_together
 from seqblocks.checkpoint.pretrained import config_file, spec_of, under_our_names
 from seqblocks.checkpoint.record import RECORD, safetensors

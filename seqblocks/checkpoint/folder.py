@@ -16,7 +16,7 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import writing
-from seqblocks.checkpoint.hub import config_text, hub_config
+from seqblocks.checkpoint.hf_config import config_text, hub_config
 from seqblocks.checkpoint.record import (
     ENTRIES,
     FORMAT,
@@ -34,8 +34,8 @@ from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.pages import request_huge_pages
 from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 
 SPEC = "spec.yaml"

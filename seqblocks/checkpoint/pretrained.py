@@ -15,7 +15,7 @@ from seqblocks.analysis import check
 from seqblocks.analysis.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
-from seqblocks.checkpoint.hub import MODEL_TYPE
+from seqblocks.checkpoint.hf_config import MODEL_TYPE
 from seqblocks.checkpoint.official import LeftOut, has_official_names, translated
 from seqblocks.checkpoint.record import RECORD
 from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
@@ -24,9 +24,9 @@ from seqblocks.errors import PartialWarning, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.pages import request_huge_pages
 
 HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
 

@@ -18,7 +18,7 @@ from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import Place, take_modes
-from seqblocks.runtime.sharing import connect, tie
+from seqblocks.runtime.shared_parameters import connect, tie
 
 
 class Stage(Body):

@@ -19,8 +19,8 @@ from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import take_modes
 from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import Parts, assign, is_sharded
-from seqblocks.runtime.sums import added_up
 from seqblocks.state import States
 
 

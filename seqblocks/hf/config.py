@@ -9,7 +9,7 @@ from typing import Any
 
 from seqblocks.analysis import check
 from seqblocks.checkpoint.folder import config_spec
-from seqblocks.checkpoint.hub import hub_config, sizes
+from seqblocks.checkpoint.hf_config import hub_config, sizes
 from seqblocks.errors import UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.hf.library import transformers

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from seqblocks import graph
-from seqblocks.checkpoint import hub
+from seqblocks.checkpoint import hf_config
 from seqblocks.checkpoint.record import as_disk_errors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
@@ -79,8 +79,8 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self._tied_weights_keys = {f"model.{name}": f"model.{source}" for name, source in tied.items()}
         self.register_load_state_dict_pre_hook(files.adapt_names)
         self._inputs = list(self.model.spec.inputs) or [""]
-        self._causal = hub.is_causal(self.model.spec)
-        self._has_vectors = hub.has_vectors(self.model.spec)
+        self._causal = hf_config.is_causal(self.model.spec)
+        self._has_vectors = hf_config.has_vectors(self.model.spec)
         self.post_init()
 
     @classmethod
@@ -157,21 +157,21 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the step that reads the tokens, or None."""
-        node = hub.embedding(self.model.spec)
+        node = hf_config.embedding(self.model.spec)
         return None if node is None else self.model.get_submodule(node.name)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the step that reads the tokens. Raises RunError if the sizes of the new module differ."""
-        self._replace(hub.embedding(self.model.spec), value)
+        self._replace(hf_config.embedding(self.model.spec), value)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the step that computes the logits, or None."""
-        node = hub.head(self.model.spec)
+        node = hf_config.head(self.model.spec)
         return None if node is None else self.model.get_submodule(node.name)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Replace the step that computes the logits. Raises RunError if the sizes of the new module differ."""
-        self._replace(hub.head(self.model.spec), value)
+        self._replace(hf_config.head(self.model.spec), value)
 
     def _replace(self, node: graph.Node | None, value: Any) -> None:
         if node is None:
@@ -221,7 +221,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def _output(self, y: Any) -> Any:
         """Return the logits if a model has several outputs, otherwise its output."""
-        return y[hub.logits_name(self.model.spec)] if isinstance(y, dict) else y
+        return y[hf_config.logits_name(self.model.spec)] if isinstance(y, dict) else y
 
     def _context(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """Return the inputs that do not stream, by their names in the spec. Raises RunError for unknown arguments."""
@@ -377,7 +377,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
         """Raise UsageError if a spec is not a causal language model."""
-        if reason := hub.causal_lm_obstacle(spec):
+        if reason := hf_config.causal_lm_obstacle(spec):
             raise UsageError(f"{spec.name} is not a causal language model: {reason}")
 
     @can_return_tuple
@@ -474,9 +474,9 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
         """Raise UsageError if a spec does not classify images, or the config has another number of classes."""
-        if reason := hub.image_classification_obstacle(spec):
+        if reason := hf_config.image_classification_obstacle(spec):
             raise UsageError(f"{spec.name} does not classify images: {reason}")
-        classes = hub.sizes(spec)["num_labels"]
+        classes = hf_config.sizes(spec)["num_labels"]
         if config.num_labels != classes:
             what = f"the config has {config.num_labels} labels, and {spec.name} has {classes} classes"
             how = f"set={{'classes': {config.num_labels}}}"
@@ -506,7 +506,7 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
     @classmethod
     def part(cls, spec: ModelSpec) -> ModelSpec:
         """Return a spec without its head."""
-        return hub.without_head(spec)
+        return hf_config.without_head(spec)
 
     def _output(self, y: Any) -> Any:
         return y
@@ -562,9 +562,10 @@ def wrap(model: SequenceModel, **config: Any) -> Any:
     if model._parts:
         what = "the model holds one rank's part of the weights"
         raise UsageError(f"{what}: save it, then wrap the result of seqblocks.load")
-    kind = CLASSES[hub.architecture(model.spec)]
-    if kind is SeqblocksModel and hub.head(model.spec):
-        reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"
+    kind = CLASSES[hf_config.architecture(model.spec)]
+    if kind is SeqblocksModel and hf_config.head(model.spec):
+        language, images = hf_config.causal_lm_obstacle(model.spec), hf_config.image_classification_obstacle(model.spec)
+        reasons = f"For language: {language}. For images: {images}."
         how = "AutoModel can load it from a saved folder, without its head"
-        raise UsageError(f"no class of transformers fits {model.spec.name}. For language: {reasons}. {how}")
+        raise UsageError(f"no class of transformers fits {model.spec.name}. {reasons} {how}")
     return kind(SeqblocksConfig.of(model.spec, **config), model=model)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context
 from seqblocks.op import may_be_matrix
-from seqblocks.runtime import fusion, parts, sums
+from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
 from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.sums import Ends
+from seqblocks.runtime.residual_sums import Ends
 from seqblocks.state import States, compact
 
 
@@ -115,7 +115,7 @@ def first_of_tail(plan: list[Group]) -> str | None:
 
 
 def _last_token(x: Any) -> Any:
-    return x if x is None else sums.added_up(x)[:, -1:]
+    return x if x is None else residual_sums.added_up(x)[:, -1:]
 
 
 class Body(StepModule):
@@ -135,7 +135,7 @@ class Body(StepModule):
         fused = [group for group in self._plan if group.fused]
         self._ends = Ends(body, {step.name for group in fused for step in group.steps})
         self._phases = _phases(body, self._plan) if place.streams else None
-        self._in_parts = parts.find(body, place)
+        self._in_parts = long_sequences.find(body, place)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
@@ -143,7 +143,8 @@ class Body(StepModule):
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         """Run the body on an input that may be a `Sum`. leaves: the result may be one too."""
         first, *others = inputs
-        values = dict(zip(self._reads, [first if self._ends.input else sums.added_up(first), *others], strict=True))
+        first = first if self._ends.input else residual_sums.added_up(first)
+        values = dict(zip(self._reads, [first, *others], strict=True))
         return self._run(values, call, ends=self._ends, leaves=leaves)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
@@ -171,7 +172,7 @@ class Body(StepModule):
     ) -> tuple[Any, States]:
         """Run all steps once, with the arguments and results of `_run`."""
         states: States = {}
-        if ends is None and self._ends.leaves and sums.has_fused_norm(values, call):
+        if ends is None and self._ends.leaves and residual_sums.has_fused_norm(values, call):
             ends = self._ends
         opened = ends.leaves if ends else ()
         plan = self._begin_phase(values, call, states) if call.phase else self._plan
@@ -191,7 +192,7 @@ class Body(StepModule):
                     y, state = child._forward_with(inputs, inner, following)  # type: ignore[operator,union-attr]
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
-                    y, state = sums.call_open(child, inputs, inner, step.name, step.node, ending)
+                    y, state = residual_sums.call_open(child, inputs, inner, step.name, step.node, ending)
                 elif step.is_split_map and not call.compiling and self._is_unobserved(group):
                     y, state = child.forward_split(inputs, inner, step.node.split), {}  # type: ignore[operator,union-attr]
                 else:
@@ -213,7 +214,7 @@ class Body(StepModule):
             return None
         if not self._is_all_unobserved():
             return None
-        return parts.run(x, size, call, lambda part, inner: self._run_at_once({value: part}, inner))
+        return long_sequences.run(x, size, call, lambda part, inner: self._run_at_once({value: part}, inner))
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
         """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""

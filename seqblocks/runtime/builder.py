@@ -14,8 +14,8 @@ from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
+from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.pages import request_huge_pages
 
 
 def build(

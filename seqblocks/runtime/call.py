@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op
-from seqblocks.runtime.sharing import Holder
+from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
 from seqblocks.state_layout import State
 

@@ -13,7 +13,7 @@ from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.spares import Spares
+from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
 

@@ -22,9 +22,9 @@ from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
+from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.shards import Parts
-from seqblocks.runtime.sharing import connect, share_entries, tie, tie_names, tied_names
-from seqblocks.runtime.spares import Spares
+from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.token_rows import has_tokens

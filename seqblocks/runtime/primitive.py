@@ -17,9 +17,9 @@ from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.modules import Place, StepModule, broadcast, gridded, joining_axis, makes, vectors_of
+from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.runtime.shards import replicated
-from seqblocks.runtime.sharing import Holder, shared_parameters
-from seqblocks.runtime.sums import Sum, added_up
+from seqblocks.runtime.shared_parameters import Holder, shared_parameters
 from seqblocks.state import States, compact
 
 

@@ -13,7 +13,7 @@ from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, StepModule, call_child, makes
-from seqblocks.runtime.sums import added_up, body_takes, call_open
+from seqblocks.runtime.residual_sums import added_up, body_takes, call_open
 from seqblocks.state import States
 
 

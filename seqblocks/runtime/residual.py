@@ -12,7 +12,7 @@ from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, makes
-from seqblocks.runtime.sums import Sum, added_up
+from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.state import States
 
 

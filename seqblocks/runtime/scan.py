@@ -16,7 +16,7 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
 from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
 from seqblocks.runtime.parallel import merged
-from seqblocks.runtime.sharing import Holder
+from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
 from seqblocks.types import Wire
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
-from seqblocks.runtime.spares import LARGE
+from seqblocks.runtime.reused_memory import LARGE
 from seqblocks.runtime.token_rows import as_rows, over_tokens
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State

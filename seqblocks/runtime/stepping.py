@@ -30,7 +30,7 @@ from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.frames import Frames
 from seqblocks.runtime.guard import Guard, Updates
-from seqblocks.runtime.joined import in_turn, prepare_joined_steps
+from seqblocks.runtime.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.modules import call_child, is_hooked
 from seqblocks.runtime.parallel import Parallel, merged
@@ -64,7 +64,7 @@ class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
     run(state, x, spares=None) returns (y, state), or None if the state does not match its declaration. With `spares`
-    (`seqblocks/runtime/spares.py`), large parts of the new state are written to the memory of earlier ones.
+    (`seqblocks/runtime/reused_memory.py`), large parts of the new state are written to the memory of earlier ones.
 
     If the model changes the rate of its tokens, x is a frame [batch, frame, features] or ids [batch, frame], and y has
     the output tokens of that frame.

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from seqblocks.errors import UnavailableError
-from seqblocks.runtime.captured import RECORDERS, CapturedStep, Recorder, overwrite
-from seqblocks.runtime.spares import Spares
+from seqblocks.runtime.cuda_graph import RECORDERS, CapturedStep, Recorder, overwrite
+from seqblocks.runtime.reused_memory import Spares
 from seqblocks.state import States, index_select
 
 

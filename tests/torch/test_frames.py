@@ -21,7 +21,7 @@ from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.step import prepare
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.parameters import Init, Parameter
-from seqblocks.runtime import captured
+from seqblocks.runtime import cuda_graph
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
 from seqblocks.runtime.token_rows import over_tokens
@@ -388,7 +388,7 @@ def test_the_number_of_operations_of_a_frame() -> None:
 
 def test_a_captured_stream_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """It overwrites its state in place, which no output and no later state may share. Each frame is run twice."""
-    monkeypatch.setitem(captured.RECORDERS, "cpu", lambda function, device: (function(), function)[1])
+    monkeypatch.setitem(cuda_graph.RECORDERS, "cpu", lambda function, device: (function(), function)[1])
     layers = ["token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "mamba_block: {dim: 8}", DOWN]
     model = build([*layers, "centaurus: {mode: neck, state: 3, sub_states: 2}", "upsample: 2", "causal_conv"])
     x = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.runtime import captured
+from seqblocks.runtime import cuda_graph
 from seqblocks.runtime.model import SequenceModel
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def record(function: Callable[[], None], device: torch.device) -> Callable[[], N
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    monkeypatch.setitem(cuda_graph.RECORDERS, "cpu", record)
 
 
 def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device", switched)
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, note)
-    captured.cuda_graph(note, torch.device("cuda", 1))  # type: ignore[arg-type]
+    cuda_graph.cuda_graph(note, torch.device("cuda", 1))  # type: ignore[arg-type]
     assert len(calls) > 6
     assert {*calls} == {1}
     assert len(current) == 1

@@ -12,7 +12,7 @@ from seqblocks.distributed import tensor, tensor_plan
 from seqblocks.distributed.plan import Exchange
 from seqblocks.op import PRIMITIVES, Op, Split, load_builtin, primitive
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.sums import Sum
+from seqblocks.runtime.residual_sums import Sum
 from seqblocks.state import declared
 
 TEXT = """

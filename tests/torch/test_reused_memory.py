@@ -1,4 +1,4 @@
-"""States that reuse memory (seqblocks/runtime/spares.py): the same numbers, and no change of anything in use."""
+"""States that reuse memory (seqblocks/runtime/reused_memory.py): the same numbers, and no change of anything in use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
-from seqblocks.runtime import source, spares
+from seqblocks.runtime import reused_memory, source
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.spares import Spares
+from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.stream import Stream
 from tests.torch import planned
 from tests.torch.planned import LINEAR, linear_attention
@@ -367,15 +367,15 @@ def test_a_plugin_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_counts_nothing_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both functions are private to torch: without them, or if they do not count a holder, states are allocated."""
-    assert spares.sees_holders()
-    detect = spares.sees_holders.__wrapped__
+    assert reused_memory.sees_holders()
+    detect = reused_memory.sees_holders.__wrapped__
     with monkeypatch.context() as context:
-        context.setattr(spares, "count_uses", None)
+        context.setattr(reused_memory, "count_uses", None)
         assert not detect()
     with monkeypatch.context() as context:
-        context.setattr(spares, "holders", lambda held: spares._alone())
+        context.setattr(reused_memory, "holders", lambda held: reused_memory._alone())
         assert not detect()
-    monkeypatch.setattr(spares, "sees_holders", lambda: False)
+    monkeypatch.setattr(reused_memory, "sees_holders", lambda: False)
     model = mlstm(MLSTMS[0])
     stream = model.stream(BATCH)
     for x, (y, state) in zip(inputs(model), by_hand(model), strict=True):

@@ -1,4 +1,4 @@
-"""Sums of residuals that the next norm adds (seqblocks/runtime/sums.py), in Triton's interpreter."""
+"""Sums of residuals that the next norm adds (seqblocks/runtime/residual_sums.py), in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqblocks.kernels import same_backend, use_backend
 from seqblocks.op import PRIMITIVES, primitive
 from seqblocks.ops.norm import LayerNorm
 from seqblocks.runtime.repeat import checkpoint_layers
-from seqblocks.runtime.sums import Sum
+from seqblocks.runtime.residual_sums import Sum
 from tests.kernels.conformance import INTERPRETED, draw
 from tests.triton.launch_counts import counting
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.runtime import parts
+from seqblocks.runtime import long_sequences
 from seqblocks.runtime.call import Call
 from seqblocks.state import States
 
@@ -24,14 +24,14 @@ TOLERANCE = 1e-12  # Chunks of a kernel may begin at other tokens, so that sums 
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lower the limit, and return a list to which each run in parts adds their size."""
     found: list[int] = []
-    run = parts.run
+    run = long_sequences.run
 
     def counted(x: Tensor, size: int, *others: object) -> tuple[object, States]:
         found.append(size)
         return run(x, size, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(parts, "LARGEST", 1 << 20)
-    monkeypatch.setattr(parts, "run", counted)
+    monkeypatch.setattr(long_sequences, "LARGEST", 1 << 20)
+    monkeypatch.setattr(long_sequences, "run", counted)
     return found
 
 
@@ -57,7 +57,7 @@ def test_parts_equal_the_whole(text: str, batch: int, sizes: list[int]) -> None:
         y, state = model(x, return_state=True)
         later, _ = model(x, state=state, return_state=True)
     assert len(sizes) == 2
-    assert sizes[0] % parts.ROWS == 0
+    assert sizes[0] % long_sequences.ROWS == 0
     assert sizes[0] < TOKENS
     expected, expected_state = at_once(model, x, return_state=True)  # type: ignore[misc]
     torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
@@ -130,7 +130,7 @@ def test_other_steps_run_at_once(steps: str, sizes: list[int]) -> None:
 
 
 def test_only_tensors_above_32_mb_are_cut() -> None:
-    found = parts.Parts(widest=3072, states=29_184, draws=False)  # the mixer of mamba-130m
+    found = long_sequences.Parts(widest=3072, states=29_184, draws=False)  # the mixer of mamba-130m
     with torch.no_grad():
         tokens = {length: found.size(torch.empty(1, length, 768), Call(training=False)) for length in (64, 2048, 8192)}
     assert tokens == {64: 0, 2048: 0, 8192: 2048}
