@@ -146,6 +146,10 @@ class Op(BaseModel):
         """Return the multiply-accumulates for one token of the output, or for the whole output if it is a vector."""
         return 0
 
+    def drops_samples(self) -> bool:
+        """Return whether it drops whole samples at random in training mode, for which ranks need the same numbers."""
+        return False
+
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
         """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 

@@ -15,7 +15,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.modules import draws_now
+from seqblocks.runtime.modules import drops_samples_now
 
 ORDERS = ("forward", "reverse")  # of scans
 BUCKET = 2**25  # gradient elements that are summed in one message
@@ -161,7 +161,7 @@ class SequenceParallel:
         frame = self._inner.frame_size
         if x.shape[1] % frame:
             raise RunError(f"a part of a sequence must contain whole frames of {frame} tokens, not {x.shape[1]} tokens")
-        if (name := _dropped_samples(self._inner.spec)) and draws_now(self._inner, samples=True):
+        if name := drops_samples_now(self._inner):
             raise RunError(
                 f"{name} drops whole samples at random, but each rank would drop different ones: "
                 "set its probability to 0, or call model.eval()"
@@ -222,15 +222,6 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
             buckets[-1].append(p)
             size += p.numel()
     return buckets
-
-
-def _dropped_samples(spec: ModelSpec) -> str | None:
-    """Return the name and place of a step that drops whole samples, or None."""
-    for node in graph.streamed(spec.graph):
-        p = node.arguments.drop_path if node.kind == "residual" else 0
-        if p or (node.verb == "drop_path" and getattr(node.op, "p", 0)):
-            return f"{node.name} ({node.span})"
-    return None
 
 
 def _orders(spec: ModelSpec) -> list[str]:

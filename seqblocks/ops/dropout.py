@@ -53,6 +53,9 @@ class DropPath(Op):
     p: float = argument(..., "probability of zeroing a sample", ge=0, lt=1)
     source = "stochastic depth (arXiv:1603.09382)"
 
+    def drops_samples(self) -> bool:
+        return self.p > 0
+
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 

@@ -28,7 +28,7 @@ class StepModule(nn.Module):
 
     _type: Wire | None = None  # type of the output, from the analysis
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
-    _drops_samples = False  # whether it drops whole samples then
+    _drops_samples = ""  # if it drops whole samples then: the name and position of its step
 
 
 class Place(NamedTuple):
@@ -170,13 +170,15 @@ def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
     return wide
 
 
-def draws_now(module: nn.Module, samples: bool = False) -> bool:
-    """Return whether some step within a module draws random numbers in its present mode.
+def draws_now(module: nn.Module) -> bool:
+    """Return whether some step within a module draws random numbers in its present mode."""
+    return any(each.training and getattr(each, "_draws", False) for each in module.modules())
 
-    samples: whether only steps that drop whole samples count.
-    """
-    flag = "_drops_samples" if samples else "_draws"
-    return any(each.training and getattr(each, flag, False) for each in module.modules())
+
+def drops_samples_now(module: nn.Module) -> str:
+    """Return the name and position of a step within a module that drops whole samples in its present mode, or ""."""
+    found = (getattr(each, "_drops_samples", "") for each in module.modules() if each.training)
+    return next(filter(None, found), "")
 
 
 def take_modes(module: nn.Module, source: nn.Module) -> None:

@@ -34,7 +34,7 @@ class Primitive(StepModule, Holder):
         assert node.op is not None
         self.op, self._path = node.op, place.path
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
-        self._drops_samples = node.verb == "drop_path" and bool(getattr(node.op, "p", 0))
+        self._drops_samples = f"{node.name} ({node.span})" if node.op.drops_samples() else ""
         self._stateful = type(node.op).state is not Op.state  # a stateful op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1

@@ -23,7 +23,8 @@ class Residual(Body):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._drop_path: float = node.arguments.drop_path
-        self._draws = self._drops_samples = self._drop_path > 0
+        self._draws = self._drop_path > 0
+        self._drops_samples = f"{node.name} ({node.span})" if self._draws else ""
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         y, states = super()._forward_open(inputs, call, False)

@@ -398,6 +398,12 @@ def test_misuse(alone: None) -> None:
     with pytest.raises(seqblocks.RunError, match=r"residual \(.*drops whole samples at random"):
         parallel(torch.ones(1, 4, 4))
     model.eval()
+    model.residual.train()
+    with pytest.raises(seqblocks.RunError, match=r"residual \(.*drops whole samples at random"):
+        parallel(torch.ones(1, 4, 4))
+    model.train()
+    model.residual.eval()
+    assert parallel(torch.ones(1, 4, 4)).shape == (1, 2, 4)
     with pytest.raises(seqblocks.RunError, match="whole frames of 2 tokens, not 3"):
         parallel(torch.ones(1, 3, 4))
     with pytest.raises(seqblocks.RunError, match=r"the model reads \[batch, seq, 4\]"):
