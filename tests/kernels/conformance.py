@@ -190,12 +190,13 @@ class Kernel:
     errors: tuple[tuple[Callable[[Tensors], dict[str, Any]], str], ...] = ()  # the change and the message
     facts: Mapping[str, Any] = field(default_factory=dict)  # a call that Triton supports, as passed to `why`
     refused: tuple[tuple[Mapping[str, Any], str], ...] = ()  # facts that differ, and the reason
-    # Results that are differences of larger sums which Triton rounds to 16 bits: roundings times the sizes of the sums,
-    # from the inputs, the results of the reference, the cotangents of its outputs, and the options of the call.
+    # Results that are differences of larger, rounded sums: roundings times the sizes of the sums, from the inputs, the
+    # results of the reference, the cotangents of its outputs, and the options of the call.
     cancellation: Callable[..., Mapping[str, float]] = no_cancellation
+    cancelling: tuple[str, ...] = ("triton",)  # the implementations that compute such differences
     first_interpreted: str | None = None  # the mark of the first cases in Triton's interpreter
     pairs_interpreted: str = "slow"  # the mark of the further cases in Triton's interpreter: `long` if there are many
-    exact_zeros: bool = False  # such differences may be zero, so that only rounding is left of them in float32 too
+    exact_zeros: bool = False  # such differences may be zero, so that only rounding is left, in wide dtypes too
     added: tuple[str, ...] = ()  # inputs whose dtype does not affect the choice of an implementation
 
     def tensors(self, variant: Variant, *, state: bool = True, **sizes: int) -> Tensors:
@@ -346,8 +347,8 @@ def check(
         bar = kernel.exactness(subject.on, precision.dtype, x[kernel.sequences[0]].shape[1])
     largest = max((t.abs().max().item() for t in floating(expected).values() if t.numel()), default=0.0)
     least: Mapping[str, float] = {}
-    unit = ROUNDING.get(precision.dtype, 2**-23 if kernel.exact_zeros else 0.0)
-    if unit and subject.on.backend == "triton":
+    unit = ROUNDING.get(precision.dtype, torch.finfo(precision.dtype).eps if kernel.exact_zeros else 0.0)
+    if unit and subject.on.backend in kernel.cancelling:
         call = {**kernel.variants[subject.variant].options, **options}
         sizes = kernel.cancellation(exact["viewed"], expected, exact["given"], **call)
         least = {name: unit * size for name, size in sizes.items()}

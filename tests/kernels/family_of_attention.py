@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from seqblocks import kernels
 from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
@@ -25,6 +28,28 @@ def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
     return 12.0 if backend == "torch" else 2.0
 
 
+def attention_cancellation(
+    x: Tensors, expected: Tensors, given: Tensors, *, scale: float | None = None, **options: Any
+) -> dict[str, float]:
+    """Return roundings times sizes for the gradients of q and k, which are zero if a query reads one key only.
+
+    The gradient of a score is its weight times dy.(v - y). The two products are rounded separately, with DV roundings
+    of half a unit each, and subtracted: DV units of |dy||v|. The weights add up to 1, so that the gradient of q has
+    that error times the largest key; a key collects the independent errors of S queries and H / G heads.
+    """
+    length, heads, width = x["q"].shape[1:]
+    groups = x["k"].shape[2]
+
+    def largest(t: Tensor) -> float:
+        return t.detach().double().norm(dim=-1).max().item() if t.numel() else 0.0
+
+    values = max(largest(x[name]) for name in ("v", "cached v") if name in x)
+    keys = max(largest(x[name]) for name in ("k", "cached k") if name in x)
+    score = x["v"].shape[-1] * largest(given["out"]) * values * (width**-0.5 if scale is None else scale)
+    collected = (length * heads / groups) ** 0.5
+    return {"gradient of q": score * keys, "gradient of k": score * largest(x["q"]) * collected}
+
+
 WINDOW = {"past": 6}
 ATTENTION = Kernel(
     name="attention",
@@ -45,6 +70,9 @@ ATTENTION = Kernel(
     reverse=False,
     bar=lambda length: 8 * float32_bar(length),  # scores of size 6 in an exponential
     roundings=attention_roundings,
+    cancellation=attention_cancellation,
+    cancelling=("torch",),
+    exact_zeros=True,
     reverse_mode_only=(),
     errors=(
         (lambda x: {"q": x["q"][:, :, :3]}, "G a divisor of H"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,15 @@ def compare32(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor])
     """Compare with a bound of ten times the error of the official float32 run, which adapts to each case's
     conditioning.
 
+    A result of a few numbers, such as the gradient of a bias, may have a small official error by chance. So the median
+    relative error of the case is used where it is larger.
     The bound is at least 1e-6, because implementations use different stabilisers, as in float64. With one token the
     official forget gate has no gradient at all, and ours has what eps leaves of it (5e-7 and less).
     """
+    errors, sizes = meta["f32_max_abs_err"], {key: max(meta["max_abs"][key], 1.0) for key in results}
+    typical = median(errors[key] / size for key, size in sizes.items())
     for key, found in results.items():
-        bar = 10 * meta["f32_max_abs_err"][key] + 1e-6 * max(meta["max_abs"][key], 1.0)
+        bar = 10 * max(errors[key], typical * sizes[key]) + 1e-6 * sizes[key]
         assert np.abs(found.numpy() - data[key]).max() <= bar, key
 
 
