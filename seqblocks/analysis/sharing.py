@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, step_called, step_left_out
 from seqblocks.analysis.step import Step
-from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.errors import Fault, Span
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
-from seqblocks.messages.suggestions import did_you_mean
 
 Table = dict[str, Named]  # parameters by their relative names in a step or a layer
-
-MAX_DIFFERENCES = 3  # number of parameters listed in a message
 
 
 class _Owner(NamedTuple):
@@ -34,9 +30,7 @@ def read_share(ctx: Context, step: Step) -> str:
     node = step.common["share"][1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return node.value
-    ctx.report(
-        Fault("E203", "share must be the name of a step", found=kind_of(node), hint="share: attention"), node.span
-    )
+    ctx.report(messages.sharing.not_a_name(kind_of(node)), node.span)
     return ""
 
 
@@ -54,8 +48,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     """Raise Fault (E312, E320 to E322)."""
     for key in {"op": ("init", "tie"), "scan": ("init",)}.get(node.kind, ()):  # other steps have neither
         if key in step.common:
-            hint = f"move `{key}` to the step that owns the parameters, or remove `share`"
-            ctx.report(Fault("E322", f"a step with `share` has no parameters to {key}", hint=hint), step.key_span(key))
+            ctx.report(messages.sharing.nothing_left(key), step.key_span(key))
     owner = _find_owner(ctx, step, node, written)
     if owner is None or not ctx.run.is_known(node):
         return
@@ -64,7 +57,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     if not own:
         if node.kind == "repeat" and not node.bodies:  # without layers
             return
-        raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
+        raise messages.sharing.none_of_its_own(step.verb)
     ctx.run.effort += (len(own) + len(owner.parameters)) // 16
     _check_alike(own, owner.parameters, (step.name, step.span), (written, owner.span))
     _check_free(step, name, own, owner.parameters)
@@ -89,9 +82,7 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
     for body in bodies_around(ctx):
         found = body.nodes.get(first)
         if found is node or _is_open(body, ctx.body, first):
-            what = "itself" if body is ctx.body else f"{quote(first)}, which contains it"
-            message = f"{step.name} cannot share parameters with {what}"
-            raise Fault("E320", message, at="share", hint="name a step above")
+            raise messages.sharing.with_itself(step.name, None if body is ctx.body else first)
         if found:
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
@@ -110,20 +101,16 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
     if not path:
         if table:
             return _Owner(node, node.span, table)
-        note = _note_at(node.name, node.span)
-        raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[note])
+        raise messages.sharing.no_parameters(node.name, node.span)
     ctx.run.effort += len(table) // 16  # counted as steps, because a large step may be searched often
     inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
     if inside:
         found = _step_at(node, path.split("."))
         return _Owner(found, found.span, inside)
     if path in table:
-        hint = f"tie: {{{path.rpartition('.')[2]}: {node.name}.{path}}}"
-        raise Fault("E320", f"share must name a step, and {node.name}.{path} is a parameter", at="share", hint=hint)
+        raise messages.sharing.names_a_parameter(f"{node.name}.{path}")
     paths = [graph.join(node.name, each) for each in _steps_of(table)]
-    message = f"there is no step {quote(graph.join(node.name, path))} with parameters"
-    near = partial(did_you_mean, graph.join(node.name, path), paths)
-    raise Fault("E312", message, at="share", expected=f"one of {listing(paths)}" if paths else None, hint=near)
+    raise messages.sharing.no_step_inside(graph.join(node.name, path), paths)
 
 
 def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
@@ -147,33 +134,20 @@ def _prefixes(name: str) -> list[str]:
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
-def _note_at(name: str, span: Span) -> Note:
-    return Note(f"{name} is here", span)
-
-
 def _no_step(ctx: Context, step: Step, name: str) -> Fault:
     """Return the fault of a name that is not a step above: the step may be below, or left out."""
     for body in bodies_around(ctx):
         same = step_called(body, name)
         if same and step_left_out(body, name):
-            message = f"{quote(name)} is left out, so its parameters cannot be shared"
-            hint = f"give {step.name} the same `when`, or share with a step that is present"
-            return Fault("E320", message, at="share", hint=hint, notes=[Note("its condition is false", same.span)])
+            return messages.sharing.left_out(name, step.name, same.span)
         if same:
-            notes, hint = [_note_at(name, same.span)], "move `share` to the second of the two steps"
-            return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
+            return messages.sharing.below(name, step.name, same.span)
 
-    def suggest_name() -> str:
-        known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
+    def known() -> list[str]:
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
-        inside = (
-            "steps of a block can only share with steps of the same block"
-            if ctx.callers
-            else "name a step above this one"
-        )
-        return did_you_mean(name, [*known, *words]) or inside
+        return [*dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx))), *words]
 
-    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=suggest_name)
+    return messages.sharing.no_step(name, known, in_block=bool(ctx.callers))
 
 
 # --- comparing declarations -------------------------------------------------------------------------------------------
@@ -187,20 +161,11 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
     names = [name for name in (owned if own.keys() == owned.keys() else {**owned, **own}) if _differ(name, own, owned)]
     if not names:
         return
-    some, more = names[:MAX_DIFFERENCES], len(names) - MAX_DIFFERENCES
-    also = f" ({more} more differ)" if more > 0 else ""
-    places = {theirs[1]: _note_at(*theirs), ours[1]: None}
-    for (label, _), table in ((theirs, owned), (ours, own)):
-        if item := table.get(names[0]):
-            places.setdefault(item.node.span, Note(f"the {names[0]} of {label} is declared here", item.node.span))
-    raise Fault(
-        "E321",
-        f"{ours[0]} cannot share the parameters of {theirs[0]}: their declarations differ",
-        at="share",
-        expected=f"{listing(_declared(owned, name) for name in some)}, as in {theirs[0]}",
-        found=f"{listing(_declared(own, name) for name in some)}{also}",
-        notes=[note for note in places.values() if note],
+    sharing, owner = (
+        messages.sharing.Declarations(*side, {name: _declared(table, name) for name in names})
+        for side, table in ((ours, own), (theirs, owned))
     )
+    raise messages.sharing.declarations_differ(names, sharing, owner)
 
 
 def _differ(name: str, *tables: Table) -> bool:
@@ -209,12 +174,12 @@ def _differ(name: str, *tables: Table) -> bool:
     return len(found) < len(tables) or len(facts) > 1
 
 
-def _declared(table: Table, name: str) -> str:
-    """Format a parameter for a message."""
-    if name not in table:
-        return f"no {name}"
-    parameter = table[name].parameter
-    return f"{name} {list(parameter.shape)}{' in float32' if parameter.full_precision else ''}"
+def _declared(table: Table, name: str) -> tuple[tuple[int, ...], bool, Span] | None:
+    """Return the shape of a parameter, whether it is kept in float32, and where it is declared, for a message."""
+    item = table.get(name)
+    if item is None:
+        return None
+    return item.parameter.shape, item.parameter.full_precision, item.node.span
 
 
 def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
@@ -225,10 +190,7 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
         inside = item.tied[len(name) + 1 :] if item.tied.startswith(f"{name}.") else ""
         source = (owned[inside].tied or owned[inside].name) if inside else item.tied
         if source != (owned[key].tied or owned[key].name):
-            other = owned[key].name
-            message = f"{key} of {step.name} is already shared with {item.tied}, and cannot be shared with {other}"
-            notes = [Note("the step with the parameter is here", item.node.span)]
-            raise Fault("E322", message, at="share", notes=notes, hint="remove one `share` or `tie`")
+            raise messages.sharing.already_shared(key, step.name, item.tied, owned[key].name, item.node.span)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -261,10 +223,9 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
     node.shared = shared
 
 
-def owner_hint(name: str, shared: Table) -> str | None:
-    """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
-    item = next((each for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
-    return f"{name} uses the parameters of another step: name their owner ({item.tied})" if item else None
+def owner_of(name: str, shared: Table) -> str | None:
+    """Return the owner of a shared parameter, or of the first one in the step with this name; None if there is none."""
+    return next((each.tied for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
 
 
 def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:
@@ -278,10 +239,7 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
     missing = requested.difference(*found.values())
     unnamed = next((name for name in names if name in missing), None)
     if unnamed is not None:
-        expected = f"one of {listing(known)}" if known else "the layers have no parameters"
-        hint = owner_hint(unnamed, others) or partial(did_you_mean, unnamed, [*known, *_steps_of(known)])
-        message = f"no layer of this repeat has a parameter {quote(unnamed)}"
-        raise Fault("E312", message, at="share", expected=expected, hint=hint)
+        raise messages.sharing.not_in_layers(unnamed, list(known), _steps_of(known), owner_of(unnamed, others))
     return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
 
 

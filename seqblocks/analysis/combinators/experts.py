@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import with_initialisers
@@ -10,7 +10,6 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts
-from seqblocks.errors import Fault, Note, quote
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire
 
@@ -35,15 +34,11 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
 
 def _check_choice(arguments: Experts) -> None:
     if arguments.top > arguments.count:
-        message, most = "a token cannot go to more experts than there are", f"at most {arguments.count}, the count"
-        raise Fault("E209", message, at="top", expected=most, found=str(arguments.top))
+        raise messages.combinators.top_above_count(arguments.top, arguments.count)
     if arguments.count == 1 and (arguments.normalize or arguments.score == "softmax"):
-        message = "the score of the only expert is always 1 and the router is never trained"
-        raise Fault("E419", message, at="count", hint="use more experts, or write the steps without `experts`")
+        raise messages.combinators.only_expert()
     if arguments.top == 1 and arguments.normalize:
-        hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
-        message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
-        raise Fault("E419", message, at="normalize", hint=hint)
+        raise messages.combinators.normalised_weight_of_one()
 
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
@@ -79,27 +74,25 @@ def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
     """Report the first step of an expert that cannot process tokens one by one."""
     for node in graph.walk(body):
         if why := _mixes_tokens(node, x):
-            hint = "move the step out of the experts, which process tokens one by one"
-            note = Note("the experts are here", step.span)
-            ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=[note], hint=hint), node.span)
+            ctx.report(messages.combinators.mixes_tokens(node.name, why, step.span), node.span)
             return
 
 
 def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
     """Return why a step cannot process tokens one by one, or None if it can."""
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
-        return "reads earlier tokens"
+        return messages.combinators.READS_EARLIER
     if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
-        return f"changes the tokens: {x} becomes {node.type}"
+        return messages.combinators.changes_tokens(x, node.type)
     if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
+        return messages.combinators.reads_in_orders(node.arguments.orders)
     if node.type and node.type.context and not x.context:
-        return "does not depend on its token"
+        return messages.combinators.SAME_FOR_ALL
     if node.op is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
     if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
-        return "reads other tokens"
+        return messages.combinators.READS_OTHERS
     return None
 
 
@@ -108,9 +101,6 @@ def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
     for value in body.captures:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
         if wire and (wire.kind, wire.places) != (x.kind, x.places):
-            message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
-            notes = [note for note in (wire.origin_note(f"`{label}`"),) if note]
-            expected = str(x.with_features(wire.features))
-            ctx.report(Fault("E418", message, at="steps", expected=expected, found=str(wire), notes=notes), step)
+            ctx.report(messages.combinators.other_tokens(label, wire, x), step)
             return False
     return True

@@ -9,26 +9,20 @@ from seqblocks.analysis.nodes import make_node, may_be_name
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.parallel import Parallel
-from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.types import UNBOUNDED, Wire
-
-_MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
 
 def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
     """Lower the branches, and return those without faults in their names. Raises Fault (E203) if there is none."""
     if not isinstance(branches, Sequence) or not branches.items:
         found = "an empty list" if isinstance(branches, Sequence) else kind_of(branches)
-        hint = "[{left: [silu]}, {right: [gelu]}]"
-        if isinstance(branches, Mapping) and branches.entries:
-            hint = f"each branch is an item of a list: put '- ' before {listing(branches.entries)}"
-        raise Fault("E203", "branches must be a list of at least one", at="branches", found=found, hint=hint)
+        raise messages.combinators.no_branches(found, branches.entries if isinstance(branches, Mapping) else ())
     bodies: dict[str, graph.Graph] = {}
     for item in branches.items:
         name, steps = _branch(ctx, item)
         if name in bodies:
-            ctx.report(Fault("E304", f"two branches are named {quote(name)}"), item.span)
+            ctx.report(messages.combinators.branch_twice(name), item.span)
             name = ""
         if name:
             bodies[name] = lower_inside(ctx, steps, x, name)
@@ -51,8 +45,7 @@ def _branch(ctx: Context, item: Node) -> tuple[str, Node | None]:
     if isinstance(item, Mapping) and len(item.entries) == 1:
         ((name, span, steps),) = list(item)
         return (name, steps) if may_be_name(ctx, name, span) else ("", steps)
-    fault = Fault("E203", "a branch is written `name: [steps]`", found=kind_of(item), hint="- left: [silu]")
-    ctx.report(fault, item.span)
+    ctx.report(messages.combinators.not_a_branch(kind_of(item)), item.span)
     return "", None
 
 
@@ -63,18 +56,11 @@ def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
         return None
     name, first = known[0]
     if first.kind == "tokens" and len(known) > 1:
-        raise messages.wires.ids_have_no_features(first, _MERGED[merge], name)
+        raise messages.combinators.merges_ids(merge, first, name)
     for other, wire in known[1:]:
         alike = wire.with_features(first.features) if merge == "concat" else wire
         if (alike.kind, alike.axes) != (first.kind, first.axes):
-            raise Fault(
-                "E406",
-                f"branches {quote(name)} and {quote(other)} cannot be merged by {merge}",
-                at="branches",
-                expected=str(first),
-                found=str(wire),
-                notes=[note for note in (first.origin_note(name), wire.origin_note(other)) if note],
-            )
+            raise messages.combinators.branches_differ(merge, (name, first), (other, wire))
     if merge == "concat":
         return first.with_features(sum(wire.features for _, wire in known))
     return first if len(known) == 1 else first.with_facts(UNBOUNDED)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Names
@@ -14,12 +13,10 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat
-from seqblocks.errors import Fault, listing, quote
+from seqblocks.errors import Fault
 from seqblocks.language.document import Node, Sequence, plain
 from seqblocks.language.spec import is_name
-from seqblocks.messages.suggestions import did_you_mean
 
-KEYS = ("times", "steps", "pattern", "index", "share", "name", "from", "as", "when")
 Layer = tuple[str, Node]
 Pattern = list[tuple[str, int]]  # words and their counts
 _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
@@ -70,23 +67,15 @@ def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, N
     node = step.get("pattern")
     chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
     if not arguments.pattern:  # the other keys may be words of a misspelt pattern
-        words = {word: node for word, node in words.items() if did_you_mean(word, ("pattern",))} or words
+        words = {word: node for word, node in words.items() if messages.combinators.is_misspelt_pattern(word)} or words
     for word, steps in words.items():
         if word not in used and not (chosen and arguments.pattern):
-            message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
-            code = "E603" if arguments.pattern else "E201"
-            hint = partial(_word_hint, word, steps, used)
-            ctx.report(Fault(code, message, found=arguments.pattern, hint=hint), step.key_span(word))
+            if arguments.pattern:
+                fault = messages.combinators.word_not_in_pattern(word, arguments.pattern, used)
+            else:
+                fault = messages.combinators.unknown_key_of_repeat(word, holds_steps=isinstance(steps, Sequence))
+            ctx.report(fault, step.key_span(word))
             step.incomplete = True
-
-
-def _word_hint(word: str, steps: Node, used: set[str]) -> str | None:
-    """Return a hint for a key of `repeat` that is not a word of its pattern, which is absent if no words are used."""
-    if found := did_you_mean(word, used or KEYS):
-        return found
-    if used or not isinstance(steps, Sequence):
-        return None
-    return f"if {word} is a kind of layer, add a pattern, such as `pattern: {word}*6`"
 
 
 def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> bool:
@@ -98,20 +87,19 @@ def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) ->
 
 def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list[Layer]:
     """Return the word and the steps of each layer."""
-    message = "repeat takes either `steps` or `pattern`"
     if arguments.pattern is None:
         if arguments.steps is None:
-            raise Fault("E202", message, hint="times: 12 with steps: […]")
+            raise messages.combinators.no_layers()
         return [("steps", arguments.steps)] * arguments.times
     if arguments.steps is not None:
-        hint = "use `times` and `steps`, or a pattern and the steps of each of its words: m: […]"
-        raise Fault("E210", message, at="steps", hint=hint)
+        raise messages.combinators.steps_and_pattern()
     layers: list[Layer] = []
     for word, count in pattern:
-        _check_steps_of(word, words)
+        if word not in words:
+            raise messages.combinators.word_without_steps(word, words)
         layers += [(word, words[word])] * count
         if len(layers) * arguments.times > MAX_REPEATS:
-            raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
+            raise messages.combinators.too_many_layers(MAX_REPEATS)
     return layers * arguments.times
 
 
@@ -121,22 +109,8 @@ def _read_pattern(pattern: str) -> Pattern:
     for text in pattern.split():
         match = re.match(_WORD, text)
         if not match or match[2] == "0":
-            hint = "a pattern has no parentheses: use `times:` to repeat it" if "(" in text or ")" in text else None
-            message = f"{quote(text)} is not a word of a pattern"
-            raise Fault("E601", message, at="pattern", expected="m, or m*7", hint=hint)
+            raise messages.combinators.not_a_word_of_a_pattern(text)
         found.append((match[1], int(match[2] or 1)))
     if not found:
-        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
+        raise messages.combinators.empty_pattern()
     return found
-
-
-def _check_steps_of(word: str, words: dict[str, Node]) -> None:
-    """Raise Fault E602 for a word of the pattern without steps."""
-    if word not in words:
-        raise Fault(
-            "E602",
-            f"the pattern's word {quote(word)} has no steps",
-            at="pattern",
-            expected=f"one of {listing(words)}" if words else "a key that holds its steps",
-            hint=did_you_mean(word, words) or f"add `{word}: [steps]` next to the pattern",
-        )

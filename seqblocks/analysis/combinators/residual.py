@@ -9,8 +9,7 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators.residual import Residual
-from seqblocks.errors import Fault
-from seqblocks.types import UNBOUNDED, Wire
+from seqblocks.types import UNBOUNDED
 
 
 @combines(Residual)
@@ -23,22 +22,6 @@ def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> gra
     if before and after and before.kind == after.kind == "tokens":
         raise messages.wires.ids_have_no_features(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):
-        ctx.report(_shape_changes(ctx, before, after), step)
+        fault = messages.combinators.residual_changes_shape(before, after, ctx.file.source.bundled)
+        ctx.report(fault, step)
     return node
-
-
-def _shape_changes(ctx: Context, before: Wire, after: Wire) -> Fault:
-    hint = None
-    if ctx.file.source.bundled:
-        hint = f"the block is used on {before.features} features: give it arguments that fit"
-    else:
-        hint = f"end the branch with `proj_down: {{features: {before.features}}}`"
-    only_features = before.kind == after.kind and before.length == after.length
-    return Fault(
-        "E404",
-        "a residual adds the output of its steps to its input, so their shapes must match",
-        expected=str(before),
-        found=str(after),
-        notes=[note for note in (before.origin_note("the input"), after.origin_note("the result")) if note],
-        hint=hint if only_features else None,
-    )

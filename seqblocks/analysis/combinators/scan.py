@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate, chain
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import with_initialisers
@@ -14,8 +13,6 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan
-from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
 from seqblocks.types import UNBOUNDED, Wire
 from seqblocks.widths import must_have_grid
@@ -47,25 +44,19 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
 def _check_orders(arguments: Scan, wire: Wire | None) -> None:
     orders = arguments.orders
     if not orders:
-        raise Fault("E208", "the list of orders is empty", at="order", hint="for instance [forward, reverse]")
+        raise messages.combinators.no_orders()
     if len(set(orders)) != len(orders):
-        raise Fault("E208", "an order appears twice", at="order", found=listing(orders))
+        raise messages.combinators.order_twice(orders)
     over_grid = [order for order in orders if order in GRID_ORDERS]
     if wire and over_grid:
         must_have_grid(wire, f"order {over_grid[0]}", at="order", instead="forward or reverse")
     if arguments.own not in ("none", []) and len(orders) < 2:
-        raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
+        raise messages.combinators.own_needs_orders()
 
 
 def _check_length(wire: Wire | None, result: Wire | None) -> None:
     if result and wire and (result.kind, result.length) != (wire.kind, wire.length):
-        raise Fault(
-            "E406",
-            "the output of a scan must be a sequence of the same length as its input",
-            at="steps",
-            expected=f"{wire.with_features(result.features)}",
-            found=str(result),
-        )
+        raise messages.combinators.scan_changes_length(wire, result)
 
 
 # --- column orders --------------------------------------------------------------------------------------------------
@@ -81,32 +72,11 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
         return
     for node in graph.walk(body):
         if node.op and node.type and node.op.is_upright(*node.wires):
-            message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
-            note = Note("the step is here", node.span)
-            raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
+            raise messages.combinators.upright_step(node.verb, order, node.span)
     for value in body.captures:
         other = ctx.run.types[value]
-        if other and other.kind in ("sequence", "tokens"):
-            _check_same_image(order, wire, other, ctx.run.labels[value])
-
-
-def _check_same_image(order: str, wire: Wire, other: Wire, label: str) -> None:
-    if (other.grid, other.places) == (wire.grid, wire.places):
-        return
-    note = other.origin_note(f"`{label}`")
-    raise Fault(
-        "E407",
-        f"order {order} reorders every sequence that its steps read, "
-        f"but {quote(label)} does not have the rows and columns of its input",
-        at="order",
-        expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
-        found=f"{other}, {_rows_by_columns(other)}",
-        notes=[note] if note else [],
-    )
-
-
-def _rows_by_columns(wire: Wire) -> str:
-    return f"{wire.grid[0]} x {wire.grid[1]}" if wire.grid else "without rows and columns"
+        if other and other.kind in ("sequence", "tokens") and (other.grid, other.places) != (wire.grid, wire.places):
+            raise messages.combinators.other_image(order, wire, other, ctx.run.labels[value])
 
 
 # --- parameters owned by each order -----------------------------------------------------------------------------------
@@ -130,17 +100,10 @@ def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
                 below[prefix].append(name)
     unnamed = [name for name in own if not below[name]]
     if unnamed and all(node.type for node in graph.walk(body)):  # otherwise a faulty step may own the missing parameter
-        from seqblocks.analysis.sharing import owner_hint  # only for the message
+        from seqblocks.analysis.sharing import owner_of  # only for the message
 
         shared = {item.name: item for item in graph.parameters(body, shared=True) if item.shared}
-        raise Fault(
-            "E312",
-            f"there is no parameter {quote(unnamed[0])} inside this scan",
-            at="own",
-            expected=f"one of {listing(names)}" if names else "the steps have no parameters",
-            hint=owner_hint(unnamed[0], shared)
-            or partial(did_you_mean, unnamed[0], [*names, *{name.rpartition(".")[0] for name in names}]),
-        )
+        raise messages.combinators.nothing_to_own(unnamed[0], names, owner_of(unnamed[0], shared))
     return set(chain.from_iterable(below.values()))
 
 
@@ -148,12 +111,9 @@ def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None
     """Raise Fault (E208) if a nested scan owns parameters too, or if a tie shares them."""
     for node in graph.walk(body) if owned else ():
         if node.directions and node.owned and owned != set(names):
-            hint = "use `own: all`, or let only one of the two scans own parameters"
-            message = "a scan that owns some parameters cannot contain another that does"
-            raise Fault("E208", message, at="own", hint=hint)
+            raise messages.combinators.two_scans_own()
         if node.ties:
-            message = f"{node.name} is tied, so a direction cannot own its parameters"
-            raise Fault("E208", message, at="own", hint="tie outside the scan, or set `own: none`")
+            raise messages.combinators.tied_and_owned(node.name)
 
 
 def _starts(
@@ -165,9 +125,6 @@ def _starts(
     table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
     known = ctx.run.types[body.result] is not None and all(node.type for node in graph.walk(body))
     if "init" in step.common and known and not table:
-        message = "no order of this scan owns parameters to initialise"
-        several = len(arguments.orders) > 1
-        hint = "set `own: all`, or use `init` of the step inside" if several else "use `init` of the step inside"
-        ctx.report(Fault("E201", message, hint=hint), step.key_span("init"))
+        ctx.report(messages.combinators.orders_own_nothing(arguments.orders), step.key_span("init"))
     given = with_initialisers(ctx, step, table, known)
     return {name: given[name].init for name in table if given[name] is not table[name]}
