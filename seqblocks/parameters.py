@@ -12,9 +12,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, listing, quote
+from seqblocks import messages
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree, unknown_name
-from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
 
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
@@ -151,7 +150,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _choice(text: str) -> tuple[str, str, str] | None:
     """Return the condition and the two initialisers of a choice; None for a single initialiser."""
     if len(text) > MAX_LENGTH:
-        raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
+        raise messages.initialisers.too_long(MAX_LENGTH)
     match syntax_tree(text):
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _written(text, test), _written(text, body), _written(text, orelse)
@@ -168,15 +167,10 @@ def _call(text: str) -> tuple[str, dict[str, str]]:
             numbers = [(None, _written(text, each)) for each in args]
             numbers += [(each.arg or "**", _written(text, each.value)) for each in keywords]
         case _:
-            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
+            raise messages.initialisers.not_an_initialiser(text)
     allowed = [*INITIALISERS, DEFAULT.name]
     if name not in allowed:
-        raise Fault(
-            "E408",
-            f"there is no initialiser {quote(name)}",
-            expected=f"one of {listing(allowed, 21)}",
-            hint=did_you_mean(name, allowed) or instead_of(name),
-        )
+        raise messages.initialisers.unknown(name, allowed)
     arguments = INITIALISERS[name].arguments if name in INITIALISERS else ()
     return name, _by_name(name, dict(arguments), numbers)
 
@@ -195,11 +189,11 @@ def _by_name(
     in_order = list(defaults)[: sum(key is None for key, _ in numbers)]
     keys = [*in_order, *(key for key, _ in numbers if key)]
     unknown = next((key for key in keys if key not in defaults), None)
+    if unknown:
+        raise messages.initialisers.does_not_know(name, unknown, defaults)
     missing = any(default is None and key not in keys for key, default in defaults.items())
-    if unknown or missing or len(set(keys)) < count:
-        signature = f"{name}({', '.join(key if d is None else f'{key}={d:g}' for key, d in defaults.items())})"
-        what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
-        raise Fault("E408", f"{name} does not {what}", expected=signature)
+    if missing or len(set(keys)) < count:
+        raise messages.initialisers.does_not_take(name, count, defaults)
     return {key: number for key, (_, number) in zip(keys, numbers, strict=True)}
 
 
@@ -207,9 +201,7 @@ def _check_values(text: str, name: str, known: Initialiser, values: Mapping[str,
     """Raise Fault E209 for numbers that the initialiser does not accept."""
     for key, value in values.items():
         if value and not SMALLEST <= abs(value) <= LARGEST:
-            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
-            raise Fault("E209", f"{quote(key)} of {name} is out of range", expected=expected, found=f"{value:g}")
+            raise messages.initialisers.number_out_of_range(name, key, value, SMALLEST, LARGEST)
     for law in known.holds:
         if not parse(law).evaluate(values):
-            found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
-            raise Fault("E209", f"the arguments of {quote(text)} are out of range", expected=law, found=found)
+            raise messages.initialisers.law_is_broken(text, law, values)

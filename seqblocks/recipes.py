@@ -16,7 +16,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, ClassVar
 
-from seqblocks.errors import Fault, RunError, listing, quote
+from seqblocks import messages
+from seqblocks.errors import Fault, RunError, listing
 from seqblocks.language.expressions import MAX_LENGTH
 from seqblocks.record import Record
 
@@ -188,10 +189,7 @@ class Concat(FromSeveral):
             return fault
         if len(self.sizes) == len(self.officials) and sum(self.sizes) == shape[self.axis or 0]:
             return None
-        what = f"the sizes do not divide axis {self.axis or 0} of {name} among the {len(self.officials)} tensors"
-        expected = f"{len(self.officials)} sizes with the sum {shape[self.axis or 0]}"
-        found = f"{list(self.sizes)}; {_described(name, shape)}"
-        return Fault("E209", what, at="sizes", expected=expected, found=found)
+        return messages.recipes.sizes_of_parts(self.sizes, len(self.officials), self.axis or 0, name, shape)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -254,16 +252,9 @@ class Cut(FromSeveral):
         if fault or not shape:
             return fault
         if len(self.sizes) != len(self.officials):
-            found = f"{len(self.sizes)} sizes and {len(self.officials)} tensors"
-            return Fault("E209", "each tensor needs a size", at="sizes", expected="as many as tensors", found=found)
-        stop, end = (self.start or 0) + shape[self.axis or 0], sum(self.sizes)
-        if stop <= end:
-            return None
-        what = f"the slice for {name} ends after the last tensor: from {self.start or 0} to {stop} of {end}"
-        length = end - shape[self.axis or 0]
-        expected = f"a start of at most {length}" if length >= 0 else f"sizes with a sum of at least {stop}"
-        at = "start" if self.start else "sizes"
-        return Fault("E209", what, at=at, expected=expected, found=_described(name, shape))
+            return messages.recipes.number_of_sizes(len(self.sizes), len(self.officials))
+        start, length, end = self.start or 0, shape[self.axis or 0], sum(self.sizes)
+        return messages.recipes.slice_too_long(start, length, end, name, shape) if start + length > end else None
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -347,10 +338,7 @@ class Slice(FromOne):
         fault = _no_axis(self.axis, name, shape, -len(shape), len(shape) - 1)
         if fault or not shape[self.axis or 0] % (self.groups or 1):
             return fault
-        expected = f"a divisor of {shape[self.axis or 0]}"
-        found = f"{self.groups}; {_described(name, shape)}"
-        what = f"axis {self.axis or 0} of {name} is not a multiple of the number of groups"
-        return Fault("E209", what, at="groups", expected=expected, found=found)
+        return messages.recipes.groups_do_not_divide(self.groups or 1, self.axis or 0, name, shape)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         return self._cut(name, shape, *tensors).reshape(shape)
@@ -418,9 +406,7 @@ class Reshape(FromOne):
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         if self.shape is None or math.prod(self.shape) == math.prod(shape):
             return None
-        found = f"{list(self.shape)}; {_described(name, shape)}"
-        what = f"the shape has {math.prod(self.shape)} elements, and {name} has {math.prod(shape)}"
-        return Fault("E209", what, at="shape", found=found)
+        return messages.recipes.other_number_of_elements(self.shape, name, shape)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
@@ -482,9 +468,7 @@ class Rearrange(FromOne):
         try:
             rearranged(self.pattern, self.sizes, shape)
         except ValueError as error:
-            found = f"{error}; {_described(name, shape)}"
-            what = f"the right side of the pattern does not have the shape of {name}"
-            return Fault("E209", what, at="pattern", found=found)
+            return messages.recipes.pattern_gives_other_shape(str(error), name, shape)
         return None
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
@@ -524,22 +508,14 @@ def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> 
     """Return a fault if an axis is outside [low, high]."""
     if axis is None or low <= axis <= high:
         return None
-    found = _described(name, shape)
-    return Fault("E209", f"there is no axis {axis}", at="axis", expected=f"from {low} to {high}", found=found)
+    return messages.recipes.no_axis(axis, name, shape, low, high)
 
 
 def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[Shape]) -> Fault | None:
     """Return a fault if a recipe cannot read an official tensor of the `shape` that the spec gives."""
     if given is None or given in known:
         return None
-    expected = " or ".join(dict.fromkeys(str(list(each)) for each in known))
-    found = f"{list(given)}; {_described(name, shape)}"
-    what = f"an official tensor of this shape cannot become {name}"
-    return Fault("E209", what, at="shape", expected=expected, found=found)
-
-
-def _described(name: str, shape: Shape) -> str:
-    return f"{name} has {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s: {list(shape)}"
+    return messages.recipes.other_shape(given, name, shape, known)
 
 
 # --- patterns of `rearrange` ----------------------------------------------------------------------------------------
@@ -551,15 +527,14 @@ Groups = tuple[tuple[str, ...], ...]  # each group of named axes is one axis of 
 def read_pattern(text: str) -> tuple[Groups, Groups]:
     """Return both sides of an einops pattern. Raises Fault E209 for `...`, `_`, and axes on one side only."""
     if len(text) > MAX_LENGTH:
-        raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
+        raise messages.recipes.pattern_too_long(MAX_LENGTH)
     sides = [_groups(side) for side in text.split("->")]
     if len(sides) != 2:
-        expected = '"row column -> column row"'
-        raise Fault("E209", "a pattern needs two sides and one '->'", expected=expected, found=quote(text))
+        raise messages.recipes.not_two_sides(text)
     left, right = (sorted(chain(*side)) for side in sides)
     if left != right or len(set(left)) < len(left):
         odd = [axis for axis in dict.fromkeys((*left, *right)) if not left.count(axis) == right.count(axis) == 1]
-        raise Fault("E209", "each axis must occur once on each side of the pattern", found=listing(odd))
+        raise messages.recipes.axes_not_on_both_sides(odd)
     return sides[0], sides[1]
 
 
@@ -577,9 +552,9 @@ def _groups(side: str) -> Groups:
         elif token.isidentifier() and token != "_":
             groups.append((token,)) if inside is None else inside.append(token)
         else:
-            raise Fault("E209", f"unexpected {quote(token)} in the pattern", expected="names and parentheses")
+            raise messages.recipes.unexpected_in_pattern(token)
     if inside is not None:
-        raise Fault("E209", "the pattern has a parenthesis without its ')'")
+        raise messages.recipes.open_parenthesis()
     return tuple(groups)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqblocks import messages
 from seqblocks.analysis.lower import is_builtin, lower_file
 from seqblocks.errors import (
     Diagnostic,
@@ -85,8 +86,7 @@ def check_text(
     reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
-        message = "the file defines nothing"
-        report.add(Diagnostic("E206", message, file.root.span, hint="add a `model:` or `blocks:`"))
+        report.fault(messages.spec.defines_nothing(), file.root.span)
         file = None
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
@@ -187,15 +187,6 @@ def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
     """Return the model. Raises SpecError (E206) if the file only defines blocks."""
     if model is None:
         block = next(iter(file.blocks.values()))
-        arguments = ", ".join(f"{a.name}: …" for a in block.args.values() if a.default is None)
-        raise SpecError(
-            [
-                Diagnostic(
-                    "E206",
-                    "the file defines blocks but no model",
-                    block.span,
-                    hint=f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{arguments}}}]}}",
-                )
-            ]
-        )
+        arguments = [each.name for each in block.args.values() if each.default is None]
+        raise SpecError([messages.spec.no_model(block.name, arguments).as_diagnostic(block.span)])
     return model

@@ -7,13 +7,12 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, get_args
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.translation import HOLE, Translator, index_pattern
 from seqblocks.combinators import Order
-from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.errors import Fault
 from seqblocks.graph import Entry, Graph
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 
@@ -31,9 +30,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:
-        message = f"{len(patterns):,} patterns are too many for {count:,} steps and parameters"
-        expected = f"at most {MAX_MATCHES // count:,}, not counting parts that are a single index (blocks.{{layer}})"
-        ctx.report(Fault("E104", message, expected=expected), table[0].span)
+        ctx.report(messages.checkpoint_maps.too_many_patterns(len(patterns), count, MAX_MATCHES), table[0].span)
         return
     top, owners = _Places([body], _inside), _Places([_names(body) if parted else {}], dict)
     composed: set[int] = set()
@@ -122,11 +119,8 @@ def _check_use(
     for entry in () if may_differ else table:
         others = instead[id(entry)]
         if id(entry) not in used and others and entry.layout == layout:
-            what = f"{quote(entry.ours)} never applies: other keys of this map match everything that it matches"
-            notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
-            ctx.report(
-                Fault("E314", what, hint="remove it, or make the other keys more specific", notes=notes), entry.span
-            )
+            instead_of_it = [(other.ours, other.span) for other in others.values()]
+            ctx.report(messages.checkpoint_maps.never_applies(entry.ours, instead_of_it), entry.span)
 
 
 def _has_whole_numbers(entry: Entry) -> bool:
@@ -246,16 +240,9 @@ def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:
 
 def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places) -> None:
     before = entry.ours[: max(start - 1, 0)]
-    message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    fault = Fault(
-        "E312",
-        message,
-        expected=lambda: f"one of {listing(places.words())}" if places.named else "nothing more",
-        hint=lambda: did_you_mean(part, places.words()),
-    )
-    ctx.report(fault, span)
+    ctx.report(messages.checkpoint_maps.matches_nothing(part, before, places.words, ends=not places.named), span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:
@@ -283,6 +270,4 @@ def _check_layout(ctx: Context, entry: Entry, places: _Places) -> None:
     """Report a `kernel` of flax or Keras that is not transposed: it is [in, out], while ours are [out, in]."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
         if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
-            what = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"
-            hint = f"{{transpose: {theirs.official}}}, or {{reshape: {theirs.official}}} if it is in fact [out, in]"
-            ctx.report(Fault("E314", what, hint=hint), node.span)
+            ctx.report(messages.checkpoint_maps.not_transposed(theirs.official, entry.ours), node.span)

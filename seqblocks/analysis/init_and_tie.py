@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
-from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.errors import Fault, Span
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
-from seqblocks.messages.suggestions import did_you_mean, key_hint, nearest
+from seqblocks.messages.suggestions import nearest
 from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
@@ -51,8 +50,7 @@ def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
     """Report keys for parameters (E201) on a step that has none of its own."""
     for key in keys:
         if key in step.common:
-            message = f"{step.verb} has no parameters of its own to {key}"
-            ctx.report(Fault("E201", message), step.key_span(key))
+            ctx.report(messages.initialisers.no_parameters(step.verb, key), step.key_span(key))
 
 
 def keeps_defaults(ctx: Context, step: Step) -> bool:
@@ -93,29 +91,27 @@ def with_initialisers(
         if init == DEFAULT and (not absent or names is parameters or key in names):
             continue
         if absent:
-            _report_no_parameter(ctx, step, key, span, parameters, names)
+            ctx.report(messages.initialisers.no_parameter(step.verb, key, parameters, names), span)
         elif key in out and init:
             out[key] = out[key]._replace(init=init)
     return out
 
 
 def _report_no_mapping(ctx: Context, node: Node, parameter: str) -> None:
-    written, notes = "zeros", []
+    text, invalid = None, None
     if isinstance(node, Scalar) and isinstance(node.value, str):
         try:
             read_init(node.value, ctx.names)
-            written = node.text
+            text = node.text
         except Fault as fault:
-            notes = [Note(f"{fault.message}: {fault.hint}" if isinstance(fault.hint, str) else fault.message)]
-    message, hint = "init must be a mapping of parameter: initialiser", f'init: {{{parameter}: "{written}"}}'
-    ctx.report(Fault("E203", message, found=kind_of(node), hint=hint, notes=notes), node.span)
+            invalid = fault
+    ctx.report(messages.initialisers.not_a_mapping(parameter, kind_of(node), text, invalid), node.span)
 
 
 def _read_init(ctx: Context, node: Node) -> Init | None:
     """Return an initialiser, or None after a fault or if one of its numbers is UNKNOWN."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
-        expected = "a name such as zeros, or name(numbers)"
-        ctx.report(Fault("E408", "invalid initialiser", expected=expected, found=kind_of(node)), node.span)
+        ctx.report(messages.initialisers.not_text(kind_of(node)), node.span)
         return None
     try:
         return read_init(node.value, ctx.names)
@@ -126,15 +122,6 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
     except Fault as fault:
         ctx.report(fault, node)
     return None
-
-
-def _report_no_parameter(
-    ctx: Context, step: Step, key: str, span: Span, parameters: Parameters, names: Collection[str]
-) -> None:
-    """Report an unknown key of `init:` or `tie:`. names: those that it may be a misspelling of."""
-    message = f"{step.verb} has no parameter {quote(key)} with these arguments"
-    expected = f"one of {listing(parameters)}"
-    ctx.report(Fault("E201", message, expected=expected, hint=lambda: key_hint(key, names)), span)
 
 
 # --- tied parameters --------------------------------------------------------------------------------------------------
@@ -163,7 +150,7 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
         except Fault as fault:
             stem = tie.target.removesuffix(".bias")
             if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
-                fault.hint = f"set `bias: false`, or tie only the weight: `tie: {{weight: {stem}.weight}}`"
+                fault.hint = messages.initialisers.no_bias_to_tie(stem)
             ctx.report(fault, tie.span)
     _report_initialised(ctx, step, found)
     ctx.run.ties += len(found)
@@ -175,8 +162,7 @@ def _report_initialised(ctx: Context, step: Step, ties: dict[str, str]) -> None:
     node = step.get("init")
     for key, span, _ in node if isinstance(node, Mapping) else ():
         if key in ties:
-            message = f"{key} is tied to {ties[key]}, so it has no initial values of its own"
-            ctx.report(Fault("E322", message, hint="move the initialiser to that step, or remove the tie"), span)
+            ctx.report(messages.initialisers.tied_and_initialised(key, ties[key]), span)
 
 
 def _check_step(ctx: Context, step: Step) -> None:
@@ -195,8 +181,7 @@ def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie
         return [tie for key, span, value in node if (tie := _written_tie(ctx, step, key, span, value, parameters))]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return [_Tie(key, f"{node.value}.{key}", node.span, True) for key in parameters]
-    fault = Fault("E203", "tie must be the name of a step, or map parameters to step.parameter", found=kind_of(node))
-    ctx.report(fault, node.span)
+    ctx.report(messages.initialisers.not_a_tie(kind_of(node)), node.span)
     return []
 
 
@@ -205,11 +190,11 @@ def _written_tie(
 ) -> _Tie | None:
     """Return an entry of `tie: {weight: embed.weight}`; None after a fault."""
     if key not in parameters:
-        _report_no_parameter(ctx, step, key, span, parameters, parameters)
+        ctx.report(messages.initialisers.no_parameter(step.verb, key, parameters, parameters), span)
     elif isinstance(value, Scalar) and isinstance(value.value, str):
         return _Tie(key, value.value, value.span, False)
     else:
-        ctx.report(Fault("E203", "tie must name a parameter, as step.parameter", found=kind_of(value)), value.span)
+        ctx.report(messages.initialisers.not_a_target(kind_of(value)), value.span)
     return None
 
 
@@ -217,8 +202,7 @@ def _checked_shape(step: Step, tie: _Tie, ours: Parameter, target: tuple[str, Pa
     """Return the full name of the target. Raises Fault (E409) if the shapes differ."""
     name, theirs = target
     if theirs.shape != ours.shape:
-        message = f"{step.verb}.{tie.ours} cannot be tied to {tie.target}: their shapes differ"
-        raise Fault("E409", message, expected=f"{list(ours.shape)}", found=f"{list(theirs.shape)}")
+        raise messages.initialisers.shapes_differ(step.verb, tie.ours, tie.target, ours.shape, theirs.shape)
     return name
 
 
@@ -235,7 +219,8 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
             if item := there.get(rest):
                 return item.tied or item.name, item.parameter
             if ctx.run.is_known(node):
-                raise _no_target(tie, [graph.join(first, name) for name in there])
+                names = [graph.join(first, name) for name in there]
+                raise messages.initialisers.no_target(tie.ours, tie.target, names, tie.of_step)
             return None
     if may_be_step(ctx, first):
         return None
@@ -281,27 +266,5 @@ def step_left_out(body: Body, name: str) -> Step | None:
 def _no_step(ctx: Context, name: str) -> Fault:
     """Return the fault of a name that is not a step above. The step may be left out."""
     if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
-        message, hint = f"{quote(name)} is left out, so it has no parameters to tie to", "tie to a step that is present"
-        return Fault("E312", message, hint=hint, notes=[Note("its condition is false", absent.span)])
-
-    def suggest_name() -> str:
-        known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
-        if name == "model":
-            return "leave out `model.`: names begin at this list of steps, or at an enclosing one"
-        return did_you_mean(name, known) or "tie to a step above this one"
-
-    return Fault("E312", f"there is no step {quote(name)} to tie to", hint=suggest_name)
-
-
-def _no_target(tie: _Tie, names: list[str]) -> Fault:
-    first = tie.target.partition(".")[0]
-    written = tie.target.rpartition(".")[0] if tie.of_step else tie.target
-
-    def hint() -> str | None:
-        if tie.of_step and written in names:
-            return f"tie: {{{tie.ours}: {written}}}"
-        known = dict.fromkeys(name.rpartition(".")[0] if tie.of_step else name for name in names)
-        return did_you_mean(written, [name for name in known if name != written])
-
-    expected = f"one of {listing(names)}" if names else f"{first} has no parameters"
-    return Fault("E312", f"there is no parameter {quote(tie.target)}", expected=expected, hint=hint)
+        return messages.initialisers.left_out(name, absent.span)
+    return messages.initialisers.no_step(name, lambda: [each for body in bodies_around(ctx) for each in body.nodes])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis import primitives  # noqa: F401  whose function registers itself
 from seqblocks.analysis.blocks import check_unused, file_context
 from seqblocks.analysis.checkpoint_map_checks import check_map
@@ -92,7 +92,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     assert file.model is not None
     run = ctx.run
     inputs = read_inputs(ctx, file.model, file.model_span)
-    steps = required(ctx.report, file.model, "steps", Fault("E202", "the model has no steps"), file.model_span)
+    steps = required(ctx.report, file.model, "steps", lambda: messages.spec.no_steps(), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
     if not run.report:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Container, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
-from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.errors import Fault, Span
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse, syntax_tree
 from seqblocks.language.spec import is_name
-from seqblocks.messages.suggestions import did_you_mean, nearest
+from seqblocks.messages.suggestions import nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, including nested lists
-_TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
+_TRUTHS = ("true", "yes", "on", "y", "false", "no", "off", "n")  # where they are not booleans of YAML 1.2
 
 
 # --- all arguments of a step ------------------------------------------------------------------------------------------
@@ -67,17 +68,11 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
     key = str(item["loc"][0]) if item["loc"] else None
     if item["type"] == "missing":
         info = field_infos(cls).get(key or "")
-        hint = f"{key}: {info.description if info else None}"
         if not step.incomplete:
-            ctx.report(Fault("E202", f"{step.verb} needs {quote(key or '?')}", hint=hint), step.span)
+            ctx.report(messages.values.missing(step.verb, key or "?", info and info.description), step.span)
         return
-    message = item["msg"][0].lower() + item["msg"][1:]
-    code = "E203" if "type" in item["type"] or "parsing" in item["type"] else "E209"
-    message = message.removeprefix("input should be ").removeprefix("value error, ")
     found = str(item["input"])[:60]
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    named = quote(key) if key else "an argument"
-    ctx.report(Fault(code, f"{named} of {step.verb} must be {message}", at=key, found=found), step)
+    ctx.report(messages.values.invalid(step.verb, key, item["msg"], item["type"], found), step)
 
 
 # --- one argument -----------------------------------------------------------------------------------------------------
@@ -115,23 +110,20 @@ def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False
 def _report_not_a_number(ctx: Context, node: Node, value: Any) -> None:
     """Report an argument that is not a number, or an expression whose value is not."""
     if isinstance(node, Scalar) and isinstance(node.value, str) and value != node.value:
-        found = f"{quote(node.value)}, which is {shown_value(value)}"
-        word = value.partition("*")[0] if isinstance(value, str) else ""
-        hint = partial(did_you_mean, word, ctx.names) if word else None  # it may be a misspelt name in `let:`
-        ctx.report(Fault("E203", "expected a number", found=found, hint=hint), node)
+        word = value.partition("*")[0] if isinstance(value, str) else ""  # it may be a misspelt name in `let:`
+        ctx.report(messages.values.value_is_no_number(node.value, shown_value(value), word, ctx.names), node)
     else:
-        ctx.report(Fault("E203", "expected a number or an expression", found=kind_of(node)), node.span)
+        ctx.report(messages.values.not_a_number(kind_of(node)), node.span)
 
 
 def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
     """Return a number; report it if it is too large, or if it must be whole and is not."""
     if isinstance(value, float) and not math.isfinite(value):
-        fault = Fault("E203", "expected a finite number", found=f"{value:g}")
+        fault = messages.values.not_finite(value)
     elif abs(value) > MAX_MAGNITUDE:
-        fault = Fault("E504", "the number is too large", expected="at most 10^18")
+        fault = messages.values.too_large()
     elif whole and value != int(value):
-        hint = "use ceil(…), floor(…) or // to get a whole number"
-        fault = Fault("E503", "expected a whole number", found=f"{value:g}", hint=hint)
+        fault = messages.values.not_whole(value)
     else:
         return int(value) if whole else value
     ctx.report(fault, node)
@@ -149,10 +141,9 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
         return parse(text).evaluate(ctx.names)
     except NameFault as fault:
         if fault.name in ctx.passed:
-            fault.hint = f"it is an argument of type `steps`, which is used as a verb: `- {fault.name}`"
+            fault.hint = messages.values.steps_in_expression(fault.name)
         if instead and fault.name == text:
-            fault.expected = lambda: f"one of {listing([*instead, *sorted(ctx.names)])}"
-            fault.hint = lambda: did_you_mean(text, [*instead, *ctx.names])
+            messages.values.unknown_word(fault, text, instead, ctx.names)
         ctx.report(fault, node.part(fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
@@ -164,19 +155,13 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if isinstance(node.value, bool) or (node.value is None and kind.optional):
             return node.value
         if isinstance(node.value, str):
-            word = node.text.lower()
-            found, hint = kind_of(node), None
-            if word in _TRUTHS:
-                hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
-            elif word in ("true", "false"):
-                found, hint = "text in quotes", f"remove the quotes: {word}"
-            if hint and node.text not in ctx.names:
-                ctx.report(Fault("E203", "true or false is needed here", found=found, hint=hint), node.span)
+            if node.text.lower() in _TRUTHS and node.text not in ctx.names:
+                ctx.report(messages.values.flag_as_text(node.text, kind_of(node)), node.span)
                 return UNKNOWN
             value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
-    ctx.report(Fault("E203", "true or false is needed here", found=kind_of(node)), node)
+    ctx.report(messages.values.not_a_flag(kind_of(node)), node)
     return UNKNOWN
 
 
@@ -192,7 +177,7 @@ def _words(ctx: Context, node: Node, kind: FieldKind) -> Any:
 def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     """Return an allowed word, or the value of a name."""
     if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
-        ctx.report(Fault("E203", "expected a word", expected=_choices(kind), found=kind_of(node)), node.span)
+        ctx.report(messages.values.not_a_word(kind.choices, kind.open, kind_of(node)), node.span)
         return UNKNOWN
     text = node.text
     if node.value is None or text in kind.choices:
@@ -201,9 +186,7 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
         return _named_word(ctx, node, kind)
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
-    hint = partial(_word_hint, text, kind, ctx.names)
-    fault = Fault("E208", f"{quote(text)} is not allowed here", expected=_choices(kind), hint=hint)
-    ctx.report(fault, node.span)
+    ctx.report(messages.values.word_not_allowed(text, kind.choices, kind.open, ctx.names), node.span)
     return UNKNOWN
 
 
@@ -215,10 +198,9 @@ def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
         return value
     if isinstance(value, list) and kind.kind == "words":
         return value
-    message = f"{shown_value(value)} is not an allowed value of {node.text}"
-    kind = kind._replace(choices=tuple(dict.fromkeys((*kind.choices, *_compared_words(ctx, node.text)))))
-    hint = partial(_word_hint, value, kind) if isinstance(value, str) else None
-    ctx.report(Fault("E208", message, expected=_choices(kind), hint=hint), node)
+    word = value if isinstance(value, str) else None
+    choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, node.text))))
+    ctx.report(messages.values.value_not_allowed(node.text, shown_value(value), word, choices, kind.open), node)
     return UNKNOWN
 
 
@@ -227,17 +209,6 @@ def _compared_words(ctx: Context, name: str) -> list[str]:
     whens = (step.get("when") for step in ctx.body.steps)
     texts = (node.text for node in whens if isinstance(node, Scalar))
     return [word for text in texts for word in re.findall(rf"\b{name} *[=!]= *['\"](\w+)['\"]", text)]
-
-
-def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | None:
-    """Return a hint for a word that is not allowed."""
-    if word.lower() in ("bidirectional", "bidirection", "bidir", "bi", "both") and "reverse" in kind.choices:
-        return "use [forward, reverse] for both directions"
-    return did_you_mean(word, [*kind.choices, *names])
-
-
-def _choices(kind: FieldKind) -> str:
-    return f"one of {listing(kind.choices)}{', or a name' if kind.open else ''}" if kind.choices else "a word"
 
 
 # --- values without a declared type -----------------------------------------------------------------------------------
@@ -261,8 +232,7 @@ def free_value(ctx: Context, node: Node) -> Any:
     if isinstance(node, Sequence):
         values = Values(free_value(ctx, item) for item in node.items)
         if values.size > MAX_VALUES or values.depth > MAX_DEPTH:
-            expected = f"at most {MAX_VALUES:,} values, nested at most {MAX_DEPTH} deep"
-            ctx.report(Fault("E104", "the list is too large", expected=expected), node.span)
+            ctx.report(messages.values.list_too_large(MAX_VALUES, MAX_DEPTH), node.span)
             return UNKNOWN
         return values
     if isinstance(node, Mapping):
@@ -323,7 +293,7 @@ def _computed(ctx: Context, span: Span, node: Node) -> Compute:
             return free_value(ctx, node)
         nodes = (ctx.names.written[name][0] for name in ring)
         overridden = next((each.span for each in nodes if each.span.source.is_override), None)
-        ctx.report(Fault("E505", f"circular definition in let: {' -> '.join(ring)}"), overridden or span)
+        ctx.report(messages.values.circular(ring), overridden or span)
         return UNKNOWN
 
     return compute

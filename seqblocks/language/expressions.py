@@ -12,15 +12,14 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from seqblocks.errors import Fault, Lazy, listing, quote
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks import messages
+from seqblocks.errors import Fault, quote
 from seqblocks.record import Record
 
 MAX_LENGTH = 400
@@ -141,34 +140,28 @@ class Expression(Record):
         try:
             value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
         except ZeroDivisionError:
-            hint = "use max(…, 1) to avoid dividing by 0"
-            raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
+            raise messages.expressions.divides_by_zero(self.text) from None
         except OverflowError:
-            raise Fault("E504", f"{quote(self.text)} is too large a number") from None
+            raise messages.expressions.overflows(self.text) from None
         except TypeError:
-            raise Fault("E502", f"{quote(self.text)} has no value: it compares a word with a number") from None
+            raise messages.expressions.word_with_number(self.text) from None
         except ValueError as error:
-            raise Fault("E502", f"{quote(self.text)} has no value: {error}") from None
+            raise messages.expressions.no_value(self.text, str(error)) from None
         if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
-            raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
+            raise messages.expressions.too_large(self.text)
         return value
 
 
 class NameFault(Fault):
     """An unknown name at `offset` in the text of the expression."""
 
-    def __init__(self, name: str, offset: int, hint: Lazy, known: Lazy) -> None:
-        super().__init__("E303", f"unknown name {quote(name)}", hint=hint, expected=known)
+    def __init__(self, fault: Fault, name: str, offset: int) -> None:
+        super().__init__(fault.code, fault.message, expected=fault.expected, hint=fault.hint)
         self.name, self.offset = name, offset
 
 
 def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
-    return NameFault(
-        name,
-        offset,
-        lambda: f"{name} is a function: {name}(…)" if name in FUNCTIONS else did_you_mean(name, known),
-        lambda: f"one of {listing(sorted(known))}" if known else "a number",
-    )
+    return NameFault(messages.expressions.unknown_name(name, known, name in FUNCTIONS), name, offset)
 
 
 def _character(text: str, offset: int) -> int:
@@ -246,12 +239,12 @@ def _parsed(text: str) -> Expression | Fault:
 
 def _parse(text: str) -> Expression:
     if len(text) > MAX_LENGTH:
-        raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
+        raise messages.expressions.too_long(MAX_LENGTH)
     tree = syntax_tree(text)
     names: list[tuple[str, int]] = []
     nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
     if len(nodes) > MAX_NODES * 2 + 1:
-        raise Fault("E504", "the expression is too complex", hint="split it into several entries of `let:`")
+        raise messages.expressions.too_complex()
     functions = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     equal = (n for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq))
     compared = {id(n.comparators[0]) for n in equal}
@@ -270,23 +263,7 @@ def syntax_tree(text: str) -> ast.expr:
             warnings.simplefilter("ignore")  # Python warns about literals next to keywords, such as "2if"
             return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=_notation(text)) from None
-
-
-_NOTATIONS = {
-    r"\^": "write `**` for powers",
-    r"[{}]": "write names without braces",
-    r"^\d+(\.\d+)? ?([kKMGBT]i?|%)$": "write the number in full, without a unit",
-    r"^\d{1,3}(,\d{3})+$": "write the number without commas; `1_000` is allowed",
-    r"&&|\|\|": "write `and` and `or`",
-    r"(?<![=<>!])=(?!=)": "write `==` to compare",
-    r"^None$": "leave the key out",
-}
-
-
-def _notation(text: str) -> str | None:
-    """Return a hint for the notation of another language."""
-    return next((hint for pattern, hint in _NOTATIONS.items() if re.search(pattern, text)), None)
+        raise messages.expressions.invalid(text) from None
 
 
 _ALLOWED = (
@@ -295,7 +272,6 @@ _ALLOWED = (
 
 
 def _check(node: ast.AST, text: str) -> None:
-    hint = None
     match node:
         case ast.Constant(value=bool()):
             pass
@@ -303,37 +279,19 @@ def _check(node: ast.AST, text: str) -> None:
             return
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
             if name not in FUNCTIONS:
-                raise Fault(
-                    "E303",
-                    f"there is no function {quote(name)}",
-                    expected=f"one of {listing(FUNCTIONS)}",
-                    hint=lambda: did_you_mean(name, FUNCTIONS),
-                )
+                raise messages.expressions.no_function(name, list(FUNCTIONS))
             _, least, most = FUNCTIONS[name]
             if not least <= len(args) <= most:
-                count = str(least) if least == most else f"{least} to {most}"
-                raise Fault("E501", f"{name} takes {count} arguments", found=f"{len(args)}")
+                raise messages.expressions.number_of_arguments(name, least, most, len(args))
             return
         case ast.Compare(ops=[op]) if type(op) in _COMPARE:
             return
         case ast.Compare(ops=[_, _, *_]):
-            hint = _separate(node)
+            raise messages.expressions.chained_comparison(text, node)
         case ast.BinOp(op=op) if type(op) not in _BINARY:
             pass
         case ast.UnaryOp(op=op) if type(op) not in (*_UNARY, ast.Not):
             pass
         case _ if isinstance(node, _ALLOWED):
             return
-    raise Fault(
-        "E501",
-        f"{quote(text)} uses syntax that expressions do not support",
-        expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions",
-        hint=hint or _notation(text),
-    )
-
-
-def _separate(node: ast.Compare) -> str:
-    """Return a hint for a chain of comparisons: `0 < d and d < 1` instead of `0 < d < 1`."""
-    sides = [node.left, *node.comparators]
-    pairs = (ast.Compare(left, [op], [right]) for left, op, right in zip(sides, node.ops, sides[1:], strict=False))
-    return f"compare two values at a time: `{' and '.join(map(ast.unparse, pairs))}`"
+    raise messages.expressions.unsupported(text)

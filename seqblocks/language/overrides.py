@@ -18,14 +18,12 @@ from collections.abc import Mapping as MappingABC
 from itertools import islice
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Diagnostic, Report, Source, Span, listing, quote
+from seqblocks import messages
+from seqblocks.errors import Report, Source, Span
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.messages.suggestions import did_you_mean
 
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
-NOT_THERE = "an override replaces a value of the spec or sets an argument of a step"
-USED = "defaults in a file imported with `use:` cannot be overridden: set the argument where the block is used"
 
 
 class Override(NamedTuple):
@@ -84,9 +82,7 @@ def apply(
             continue
         holder, key = slot.holder, slot.key
         if (block := _block_with_steps(root, slot)) and not _is_steps(value):
-            message = f"{quote(key)} of block {block} is steps, and only steps can replace them"
-            hint = f"{path}=[layer_norm, silu]"
-            report.add(Diagnostic("E203", message, value.span, found=document.kind_of(value), hint=hint))
+            report.fault(messages.spec.override_of_steps(key, block, path, document.kind_of(value)), value.span)
             continue
         whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
         span, old = holder.entries.get(key, (whole, None))
@@ -121,17 +117,16 @@ def _source(path: str, text: str, from_call: bool) -> Source:
 
 def _parse(text: str, source: Source, report: Report) -> Node | None:
     if not text.strip():
-        hint = f"{source.text.rstrip()}…" if source.kind == "override" else "pass a number, a word or a list"
-        report.add(_fault(source, "the override has no value", hint=hint))
+        option = source.text if source.kind == "override" else None
+        report.fault(messages.spec.override_without_value(option), _whole(source))
         return None
     path = source.text.removeprefix("--set ").partition("=")[0]
     is_prose = path.rpartition(".")[2] == "about"
     if source.kind == "override" and not is_prose and (several := re.match(_SEVERAL, text)):
-        hint = f"--set {path}={several[1]} --set {several[2]}"
-        report.add(_fault(source, "an override sets one value", hint=hint))
+        report.fault(messages.spec.several_overrides(path, several[1], several[2]), _whole(source))
         return None
     if text.strip() in ("null", "~"):  # an empty text is not a YAML document
-        report.add(_fault(source, "an override cannot be null", hint="remove the override to use the default"))
+        report.fault(messages.spec.override_is_null(), _whole(source))
         return None
     try:
         node = document.parse(Source.of(source.name, text, source.kind), report)
@@ -158,9 +153,10 @@ def _shifted(node: Node, source: Source, before: int) -> Node:
     return node._replace(span=span, entries=entries)
 
 
-def _fault(source: Source, message: str, **more: Any) -> Diagnostic:
+def _whole(source: Source) -> Span:
+    """Return the span of an override, as a user sees it."""
     shown = source._replace(name="the call" if source.kind == "call" else "command line")
-    return Diagnostic("E310", message, Span(shown, 1, 1, 1, len(source.text) + 1), **more)
+    return Span(shown, 1, 1, 1, len(source.text) + 1)
 
 
 def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
@@ -181,22 +177,20 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
             slots.append(Slot(node, part))
             break
         if part not in choices:
-            where = ".".join(parts[:depth]) or "the spec"
             known = sorted(choices)
             if depth == 0:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             elsewhere, exists = _elsewhere(root, parts)
-            misspelt = did_you_mean(part, known)
+            misspelt = messages.spec.similar_part(part, known)
             if depth == len(parts) - 1 and not exists:  # a misspelt argument is likelier than a default elsewhere
                 elsewhere = misspelt or elsewhere
-            hint = elsewhere or misspelt or NOT_THERE
+            hint = elsewhere or misspelt or messages.spec.NOT_THERE
             if part.isdecimal() and "pattern" in choices:
-                hint = "in a path through a pattern, use the word instead of the layer number"
+                hint = messages.spec.WORD_NOT_NUMBER
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
-                hint = f"{USED}; {elsewhere}" if elsewhere else USED
-            expected = f"one of {listing(known)}" if known else None
-            report.add(_fault(source, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
+                hint = "; ".join(filter(None, (messages.spec.USED, elsewhere)))
+            report.fault(messages.spec.no_such_part(part, ".".join(parts[:depth]), known, hint), _whole(source))
             return None
         slot = choices[part]
         slots.append(slot)
@@ -222,7 +216,7 @@ def _elsewhere(root: Node, parts: list[str]) -> tuple[str | None, bool]:
         for path, of_step in paths:
             exists = path[-len(end) :] == end
             if exists or (of_step and len(end) > 1 and path[1 - len(end) :] == end[:-1]):
-                return f"did you mean '{'.'.join(path if exists else [*path, end[-1]])}'?", exists
+                return messages.spec.whole_path(".".join(path if exists else [*path, end[-1]])), exists
     return None, False
 
 

@@ -17,24 +17,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from seqblocks.errors import (
-    Diagnostic,
-    Fault,
-    Lazy,
-    Note,
-    Report,
-    Source,
-    SourceKind,
-    Span,
-    SpecError,
-    UsageError,
-    listing,
-    quote,
-)  # fmt: skip
+from seqblocks import messages
+from seqblocks.errors import Diagnostic, Fault, Report, Source, SourceKind, Span, SpecError, UsageError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
-from seqblocks.messages.suggestions import did_you_mean, key_hint, missing_colon, nearest
+from seqblocks.messages.suggestions import nearest
 from seqblocks.record import Record
 
 VERSION = 1
@@ -51,11 +39,6 @@ ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
     "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
     **dict.fromkeys(("layers", "modules", "body", "network"), "steps"),
-}  # fmt: skip
-_LIKE = {  # example of each mapping, for hints
-    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
-    "expect": "{params: 1_000}", "let": "{dim: 64}",
-    "model": "{input: {tokens: 256}, steps: […]}",
 }  # fmt: skip
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 
@@ -124,8 +107,7 @@ def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = 
     most = 4 * document.MAX_BYTES  # UTF-8 has up to 4 bytes per character; `document.parse` counts characters
     data = file.read(most + 1)
     if len(data) > most:
-        expected = f"at most {document.MAX_BYTES:,} bytes"
-        report.add(Diagnostic("E104", f"{shown} is too large for a spec", used, expected))
+        report.fault(messages.spec.too_large(shown, document.MAX_BYTES), used)
         return None
     return document.decode(data, shown, report)
 
@@ -143,26 +125,30 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return read_stream(file, shown, report, used)
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: it is not a regular file", used))
+        report.fault(messages.spec.not_a_regular_file(shown), used)
     except OSError as error:
         reason = error.strerror or str(error)
-        others = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
-        exists = os.path.lexists(path)  # a broken link exists, so it is not a misspelt name
-        near = None if exists else did_you_mean(path.name, (other.name for other in others))
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near or _inside(path)))
+        if os.path.lexists(path):  # also if it is a broken link
+            report.fault(messages.spec.is_folder(shown, reason, _spec_in(path)), used)
+        else:
+            report.fault(messages.spec.no_such_path(shown, reason, path.name, _specs_beside(path)), used)
     except ValueError as error:  # a null byte in the name
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}", used))
+        report.fault(messages.spec.cannot_be_read(shown, str(error)), used)
     return None
 
 
-def _inside(path: Path) -> str | None:
-    """Return a hint with the spec in a folder: `spec.yaml` of a saved model, or the only YAML file."""
+def _specs_beside(path: Path) -> list[str]:
+    return [other.name for other in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
+
+
+def _spec_in(path: Path) -> str | None:
+    """Return the path of the spec in a folder: `spec.yaml` of a saved model, or the only YAML file."""
     try:
         found = [name for name in os.listdir(path) if name.endswith(ENDINGS)]
     except OSError:
         return None
     name = "spec.yaml" if "spec.yaml" in found else found[0] if len(found) == 1 else None
-    return f"this is a folder; its spec is {quote(str(path / name))}" if name else None
+    return str(path / name) if name else None
 
 
 # --- checks shared by all sections of a spec -------------------------------------------------------------------------
@@ -179,9 +165,7 @@ def known_keys(
     for key, span, _ in node:
         if key not in words:
             node.incomplete = True
-            hint = f"move `{key}:` {place}" if key in elsewhere else partial(key_hint, key, words)
-            fault = Fault("E201", f"unknown key {quote(key)} in {what}", expected=f"one of {listing(words)}", hint=hint)
-            report.fault(fault, span)
+            report.fault(messages.spec.unknown_key(key, what, words, place if key in elsewhere else None), span)
 
 
 class Holder(Protocol):
@@ -193,24 +177,25 @@ class Holder(Protocol):
 
 
 def required(
-    report: Callable[[Fault, Span | None], object], holder: Holder, key: str, missing: Fault, where: Span | None
+    report: Callable[[Fault, Span | None], object],
+    holder: Holder,
+    key: str,
+    missing: Callable[[], Fault],
+    where: Span | None,
 ) -> Node | None:
-    """Return the value of a key. If it is absent, report `missing`, unless the holder is incomplete."""
+    """Return the value of a key. If it is absent, report `missing()`, unless the holder is incomplete."""
     node = holder.get(key)
     if node is None and not holder.incomplete:
-        report(missing, where)
+        report(missing(), where)
     return node
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
     """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
     if keyword.iskeyword(name):
-        message = f"{quote(name)} is a reserved word in expressions"
-        report.add(Diagnostic("E311", message, span, hint="choose another name"))
+        report.fault(messages.spec.reserved_word(name), span)
     elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
-        expected = "letters, digits and _, not beginning with a digit"
-        hint = missing_colon(name) if key else None
-        report.add(Diagnostic("E207", f"{quote(name)} is not a valid name", span, expected, hint=hint))
+        report.fault(messages.spec.not_a_name(name, key), span)
     else:
         return True
     return False
@@ -251,20 +236,13 @@ class Reader:
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
 
-    def fault(
-        self, code: str, message: str, span: Span | None, expected: Lazy = None, found: str | None = None,
-        hint: Lazy = None,
-    ) -> None:  # fmt: skip
-        self.report.fault(Fault(code, message, expected=expected, found=found, hint=hint), span)
-
     def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
         """Turn a parsed document into a spec. `use:` paths are relative to `folder`, which is relative to base."""
         if root is None:
             return None
         if not isinstance(root, Mapping):
-            hint = missing_colon(root.text, FILE_KEYS) if isinstance(root, Scalar) else None
-            hint = hint or f"begin with `seqblocks: {VERSION}`"
-            self.fault("E203", "a spec must be a mapping", root.span, found=kind_of(root), hint=hint)
+            text = root.text if isinstance(root, Scalar) else None
+            self.report.fault(messages.spec.not_a_spec(kind_of(root), text, FILE_KEYS, VERSION), root.span)
             return None
         file = SpecFile(source, root)
         known_keys(self.report, root, FILE_KEYS, "a spec", MODEL_KEYS, "into `model:`")
@@ -298,9 +276,8 @@ class Reader:
         if isinstance(node, Scalar) and node.value is None:
             return None
         if node is not None:
-            hint = missing_colon(node.text) if isinstance(node, Scalar) else None
-            hint = hint or f"{key}: {_LIKE[key]}"
-            self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node), hint=hint)
+            text = node.text if isinstance(node, Scalar) else None
+            self.report.fault(messages.spec.not_a_mapping(key, kind_of(node), text), node.span)
         elif not root.incomplete:
             return None
         return Mapping(root.span, 1, 1, {}, incomplete=True)
@@ -319,16 +296,14 @@ class Reader:
             return ""
         if isinstance(node, Scalar):
             return node.text
-        self.fault("E203", f"{key} must be text", node.span, found=kind_of(node))
+        self.report.fault(messages.spec.not_text(key, kind_of(node)), node.span)
         return ""
 
     def _version(self, root: Mapping) -> None:
         start = root.span._replace(end_line=root.span.line, end_column=root.span.column + 1)
-        message = "the spec does not declare its language version"
-        missing = Fault("E205", message, hint=f"begin with `seqblocks: {VERSION}`")
-        node = required(self.report.fault, root, "seqblocks", missing, start)
+        node = required(self.report.fault, root, "seqblocks", lambda: messages.spec.no_version(VERSION), start)
         if node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
-            self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
+            self.report.fault(messages.spec.unknown_version(kind_of(node), VERSION), node.span)
 
     def _use(self, file: SpecFile, folder: str) -> None:
         node = file.root.get("use")
@@ -336,13 +311,13 @@ class Reader:
             file.incomplete = file.root.incomplete
             return
         if not isinstance(node, Sequence):
-            hint = f"use: [{node.value if isinstance(node, Scalar) and isinstance(node.value, str) else 'vil'}]"
-            self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint=hint)
+            name = node.value if isinstance(node, Scalar) and isinstance(node.value, str) else None
+            self.report.fault(messages.spec.use_is_no_list(kind_of(node), name), node.span)
             file.incomplete = True
             return
         for item in node.items:
             if not isinstance(item, Scalar) or not isinstance(item.value, str):
-                self.fault("E203", "use takes names of bundled specs and paths", item.span, found=kind_of(item))
+                self.report.fault(messages.spec.not_a_file(kind_of(item)), item.span)
                 file.incomplete = True
                 continue
             other = self._used(item.value, item.span, folder)
@@ -350,14 +325,7 @@ class Reader:
             for name, block in (other.blocks if other else {}).items():
                 clash = file.visible.get(name)
                 if clash and clash is not block:
-                    self.report.add(
-                        Diagnostic(
-                            "E309",
-                            f"block {quote(name)} is defined in two of the used files",
-                            item.span,
-                            notes=(Note("defined here", clash.span), Note("and here", block.span)),
-                        )
-                    )
+                    self.report.fault(messages.spec.block_of_two_files(name, clash.span, block.span), item.span)
                 file.visible[name] = block
 
     def _needs(self, file: SpecFile) -> None:
@@ -366,19 +334,17 @@ class Reader:
         if node is None:
             return
         if not isinstance(node, Sequence):
-            self.fault("E203", "needs must be a list", node.span, found=kind_of(node), hint="needs: [my_ops]")
+            self.report.fault(messages.spec.needs_no_list(kind_of(node)), node.span)
             file.incomplete = True
             return
         for item in node.items:
             name = item.value if isinstance(item, Scalar) else None
             if not isinstance(name, str) or name.endswith(".py") or not re.fullmatch(_MODULE, name):
-                hint = f"needs: [{Path(name).stem}]" if isinstance(name, str) and name.endswith(".py") else None
-                message = "needs takes module names"
-                self.fault("E203", message, item.span, "a name such as my_ops", kind_of(item), hint)
+                stem = Path(name).stem if isinstance(name, str) and name.endswith(".py") else None
+                self.report.fault(messages.spec.not_a_module(kind_of(item), stem), item.span)
                 file.incomplete = True
             elif not self.has_plugin(name):
-                message = f"the spec needs the plug-in {quote(name)}, which was not imported"
-                self.fault("E329", message, item.span, hint=partial(_how_to_import, name))
+                self.report.fault(messages.spec.missing_plugin(name, partial(_file_of_plugin, name)), item.span)
                 file.incomplete = True
 
     def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
@@ -388,8 +354,8 @@ class Reader:
             return None
         key = _absolute(found.path)
         if key in self.open:
-            ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
-            self.fault("E307", f"the files use each other: {ring}", span, hint="move the shared blocks to a third file")
+            ring = map(os.path.basename, [*self.open[self.open.index(key) :], key])
+            self.report.fault(messages.spec.files_in_a_ring(ring), span)
             return None
         if key not in self.files:
             self.files[key] = None
@@ -403,20 +369,14 @@ class Reader:
             return _Found(path, os.path.normpath(path), relative, "own")
         found = bundled()
         if name not in found and name not in (self.provided or {}):
-            found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
-            self.fault(
-                "E306",
-                f"there is no bundled spec {quote(name)}",
-                span,
-                expected=f"one of {listing(found)}",
-                hint=lambda: did_you_mean(name, found) or "to use a file, write its path: ./blocks.yaml",
-            )
+            blocks = [stem for stem, path in found.items() if path.parent.name == "blocks"]
+            self.report.fault(messages.spec.nothing_bundled(name, blocks), span)
             return None
         return _Found(found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name)), "bundled")
 
     def _read_used(self, name: str, found: _Found, key: str, span: Span) -> SpecFile | None:
         if len(self.open) > MAX_USES:
-            self.fault("E104", "`use` is nested too deeply", span, expected=f"at most {MAX_USES} levels")
+            self.report.fault(messages.spec.use_too_deep(MAX_USES), span)
             return None
         own, provided = found.kind == "own", self.provided or {}
         if own:
@@ -430,8 +390,7 @@ class Reader:
         tree = document.parse(source, self.report)
         self.size += tree.size if tree and (own or name in provided) else 0
         if self.size > document.MAX_NODES:
-            expected = f"at most {document.MAX_NODES:,} nodes in total"
-            self.fault("E104", "the used files are too large", span, expected=expected)
+            self.report.fault(messages.spec.used_files_too_large(document.MAX_NODES), span)
             return None
         self.open.append(key)
         file = self.read(tree, source, os.path.dirname(found.relative))
@@ -442,32 +401,22 @@ class Reader:
         """Return the text of a file in `use:`, or report an error and return None. Check permission before reading."""
         if self.provided is not None:
             if relative not in self.provided:
-                self.fault("E306", f"there is no file {quote(name)} among the files provided with the spec", span)
+                self.report.fault(messages.spec.not_provided(name), span)
             return self.provided.get(relative)
-        refused = f"`use` may not read {quote(name)}"
         try:
             target = path.resolve()
             folders = [folder.resolve() for folder in (self.base, *self.allowed)]
         except (OSError, RuntimeError, ValueError) as error:  # circular links, a null byte
-            self.fault("E803", f"{quote(shown)} cannot be read: {error}", span)
+            self.report.fault(messages.spec.cannot_be_read(shown, str(error)), span)
             return None
         if not (name.endswith(ENDINGS) and target.name.endswith(ENDINGS)):
-            what = "links to a file with another extension" if name.endswith(ENDINGS) else "has another extension"
-            self.fault("E804", f"{refused}: it {what}", span, expected=f"a file that ends in {' or '.join(ENDINGS)}")
+            self.report.fault(messages.spec.other_extension(name, name.endswith(ENDINGS), ENDINGS), span)
             return None
         if not any(target.is_relative_to(folder) for folder in folders):
-            expected = "a file below the folder of the spec"
-            hint = "if you trust the spec, allow the folder: `--allow-use DIR`, in Python `allow_use=`"
-            self.fault("E804", f"{refused}: it is outside the allowed folders", span, expected=expected, hint=hint)
+            self.report.fault(messages.spec.outside_the_folders(name), span)
             return None
         if not os.path.lexists(path):
-            self.fault(
-                "E306",
-                f"there is no file {quote(name)}",
-                span,
-                found=f"no such file: {shown}",
-                hint=lambda: did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml"))),
-            )
+            self.report.fault(messages.spec.no_file(name, shown, path.name, partial(_specs_beside, path)), span)
             return None
         return read_text(target, shown, self.report, span)
 
@@ -476,18 +425,16 @@ class Reader:
         if not is_name(self.report, name, span):
             return False
         if self.is_builtin(name):
-            self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
+            self.report.fault(messages.spec.named_like_builtin(name), span)
             return False
         if clash := file.visible.get(name):
-            note = Note("the other one is here", clash.span)
-            message, hint = f"block {quote(name)} is already defined", "give the block another name"
-            self.report.add(Diagnostic("E309", message, span, notes=(note,), hint=hint))
+            self.report.fault(messages.spec.block_again(name, clash.span), span)
             return False
         return True
 
     def _is_mapping(self, name: str, node: Node) -> bool:
         if not isinstance(node, Mapping):
-            self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
+            self.report.fault(messages.spec.block_is_no_mapping(name, kind_of(node)), node.span)
         return isinstance(node, Mapping)
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
@@ -504,7 +451,7 @@ class Reader:
         names_in_block = {*args, *(let.entries if let else ())}
         for argument in args.values():
             self._plain_default(argument, names_in_block)
-        steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
+        steps = required(self.report.fault, node, "steps", lambda: messages.spec.block_without_steps(name), span)
         lists = [argument for argument in args.values() if isinstance(argument.default, Sequence)]
         run = verbs_in(steps) if lists else ()
         for argument in lists:
@@ -520,10 +467,7 @@ class Reader:
             return let
         for name, span, _ in let:
             if name in args:
-                note = Note("the argument is declared here", args[name].span)
-                message = f"{quote(name)} is already an argument of the block"
-                hint = "give the value another name, or remove the argument"
-                self.report.add(Diagnostic("E309", message, span, notes=(note,), hint=hint))
+                self.report.fault(messages.spec.let_is_argument(name, args[name].span), span)
         others = copy.copy(let)  # another block may use the same mapping by an alias
         others.entries = {name: entry for name, entry in let.entries.items() if name not in args}
         return others
@@ -536,14 +480,10 @@ class Reader:
         for name, argument in passed.items():
             if self.is_builtin(name) or name in block.home.visible:
                 other = block.home.visible.get(name)
-                what = "a block" if other else "a built-in verb"
-                notes = (Note("the block is here", other.span),) if other else ()
-                message = f"an argument of type `steps` becomes a verb, but {quote(name)} is already {what}"
-                hint = "give the argument another name"
-                self.report.add(Diagnostic("E309", message, argument.span, notes=notes, hint=hint))
+                fault = messages.spec.steps_named_like_verb(name, other.span if other else None)
+                self.report.fault(fault, argument.span)
             elif name not in run and block.steps and not nearest(name, unknown):  # a near match is a misspelt verb
-                message = f"block {block.name} never runs the steps of its argument {quote(name)}"
-                self.fault("E323", message, argument.span, hint=f"add the step `- {name}`, or remove the argument")
+                self.report.fault(messages.spec.steps_never_run(block.name, name), argument.span)
 
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that looks like an expression over other arguments."""
@@ -555,15 +495,12 @@ class Reader:
         except Fault:  # not an expression, so a plain word
             return
         if needed and all(name in names for name, _ in needed):
-            message = f"a default must be a value, but {quote(node.value)} is an expression"
-            hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
-            self.fault("E203", message, node.span, hint=hint)
+            self.report.fault(messages.spec.default_is_expression(argument.name, node.value), node.span)
             argument.is_valid = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:
-            message = f"{quote(name)} is a reserved key of every step"
-            self.fault("E311", message, span, hint="give the argument another name")
+            self.report.fault(messages.spec.argument_is_step_key(name), span)
             return None
         if not is_name(self.report, name, span, key=True):
             return None
@@ -573,9 +510,8 @@ class Reader:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
             case str() if suggestion := _nearest_type(node.value):
-                message = f"{quote(node.value)} is not an argument type"
-                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
-                self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{suggestion}'?")
+                fault = messages.spec.not_an_argument_type(node.value, ARGUMENT_TYPES, suggestion)
+                self.report.fault(fault, node.span)
                 return Argument(name, suggestion, span, None)
             case bool():
                 return Argument(name, "bool", span, node)
@@ -601,12 +537,10 @@ def verbs_in(steps: Node | None) -> set[str]:
     return found
 
 
-def _how_to_import(name: str) -> str:
-    """Return a hint on how to import a plug-in. Looks for a file with its name, without running it."""
+def _file_of_plugin(name: str) -> str | None:
+    """Return the file with the name of a plug-in, if there is one."""
     file = f"{name.replace('.', os.sep)}.py"
-    if os.path.isfile(file):
-        return f"if you trust it: `--import {file}`, in Python `import {name}`"
-    return f"install the package that contains it, then import it: `--import {name}`, in Python `import {name}`"
+    return file if os.path.isfile(file) else None
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
@@ -653,10 +587,8 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
     else:
         found = bundled()
         if name not in found:
-            hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled specs; files end in .yaml"
-            ending = next((end for end in (".yaml", ".yml") if os.path.isfile(name + end)), None)
-            hint = f"did you mean '{name}{ending}'?" if ending else hint
-            raise SpecError([Diagnostic("E803", f"there is no bundled spec {quote(name)}", hint=hint)])
+            file = next((name + end for end in ENDINGS if os.path.isfile(name + end)), None)
+            raise SpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
         path, shown = found[name], f"{name}.yaml"
     text = read_text(path, shown, report)
     report.raise_if_any()

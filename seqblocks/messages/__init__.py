@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         expressions,
         initialisers,
         inputs,
+        recipes,
         sharing,
         spec,
         steps,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "blocks", "checkpoint_maps", "combinators", "document", "expectations", "expressions", "initialisers", "inputs",
-    "sharing", "spec", "steps", "unused", "values", "wires",
+    "recipes", "sharing", "spec", "steps", "unused", "values", "wires",
 ]  # fmt: skip
 
 
