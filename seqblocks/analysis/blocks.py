@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis import copies
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.checkpoint_maps import has_sizes, read_map
@@ -19,7 +19,7 @@ from seqblocks.analysis.step_arguments import ANY_KIND, add_defaults, check_unru
 from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
 from seqblocks.analysis.wires import read_port, read_wires
-from seqblocks.errors import Fault, Note, quote
+from seqblocks.errors import Fault, Note
 from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
@@ -50,11 +50,10 @@ def file_context(run: Run, file: SpecFile) -> Context:
 @lowers(Block)
 def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     """Return the node of a step whose verb is a block. Raises Fault (E308) if the block uses itself."""
-    report_no_primitive(ctx, step, "is a block")
+    report_no_primitive(ctx, step, is_block=True)
     if block in ctx.callers:
         names = [caller.name for caller in ctx.callers]
-        ring = " -> ".join([*names[names.index(block.name) :], block.name])
-        raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
+        raise messages.blocks.uses_itself(block.name, [*names[names.index(block.name) :], block.name])
     ctx.run.used.add(id(block))
     (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
     call = _read_call(ctx, step, block, x)
@@ -107,13 +106,8 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
 
 def _missing(block: Block, argument: Argument) -> Fault:
     if argument.type == "wire":
-        return Fault("E411", f"block {block.name} needs its input {quote(argument.name)}")
-    return Fault(
-        "E202",
-        f"block {block.name} needs {quote(argument.name)}",
-        expected=f"{argument.name}: {argument.type}",
-        notes=[Note("the argument is declared here", argument.span)],
-    )
+        return messages.blocks.missing_wire(block.name, argument.name)
+    return messages.blocks.missing_argument(block.name, argument.name, argument.type, argument.span)
 
 
 def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -> Any:
@@ -126,15 +120,7 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
             return argument(ctx, node, FieldKind("number", whole=declared.type == "int"))
     if not (isinstance(node, Scalar) and isinstance(node.value, int | float)):
         return argument(ctx, node, FieldKind("words"))
-    fault = Fault(
-        "E208",
-        f"argument {quote(declared.name)} of block {block.name} must be a word",
-        found=kind_of(node),
-        notes=[Note("the argument is declared here", declared.span)],
-        # the default may be a misspelt type
-        hint=f"`{declared.name}: int`, float or bool in `args:` declares another type",
-    )
-    ctx.report(fault, node.span)
+    ctx.report(messages.blocks.not_a_word(block.name, declared.name, kind_of(node), declared.span), node.span)
     return UNKNOWN
 
 

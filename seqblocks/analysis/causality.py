@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from seqblocks import messages
 from seqblocks.analysis import lookahead
-from seqblocks.errors import Fault, Note, Report, Span
+from seqblocks.errors import Fault, Report, Span
 from seqblocks.graph import ModelSpec, Node
 
 
@@ -21,11 +22,9 @@ def check_future(model: ModelSpec, warnings: Report) -> None:
 
 def _seen(model: ModelSpec, ahead: lookahead.Ahead, path: str, node: Node) -> tuple[Fault, Span]:
     """Return the warning and its span: the step that introduces the lookahead, or the user's step around it."""
-    notes = [Note(f"the lookahead is introduced by {path}", node.span)] if node.span.source.bundled else []
-    own = node if not notes else next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
-    many = f"{ahead.tokens:g} later token{'s' if ahead.tokens > 1 else ''}"
-    many = "the whole sequence" if ahead.tokens == lookahead.WHOLE else many
-    message = f"the model predicts tokens but is not causal: from here on, an output depends on {many}"
-    declaration = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
-    hint = f"if that is intended, as in a masked language model, declare it: {declaration}"
-    return Fault("W903", message, notes=notes, hint=hint), own.span
+    tokens = None if ahead.tokens == lookahead.WHOLE else ahead.tokens
+    declared = lookahead.shown(ahead.tokens)
+    if not node.span.source.bundled:
+        return messages.unused.not_causal(tokens, declared, None), node.span
+    own = next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
+    return messages.unused.not_causal(tokens, declared, (path, node.span)), own.span

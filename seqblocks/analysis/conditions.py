@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import define_wire
 from seqblocks.analysis.step import Step
@@ -47,8 +48,7 @@ def condition(ctx: Context, step: Step) -> Any:
         known[id(step)] = argument(ctx, node, FLAG)
         entry = step.common.get("as")
         if entry and not isinstance(entry[1], Scalar):
-            hint = "split its output in a separate step: - identity: {as: [a, b]}"
-            ctx.report(Fault("E316", "a step with a condition cannot split its output", hint=hint), span)
+            ctx.report(messages.steps.condition_with_parts(), span)
             known[id(step)] = UNKNOWN
     return known[id(step)]
 
@@ -62,6 +62,5 @@ def _input(ctx: Context, step: Step) -> int | None:
         return None
     values = read_port(ctx, step, main) or (ctx.run.unknown(),)
     if len(values) > 1:
-        hint = "join them in a separate step above, and read its output"
-        raise Fault("E316", "a step with a condition must read a single wire", at="from", hint=hint)
+        raise messages.steps.condition_with_wires()
     return values[0]

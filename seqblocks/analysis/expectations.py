@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqblocks import cost, graph
+from seqblocks import cost, graph, messages
 from seqblocks.analysis.blocks import file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.values import number
-from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report, SpecError, in_order
+from seqblocks.errors import ExpectationError, Report, SpecError, in_order
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
@@ -50,12 +50,10 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
         found = compute(model)
         if found is None or abs(found - expected) > tolerance * abs(expected):
             open_context = cost.open_context(model.graph)
-            shown = f"unknown: the length of {open_context[0] if open_context else 'the sequence'} is open"
-            if found is not None:
-                shown = f"{found:,.10g} ({found - expected:+,.10g})"
-            message, span = f"{key} differs from `expect:`", expect.entries[key][1].span
+            missing = open_context[0] if open_context else "the sequence"
             hint = _largest_parts(model) if key == "params" else None
-            broken.add(Diagnostic(code, message, span, f"{expected:,.10g}", shown, hint=hint))
+            fault = messages.expectations.figure_differs(code, key, expected, found, missing, hint)
+            broken.fault(fault, expect.entries[key][1].span)
 
 
 def _flops(model: ModelSpec) -> float | None:
@@ -81,31 +79,29 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
         return
     from seqblocks.analysis import lookahead  # few specs expect a latency or a lookahead
 
-    found, hint = lookahead.latency_ms(model), None
+    found = lookahead.latency_ms(model)
     if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
         return
     if lookahead.latency(model) is None:
-        shown = "undefined: an output depends on the whole sequence"
+        fault = messages.expectations.latency_is_undefined(expected)
     elif found is None:
-        shown, hint = "unknown: the input has no `sample_rate`", "input: {features: 1, sample_rate: 16000}"
+        fault = messages.expectations.latency_is_unknown(expected)
     else:
-        shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
-    message, span = "latency_ms differs from `expect:`", expect.entries["latency_ms"][1].span
-    broken.add(Diagnostic("E706", message, span, f"{expected:g}", shown, hint=hint))
+        rate, samples = model.input.sample_rate, lookahead.latency(model)
+        fault = messages.expectations.latency_differs(expected, found, samples, rate)
+    broken.fault(fault, expect.entries["latency_ms"][1].span)
 
 
 def _largest_parts(model: ModelSpec) -> str:
     largest = sorted(model.graph.nodes, key=graph.count_node, reverse=True)[:3]
-    return "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
+    return messages.expectations.largest_parts((node.name, graph.count_node(node)) for node in largest)
 
 
 def _tolerance(ctx: Context, expect: Mapping) -> Any:
     tolerance = _number(ctx, expect, "tolerance", 0.0)
     if tolerance is UNKNOWN or 0 <= tolerance < 1:
         return tolerance
-    message, hint = "the tolerance must be a relative deviation", "0.01 accepts a deviation of one percent"
-    fault = Fault("E209", message, expected="0 or more, below 1", found=f"{tolerance:g}", hint=hint)
-    ctx.report(fault, expect.entries["tolerance"][1].span)
+    ctx.report(messages.expectations.tolerance(tolerance), expect.entries["tolerance"][1].span)
     return UNKNOWN
 
 
@@ -127,13 +123,11 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
     if node is None or wire is None:
         return
     if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
-        hint = "output: [batch, 1000], or {policy: [batch, 4], value: [batch, 1]} for named outputs"
-        ctx.report(Fault("E203", "the output must be a list of axes", found=kind_of(node), hint=hint), node.span)
+        ctx.report(messages.expectations.output_is_no_list(kind_of(node)), node.span)
         return
     axes = [i.value if i.text in map(str, wire.axes) else number(ctx, i) for i in node.items if isinstance(i, Scalar)]
     if UNKNOWN not in axes and tuple(axes) != wire.axes:
-        message = "output differs from `expect:`"
-        broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))
+        broken.fault(messages.expectations.output_differs(axes, wire), node.span)
 
 
 def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
@@ -145,12 +139,9 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
     ahead = lookahead.find(model)
     if expected is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == expected):
         return
-    hint = None
     if ahead is None:
-        kind = {"image": "an image", "vector": "a vector"}.get(model.input.kind)
-        found = f"none: the input is {kind}" if kind else f"none: the output is {model.output}"
+        fault = messages.expectations.no_lookahead(expected, model.input.kind, model.output)
     else:
-        found = str(lookahead.shown(ahead.tokens))
-        hint = ahead.first and f"the lookahead is introduced by {ahead.first[0]} ({ahead.first[1].span})"
-    message = "lookahead differs from `expect:`"
-    broken.add(Diagnostic("E705", message, node.span, str(expected), found, (), hint))
+        first = ahead.first and (ahead.first[0], ahead.first[1].span)
+        fault = messages.expectations.lookahead_differs(expected, lookahead.shown(ahead.tokens), first)
+    broken.fault(fault, node.span)

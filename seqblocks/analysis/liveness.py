@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from seqblocks import graph
-from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks import graph, messages
+from seqblocks.errors import Fault
 from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.record import Record
@@ -47,41 +47,21 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
 
 def unused(node: Node, body: Graph) -> Fault:
     """Return the fault of an idle step."""
-    what = "it" if len(node.outputs) == 1 else "one of its parts"
-    listed = f"list {what} in `outputs:`, " if body.outputs and node in body.nodes else ""
-    return Fault(
-        "E315",
-        f"the output of {_shown(node)} is unused: {_owned(node)} would never be trained",
-        hint=f"{listed}read {what} in a later step, by `from:` or a port, or remove the step",
-    )
+    of_model = bool(body.outputs) and node in body.nodes
+    return messages.unused.idle_step(node.verb, node.name, graph.count_node(node), len(node.outputs), of_model)
 
 
 def unused_parts(node: Node, names: list[str]) -> Fault:
     """Return the fault of a step with unused outputs."""
-    parts = f"{listing(f'`{name}`' for name in names)}, {'a part' if len(names) == 1 else 'parts'} of {_shown(node)}"
-    them = "it" if len(names) == 1 else "them"
-    message = f"nothing uses {parts}: the parameters that compute {them} would never be trained"
-    hint = f"read {them} in a later step, by `from:` or a port, or reduce the width of the step"
-    return Fault("W902", message, hint=hint)
+    return messages.unused.idle_parts(node.verb, node.name, names)
 
 
 def without_gradient(node: Node, body: Graph) -> Fault:
     """Return the fault of a step that receives no gradient because of a constant output after it."""
-    message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
-    constant = _constant_after(node, body)
-    notes = []
+    constant, note = _constant_after(node, body), None
     if constant and constant.type:
-        notes = [Note(f"the output of {_shown(constant)} is always {constant.type.facts.low:g}", constant.span)]
-    return Fault("W902", message, notes=notes, hint="remove the step, or make that output depend on its input")
-
-
-def _shown(node: Node) -> str:
-    return node.verb if node.name == node.verb else f"{node.verb} {quote(node.name)}"
-
-
-def _owned(node: Node) -> str:
-    count = graph.count_node(node)
-    return f"its {count:,} parameters" if count > 1 else "its parameter" if count else "its parameters"
+        note = messages.unused.constant_output(constant.verb, constant.name, constant.type.facts.low, constant.span)
+    return messages.unused.without_gradient(node.verb, node.name, graph.count_node(node), note)
 
 
 def _constant_after(node: Node, body: Graph) -> Node | None:

@@ -17,7 +17,7 @@ from seqblocks.analysis.run import Run
 from seqblocks.analysis.steps import lower_steps
 from seqblocks.analysis.values import compute_let
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Fault, Report
+from seqblocks.errors import Report
 from seqblocks.language.document import Mapping, Node
 from seqblocks.language.spec import SpecFile, required
 from seqblocks.op import builtin_verbs
@@ -66,9 +66,7 @@ def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override
     model.notes = tuple(f"the override {each} has no effect: the spec already has this value" for each in same)
     for each in overrides:
         if each.node is not None and run.unread.get(id(each.node)):
-            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names and the arguments of the steps"
-            unused = Fault("W901", f"the override {each} has no effect: no step uses it", hint=hint)
-            run.warnings.fault(unused, each.node.span)
+            run.warnings.fault(messages.unused.override(str(each)), each.node.span)
 
 
 def _report_idle(run: Run) -> None:

@@ -10,7 +10,7 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.values import number
-from seqblocks.errors import Fault, Note, Span, quote
+from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
@@ -76,11 +76,9 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
 def may_be_name(ctx: Context, name: str, span: Span) -> bool:
     """Return whether a word is a valid namespace; report it if not."""
     if name == "input":
-        ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
+        ctx.report(messages.steps.named_input(), span)
     elif name in RESERVED_NAMES or name.startswith("_"):
-        message = f"{quote(name)} is reserved: built models have an attribute of that name"
-        hint = f"choose another name, such as {quote((name.strip('_0123456789') or 'a') + '_step')}"
-        ctx.report(Fault("E311", message, hint=hint), span)
+        ctx.report(messages.steps.reserved_name(name), span)
     else:
         return is_name(ctx.run.report, name, span)
     return False
@@ -91,7 +89,7 @@ def _unique_name(ctx: Context, step: Step) -> str:
     name, span = step.name, step.name_span
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
-        ctx.report(Fault("E203", "name must be a word", found=kind_of(given[1])), given[1].span)
+        ctx.report(messages.steps.name_is_no_word(kind_of(given[1])), given[1].span)
     elif given and not may_be_name(ctx, name, span):
         return f"{step.verb}@{span.line}"
     clash = ctx.body.nodes.get(name)
@@ -99,10 +97,7 @@ def _unique_name(ctx: Context, step: Step) -> str:
         return name
     if not step.misspelt.isdisjoint(("name", "as")):
         return f"{name}@{span.line}:{span.column}"
-    hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
-    notes = [Note("the other step is here", clash.span)]
-    message = f"two steps here have the name {quote(name)}"
-    ctx.report(Fault("E304", message, hint=hint, notes=notes), step.alias or span)
+    ctx.report(messages.steps.name_twice(name, clash.span, _other_name(ctx, step, name)), step.alias or span)
     return f"{name}@{span.line}:{span.column}"
 
 
@@ -111,12 +106,14 @@ def _other_name(ctx: Context, step: Step, name: str) -> str:
     numbers = ctx.body.numbers = ctx.body.numbers or dict.fromkeys((each.name for each in ctx.body.steps), 1)
     number = next(n for n in count(numbers[name] + 1) if f"{name}_{n}" not in numbers)
     numbers[name] = number  # so that a third step gets a different one
-    other = f"name: {name}_{number}"
+    other = f"{name}_{number}"
     if step.alias:
-        return f"an alias repeats the name too: write out the step, with `{other}`"
+        return messages.steps.name_alias(other)
     if "name" in step.common:
-        return f"write `{other}`"
-    return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
+        return messages.steps.rename(other)
+    if step.fields or step.common:
+        return messages.steps.add_name(other)
+    return messages.steps.write_with_name(step.verb, other)
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -144,8 +141,7 @@ def _outputs(
     elif isinstance(node, Sequence) and len(node.items) > 1 and all(isinstance(item, Scalar) for item in node.items):
         labels, widths = _equal_parts(ctx, node, wire)
     else:
-        expected = "a name, a list of names (equal parts), or a mapping name: width"
-        ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
+        ctx.report(messages.steps.not_outputs(kind_of(node)), node.span)
         ctx.body.incomplete = True
         return [None], ["?"], ()
     if wire is None or widths is None:
@@ -160,7 +156,7 @@ def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[
     for item in node.items:
         assert isinstance(item, Scalar)
         if item.text in defined:
-            ctx.report(Fault("E305", f"two parts are named {quote(item.text)}"), item.span)
+            ctx.report(messages.steps.part_twice(item.text), item.span)
         else:
             define_wire(ctx, item.text, item.span)
         defined.add(item.text)
@@ -169,9 +165,7 @@ def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[
         return labels, None
     width, rest = divmod(wire.features, len(labels))
     if rest:
-        message = f"{wire.features} features cannot be split into {len(labels)} equal parts"
-        each = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
-        ctx.report(Fault("E405", message, hint=f"specify the widths: as: {{{each}}}"), node.span)
+        ctx.report(messages.steps.no_equal_parts(wire.features, labels), node.span)
         return labels, None
     return labels, [width] * len(labels)
 
@@ -183,20 +177,12 @@ def _named_widths(ctx: Context, node: Mapping, wire: Wire | None) -> tuple[list[
     widths = [number(ctx, value, whole=True) for _, _, value in node]
     if wire is None or UNKNOWN in widths or node.incomplete:
         return labels, None
-    total = sum(widths)
-    if total == wire.features and min(widths) >= 1:
+    if sum(widths) != wire.features:
+        ctx.report(messages.steps.widths_do_not_add_up(widths, wire), node)
+    elif min(widths) < 1:
+        ctx.report(messages.steps.empty_part(widths, wire), node)
+    else:
         return labels, widths
-    note = wire.origin_note("the result")
-    fault = Fault(
-        "E405",
-        "the widths must add up to the number of features"
-        if total != wire.features
-        else "each part needs at least one feature",
-        expected=str(wire.features) if total != wire.features else "1 or more each",
-        found=f"{' + '.join(map(str, widths))} = {total}",
-        notes=[note] if note else [],
-    )
-    ctx.report(fault, node)
     return labels, None
 
 
@@ -206,6 +192,5 @@ def define_wire(ctx: Context, name: str, span: Span) -> str:
         ctx.body.incomplete = True
     elif name in ctx.body.wires:
         maker = ctx.run.makers.get(ctx.body.wires[name])
-        notes = [Note("it is defined here", maker.span)] if maker else []
-        ctx.report(Fault("E305", f"there is already a wire {quote(name)}", notes=notes), span)
+        ctx.report(messages.steps.wire_twice(name, maker.span if maker else None), span)
     return name

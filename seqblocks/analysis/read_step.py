@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator
-from functools import partial
 from itertools import chain, islice
 
+from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.step import Entries, Step, Verb, find_verb, passed_verb
 from seqblocks.analysis.values import effort
 from seqblocks.combinators import Combinator
-from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.errors import Fault, Span
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.messages.suggestions import key_hint, missing_colon, nearest
+from seqblocks.messages.suggestions import missing_colon, nearest
 from seqblocks.op import Op
 
 MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
@@ -49,19 +49,17 @@ def _read(ctx: Context, item: Node) -> Step:
             _report_several_verbs(ctx, item)
             return Step("?", item.span, {}, {}, possible_wires=("?",), unreadable=True)
         case _:
-            ctx.report(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
+            ctx.report(messages.steps.not_a_step(kind_of(item)), item.span)
     return Step("?", item.span, {}, {}, unreadable=True)
 
 
 def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     first, *others = item.entries
-    hint = "one verb per step"
+    hint = messages.steps.ONE_VERB
     if found := _find_verb(ctx, first):
         steps = [other for other in others if other not in found.keys and _find_verb(ctx, other)]
-        hint = f"put '- ' before {listing(steps)}: this is a separate step" if steps else ""
-        hint = hint or _long_form(item, found) or _move_inside(item)
-    message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
-    ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
+        hint = messages.steps.separate_steps(steps) if steps else _long_form(item, found) or _move_inside(item)
+    ctx.report(messages.steps.several_keys(list(item.entries), hint), item.entries[others[0]][0])
 
 
 def _long_form(item: Mapping, found: Verb) -> str | None:
@@ -71,16 +69,16 @@ def _long_form(item: Mapping, found: Verb) -> str | None:
     if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
         key = found.required[0]
     if any(name == key for name, *_ in others):
-        return f"`{verb}: {_shown(only)}` sets {key}: remove one of the two"
-    shown = [f"{key}: {_shown(only)}", *(f"{name}: {_shown(node)}" for name, _, node in others)]
-    return key and f"{verb}: {{{', '.join(shown)}}}"
+        return messages.steps.argument_twice(verb, _shown(only), key or "")
+    rest = ((name, _shown(node)) for name, _, node in others)
+    return key and messages.steps.long_form(verb, [(key, _shown(only)), *rest])
 
 
 def _move_inside(item: Mapping) -> str:
     (verb, _, arguments), *others = item
-    keys, span = listing(name for name, *_ in others), arguments.span
-    braces = isinstance(arguments, Mapping) and span.source.line(span.line)[span.column - 1] == "{"
-    return f"move {keys} into the braces after `{verb}:`" if braces else f"indent {keys} below `{verb}:`"
+    span = arguments.span
+    has_braces = isinstance(arguments, Mapping) and span.source.line(span.line)[span.column - 1] == "{"
+    return messages.steps.keys_outside(verb, [name for name, *_ in others], has_braces)
 
 
 def _shown(node: Node) -> str:
@@ -119,8 +117,7 @@ def _without_arguments(ctx: Context, verb: str, span: Span, found: Verb | None) 
     first = verb.partition(" ")[0]
     if first == verb or not _find_verb(ctx, first):
         return Step(verb, span, {}, {}, found=found)
-    fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))  # `- embed {features: 64}`
-    ctx.report(fault, span.within(0, len(first)))
+    ctx.report(messages.steps.verb_with_argument(verb), span.within(0, len(first)))
     return Step(verb, span, {}, {}, unreadable=True)
 
 
@@ -131,15 +128,15 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
         return found.steps
     if len(found.required) == 1 and not found.steps and isinstance(node, Scalar) and not colon:
         return found.required[0]
-    hint = f"{verb}: {{{', '.join(f'{key}: …' for key in found.required)}}}"
     if not found.keys:
-        hint = f"remove the value: `{verb}` has no arguments"
+        hint = messages.steps.takes_none(verb)
     elif found.steps:
-        hint = f"{verb}: [{_shown(node)}]"
-    elif not found.required:
-        hint = f"name the argument: {verb} takes {listing(found.own)}"
-    message = f"the arguments of {quote(verb)} must be a mapping"
-    ctx.report(Fault("E203", message, found=kind_of(node), hint=colon or hint), node.span)
+        hint = messages.steps.takes_steps(verb, _shown(node))
+    elif found.required:
+        hint = messages.steps.long_form(verb, [(key, "…") for key in found.required])
+    else:
+        hint = messages.steps.takes_named(verb, found.own)
+    ctx.report(messages.steps.no_arguments(verb, kind_of(node), colon or hint), node.span)
     return None
 
 
@@ -194,15 +191,11 @@ def _takes_words(found: Verb) -> bool:
 
 
 def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
-    message, notes = f"unknown key {quote(key)} in {step.verb}", []
     if isinstance(found.meaning, Argument):
-        message = f"{step.verb} runs the steps passed to the block, and does not take {quote(key)}"
-        notes = [Note("the argument is declared here", found.meaning.span)]
-    elif isinstance(found.meaning, Block):
-        message = f"block {step.verb} has no argument {quote(key)}"
-        notes = [Note("the block is defined here", found.meaning.span)]
-    expected = f"one of {listing(words, 16)}"
-    return Fault("E201", message, expected=expected, hint=partial(key_hint, key, words), notes=notes)
+        return messages.steps.unknown_key_of_argument(step.verb, key, words, found.meaning.span)
+    if isinstance(found.meaning, Block):
+        return messages.steps.unknown_key_of_block(step.verb, key, words, found.meaning.span)
+    return messages.steps.unknown_key(step.verb, key, words)
 
 
 def _words(key: str, node: Node) -> list[str]:

@@ -6,7 +6,7 @@ wire that they can read is the one that the block passes in.
 
 from __future__ import annotations
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.context import Body, Context, Passed
 from seqblocks.analysis.copies import words_in
@@ -15,7 +15,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_steps, lowers, spend
 from seqblocks.analysis.values import size
 from seqblocks.analysis.wires import read_port
-from seqblocks.errors import Fault, Note, quote
+from seqblocks.errors import Note
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Argument, Block
 from seqblocks.op import Port
@@ -26,15 +26,8 @@ ANY_KIND = Port("", main=True)  # a body captures what its steps can read
 def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> Passed:
     """Return the steps passed for an argument."""
     if not isinstance(node, Sequence):
-        hint = f"{declared.name}: [{node.text}]" if isinstance(node, Scalar) and isinstance(node.value, str) else None
-        fault = Fault(
-            "E203",
-            f"{quote(declared.name)} of block {block.name} must be a list of steps",
-            found=kind_of(node),
-            notes=[Note("the argument is declared here", declared.span)],
-            hint=hint or f"{declared.name}: [layer_norm, silu]",
-        )
-        ctx.report(fault, node.span)
+        word = node.text if isinstance(node, Scalar) and isinstance(node.value, str) else None
+        ctx.report(messages.blocks.not_steps(block.name, declared.name, kind_of(node), word, declared.span), node.span)
         return Passed(declared)
     return Passed(declared, node, ctx, _key(ctx, node))
 
@@ -74,7 +67,7 @@ def _key(ctx: Context, steps: Sequence) -> int:
 @lowers(Argument)
 def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | None:
     """Return the node of a step whose verb is an argument, or None if its steps are UNKNOWN."""
-    report_no_primitive(ctx, step, "stands for several steps")
+    report_no_primitive(ctx, step, is_block=False)
     (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
     passed = ctx.passed[declared.name]
     passed.used = True
@@ -85,15 +78,11 @@ def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | N
     return make_node(ctx, step, "block", {"x": (x,)}, ctx.run.types[body.result], bodies={"": body})
 
 
-def report_no_primitive(ctx: Context, step: Step, what: str) -> None:
+def report_no_primitive(ctx: Context, step: Step, is_block: bool) -> None:
     """Report `init` and `tie` on a step that is not a primitive."""
     for key in ("init", "tie"):
         if key in step.common:
-            message = f"`{key}` applies to the parameters of a primitive, but {step.verb} {what}"
-            hint = f"move `{key}` to a step inside"
-            if key == "tie":
-                hint += "; to share all parameters, use `share: STEP`"
-            ctx.report(Fault("E201", message, hint=hint), step.key_span(key))
+            ctx.report(messages.blocks.no_primitive(step.verb, key, is_block), step.key_span(key))
 
 
 def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple[Context, graph.Graph]:

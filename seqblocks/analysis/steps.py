@@ -12,24 +12,21 @@ from collections.abc import Callable, Container
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from seqblocks import graph
+from seqblocks import graph, messages
 from seqblocks.analysis.conditions import is_absent, is_known
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.read_step import read_step
 from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.errors import Fault
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.language.spec import Argument, bundled
-from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
 MAX_STEPS = 50_000
 MAX_EFFORT = 600_000  # in all layers, see `values.effort`
 MAX_NESTING = 64  # depth of nested bodies: calls of torch modules nest as deeply, and Python limits recursion
-
-NO_VERB = "`seqblocks ops` lists the verbs; your own primitives must be imported first (--import my_ops.py)"
 
 Lowering = Callable[[Context, Step, Any], graph.Node | None]
 LOWERINGS: dict[type, Lowering] = {}
@@ -106,18 +103,15 @@ def lower_steps(
         out.nodes.append(body.last)
     out.result = body.value
     if body.last and len(body.last.outputs) > 1 and not has_outputs:
-        message = f"the last step has {len(body.last.outputs)} outputs, but must have one"
-        ctx.report(Fault("E313", message), body.last.span)
+        ctx.report(messages.steps.last_has_several(len(body.last.outputs)), body.last.span)
         out.result = run.unknown()
     out.captures = _captures(out, first, {x, *(ports or {}).values()})
     return out
 
 
 def _report_no_list(ctx: Context, steps: Node) -> None:
-    hint = "indent its items at least as far as the key: `- silu`" if kind_of(steps) == "nothing" else "- silu"
-    if isinstance(steps, Mapping) and steps.entries:
-        hint = f"each step is an item of a list: put '- ' before {listing(steps.entries)}"
-    ctx.report(Fault("E203", "steps must be a list", found=kind_of(steps), hint=hint), steps.span)
+    found, keys = kind_of(steps), steps.entries if isinstance(steps, Mapping) else ()
+    ctx.report(messages.steps.not_a_list(found, keys, is_empty=found == "nothing"), steps.span)
 
 
 def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
@@ -172,9 +166,7 @@ def _report_no_verb(ctx: Context, step: Step) -> None:
     """Report an unknown verb, unless an unreadable part of the file may define it."""
     if ctx.file.incomplete:
         return
-    failed = tuple(Note(text) for text in load_plugins())
-    message = f"there is no verb {quote(step.verb)}"
-    ctx.report(Fault("E301", message, hint=lambda: _verb_hint(ctx, step.verb), notes=failed), step)
+    ctx.report(messages.steps.no_verb(step.verb, lambda: _verb_hint(ctx, step.verb), load_plugins()), step)
 
 
 def _verb_hint(ctx: Context, verb: str) -> str:
@@ -182,37 +174,28 @@ def _verb_hint(ctx: Context, verb: str) -> str:
     if ctx.callers and verb in ctx.callers[-1].args:
         return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
-    found = _bundled_hint(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
-    return found or _near_bundled(verb) or NO_VERB
+    return _bundled_hint(verb, ctx.file.visible) or messages.steps.similar_verb(verb, verbs, files_of_blocks())
 
 
 def _argument_hint(argument: Argument) -> str:
     """Return a hint if the unknown verb is the name of an argument."""
     if argument.type == "steps":
-        return "default steps can use numbers and words among the arguments, but cannot run arguments of type `steps`"
-    return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
+        return messages.steps.ARGUMENT_IN_DEFAULT
+    return messages.steps.argument_is_no_steps(argument.name)
 
 
 def _bundled_hint(verb: str, visible: Container[str]) -> str | None:
     """Return a hint if a bundled file or one of its blocks has this name."""
     files = files_of_blocks()
     if verb in files:
-        return f"add `use: [{files[verb]}]`"
+        return messages.steps.block_of_file(files[verb])
     path = bundled().get(verb)
     if path is None:
         return None
     if path.parent.name == "models":
-        return f"{verb} is a complete model: `seqblocks build {verb}`"
+        return messages.steps.complete_model(verb)
     blocks = [block for block, file in files.items() if file == verb]
-    there = "is in use, and its blocks are" if all(block in visible for block in blocks) else "brings in"
-    return f"`use: [{verb}]` {there} {listing(blocks)}"
-
-
-def _near_bundled(verb: str) -> str | None:
-    """Return a hint with the bundled block that was probably meant."""
-    files = files_of_blocks()
-    suggestion = nearest(verb, files)
-    return suggestion and f"did you mean '{suggestion}'? add `use: [{files[suggestion]}]`"
+    return messages.steps.file_of_blocks(verb, blocks, in_use=all(block in visible for block in blocks))
 
 
 @lru_cache(maxsize=1)
@@ -238,10 +221,10 @@ def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
     run.deepest = max(run.deepest, ctx.depth + height)
     if run.deepest > MAX_NESTING:
         run.full = True
-        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} levels")
+        raise messages.steps.too_deep(MAX_NESTING)
     if run.steps > MAX_STEPS:
         run.full = True
-        raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
+        raise messages.steps.too_many(MAX_STEPS)
 
 
 def spend(ctx: Context, effort: int) -> None:
@@ -250,5 +233,4 @@ def spend(ctx: Context, effort: int) -> None:
     run.effort += effort
     if run.effort > MAX_EFFORT and not run.full:
         run.full = True
-        hint = "use fewer layers or shorter expressions"
-        raise Fault("E104", "the model's layers take too long to analyse", hint=hint)
+        raise messages.steps.too_long_to_analyse()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from seqblocks.errors import Fault, listing, quote
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.messages.suggestions import did_you_mean
 
 # ------------------------------------------------------------------------------
@@ -135,3 +135,10 @@ def list_too_large(values: int, depth: int) -> Fault:
 
 def circular(names: Iterable[str]) -> Fault:
     return Fault("E505", f"circular definition in let: {' -> '.join(names)}")
+
+
+def written(name: str, shown: str, span: Span) -> Note:
+    """Return a note on a named value that a faulty one was computed from."""
+    if span.source.is_override:  # not a place in a file
+        return Note(f"`{name}` is {shown}: {span.source.name}")
+    return Note(f"`{name}` is {shown}", span)
