@@ -118,6 +118,14 @@ class Source(NamedTuple):
     def line(self, number: int) -> str:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
+    def character(self, offset: int) -> Span:
+        """Return the span of the character at an offset in the text."""
+        before = f"{self.text[:offset]}.".splitlines()
+        return self.character_at(len(before), len(before[-1]))
+
+    def character_at(self, line: int, column: int) -> Span:
+        return Span(self, line, column, line, column + 1)
+
 
 class Span(NamedTuple):
     """A range of a source text. Lines and columns count from 1, the end is exclusive."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from seqblocks.errors import Diagnostic, Note, Report, Source, Span, quote
+from seqblocks import messages
+from seqblocks.errors import Fault, Report, Source, Span, quote
 from seqblocks.record import Record
 
 MAX_BYTES = 2 * 1024 * 1024
@@ -192,12 +193,8 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
         return data.decode()
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
-        line, column = _place(before)
         source = Source.of(name, data.decode("utf-8", "replace"))
-        span = Span(source, line, column, line, column + 1)
-        report.add(
-            Diagnostic("E103", f"byte 0x{data[error.start]:02x} is not UTF-8", span, hint="save the file as UTF-8")
-        )
+        report.fault(messages.document.not_utf8(data[error.start]), source.character(len(before)))
         return None
 
 
@@ -205,15 +202,14 @@ def parse(source: Source, report: Report) -> Node | None:
     """Parse YAML text into a tree. Errors go to the report; return None if the text cannot be parsed."""
     start = Span(source, 1, 1, 1, 1)
     if len(source.text) > MAX_BYTES:
-        message = f"the text has {len(source.text):,} characters"
-        report.add(Diagnostic("E104", message, start, expected=f"at most {MAX_BYTES:,}"))
+        report.fault(messages.document.too_many_characters(len(source.text), MAX_BYTES), start)
         return None
     try:
         root = _Reader(source, report).read()
     except _Stop:
         return None
     if root is None:
-        report.add(Diagnostic("E108", "the spec is empty", start, hint="begin with `seqblocks: 1`"))
+        report.fault(messages.document.empty(), start)
     return root
 
 
@@ -230,6 +226,11 @@ class _Open:
         self.keyed = self.incomplete = False
         self.size = self.depth = 1
 
+    @property
+    def bracket(self) -> str:
+        """Return the bracket that opens it, or "" in block style."""
+        return "" if not self.flow else "{" if self.mapping else "["
+
 
 class _Reader:
     def __init__(self, source: Source, report: Report) -> None:
@@ -244,8 +245,8 @@ class _Reader:
         a, b = event.start_mark, event.end_mark
         return Span(self.source, a.line + 1, a.column + 1, b.line + 1, b.column + 1)
 
-    def stop(self, diagnostic: Diagnostic) -> _Stop:
-        self.report.add(diagnostic)
+    def stop(self, fault: Fault, span: Span) -> _Stop:
+        self.report.fault(fault, span)
         return _Stop()
 
     def read(self) -> Node | None:
@@ -254,10 +255,12 @@ class _Reader:
                 if read := _READ.get(type(event)):
                     read(self, event)
         except yaml.YAMLError as error:
-            raise self.stop(self.syntax(error)) from None
+            brackets = ((bracket, each.span) for each in reversed(self.stack) if (bracket := each.bracket))
+            self.report.add(messages.yaml_syntax.not_yaml(error, self.source, next(brackets, None)))
+            raise _Stop from None
         except (UnicodeError, ValueError, RecursionError) as error:
-            where = Span(self.source, 1, 1, 1, 1)
-            raise self.stop(Diagnostic("E101", f"the text cannot be read as YAML: {error}", where)) from None
+            self.report.add(messages.yaml_syntax.cannot_be_read(error, self.source))
+            raise _Stop from None
         if self.tagged:
             raise _Stop  # Values with tags have no meaning that could be checked.
         root = self.root
@@ -268,15 +271,7 @@ class _Reader:
     def document(self, event: Any) -> None:
         self.documents += 1
         if self.documents > 1:
-            raise self.stop(
-                Diagnostic(
-                    "E105",
-                    "a second YAML document begins here",
-                    self.span(event),
-                    expected="one document per file",
-                    hint="move it to its own file and import it with `use:`",
-                )
-            )
+            raise self.stop(messages.document.second_document(), self.span(event))
 
     def scalar(self, event: Any) -> None:
         a, b = event.start_mark, event.end_mark  # as in `span`; most nodes are scalars
@@ -292,25 +287,23 @@ class _Reader:
         if event.tag is not None:
             self.report_tag(event, span)
         if len(self.stack) >= MAX_DEPTH:
-            raise self.stop(Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels"))
+            raise self.stop(messages.document.too_deep(MAX_DEPTH), span)
         mapping = isinstance(event, yaml.MappingStartEvent)
         self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
 
     def report_tag(self, event: Any, span: Span) -> None:
         """Report a tag. A quoted scalar has the tag "!" only if it is written out."""
         written = event.tag.replace("tag:yaml.org,2002:", "!!")
-        self.report.add(
-            Diagnostic("E106", f"YAML tags are not allowed: {quote(written)}", span, hint="remove the tag")
-        )
+        self.report.fault(messages.document.tag(written), span)
         self.tagged = True
 
     def alias(self, event: Any) -> None:
         span = self.span(event)
         node = self.anchors.get(event.anchor)
         if node is None:
-            inside = any(o.anchor == event.anchor for o in self.stack)
-            message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor above it")
-            raise self.stop(Diagnostic("E101", message, span))
+            if any(o.anchor == event.anchor for o in self.stack):
+                raise self.stop(messages.document.alias_of_itself(event.anchor), span)
+            raise self.stop(messages.document.alias_without_anchor(event.anchor), span)
         # The alias gets its own position; nodes below it keep those of the anchor.
         self.put(node if isinstance(node, Scalar) else node._replace(span=span), None, False)
 
@@ -319,14 +312,7 @@ class _Reader:
             self.anchors[anchor] = node
         self.nodes += node.size
         if self.nodes > MAX_NODES:
-            raise self.stop(
-                Diagnostic(
-                    "E104",
-                    "the document is too large" + (" after alias expansion" if self.anchors else ""),
-                    node.span,
-                    expected=f"at most {MAX_NODES:,} nodes",
-                )
-            )
+            raise self.stop(messages.document.too_large(MAX_NODES, has_anchors=bool(self.anchors)), node.span)
         if not self.stack:
             self.root = node
             return
@@ -335,7 +321,7 @@ class _Reader:
         if top.depth <= node.depth:
             top.depth = node.depth + 1
         if len(self.stack) + node.depth > MAX_DEPTH:
-            raise self.stop(Diagnostic("E104", "nested too deeply", node.span, expected=f"at most {MAX_DEPTH} levels"))
+            raise self.stop(messages.document.too_deep(MAX_DEPTH), node.span)
         if not top.mapping:
             top.items.append(node)
         elif not top.keyed:
@@ -350,26 +336,19 @@ class _Reader:
         """Return the name and span of a key, or report an invalid key and return None."""
         top = self.stack[-1]
         if not isinstance(node, Scalar):
-            self.report.add(Diagnostic("E112", "a key must be a word", node.span, found=kind_of(node)))
+            self.report.fault(messages.document.key_is_no_word(kind_of(node)), node.span)
             top.incomplete = True
             return None
         if node.text == "<<" and not styled:
-            self.report.add(Diagnostic("E107", "merge keys are not allowed", node.span, hint="write out the keys"))
+            self.report.fault(messages.document.merge_key(), node.span)
             top.incomplete = True
             return None
         if node.text not in top.entries:
             return node.text, node.span
         if top.flow and not styled and _THOUSANDS.fullmatch(node.text):
             return node.text + _AGAIN * len(top.entries), node.span  # it may be a part of a number
-        self.report_again(node.text, node.span, top)
+        self.report.fault(messages.document.key_twice(node.text, top.entries[node.text][0]), node.span)
         return None
-
-    def report_again(self, key: str, span: Span, top: _Open) -> None:
-        """Report a key that the mapping already has."""
-        notes = (Note("the first one is here", top.entries[key][0]),)
-        self.report.add(
-            Diagnostic("E102", f"key {quote(key)} appears twice", span, notes=notes, hint="keep one of them")
-        )
 
     def close(self, event: Any) -> None:
         top = self.stack.pop()
@@ -389,9 +368,7 @@ class _Reader:
     def drop_split_calls(self, top: _Open) -> None:
         """Report function calls that are split into several keys by a comma inside braces, and drop those keys."""
         for key, pieces in _split_calls(top.entries):
-            text = ", ".join(pieces)
-            message = f"the comma in {quote(text)} ends the value: inside braces, quote a call with several arguments"
-            self.report.add(Diagnostic("E110", message, top.entries[key][1].span, hint=f'{key}: "{text}"'))
+            self.report.fault(messages.document.call_in_braces(key, pieces), top.entries[key][1].span)
             for each in (key, *pieces[1:]):
                 top.entries.pop(each, None)
             top.incomplete = True
@@ -403,122 +380,17 @@ class _Reader:
         for key, (_, value) in [*top.entries.items()]:
             after = itertools.takewhile(_THOUSANDS.fullmatch, _keys_after(top.entries, key))
             if isinstance(value, Scalar) and re.fullmatch(r"\d{1,3}", value.text) and (parts := [*after]):
-                written = ",".join([value.text, *(part.rstrip(_AGAIN) for part in parts)])
-                message = f"the comma in {written} ends the value"
-                self.report.add(Diagnostic("E110", message, value.span, hint=f"{key}: {written.replace(',', '')}"))
+                pieces = [value.text, *(part.rstrip(_AGAIN) for part in parts)]
+                self.report.fault(messages.document.number_in_braces(key, pieces), value.span)
                 for each in (key, *parts):
                     top.entries.pop(each)
                 top.incomplete = True
         for key in [key for key in top.entries if key.endswith(_AGAIN)]:
             entry, name = top.entries.pop(key), key.rstrip(_AGAIN)
             if name in top.entries:
-                self.report_again(name, entry[0], top)
+                self.report.fault(messages.document.key_twice(name, top.entries[name][0]), entry[0])
             else:  # the first one was a part of a number
                 top.entries[name] = entry
-
-    def syntax(self, error: yaml.YAMLError) -> Diagnostic:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if isinstance(error, yaml.reader.ReaderError):
-            return self.unreadable(error)
-        if mark is None:
-            return Diagnostic("E101", f"not YAML: {problem}", Span(self.source, 1, 1, 1, 1))
-        line, column = mark.line + 1, mark.column + 1
-        span = Span(self.source, line, column, line, column + 1)
-        if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
-            if escape := self.invalid_escape(problem, span):
-                return escape
-            start = error.context_mark  # type: ignore[attr-defined]
-            at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
-            return Diagnostic("E101", "invalid YAML: the quote that opens here is not closed", at)
-        notes, hint = [], self.slip(line)
-        if problem.startswith(_NO_COLON) and not any(o.flow for o in self.stack):
-            found = self.colon(line)
-            if found:
-                number, start, word = found
-                span = Span(self.source, number, start, number, start + len(word))
-                rest = _bare(self.source.line(number))[start - 1 + len(word) :]
-                what = f"a space is missing after {quote(word + ':')}" if rest.startswith(":") else None
-                what = what or f"a colon is missing after {quote(word)}"
-                fixed = f"{word}: {rest.removeprefix(':').strip()}".rstrip()
-                return Diagnostic("E101", f"not YAML: {what}", span, hint=fixed)
-            hint = _two_keys(self.source.line(line)) or hint
-        unclosed = next((o for o in reversed(self.stack) if o.flow), None)
-        if unclosed:
-            bracket = "{" if unclosed.mapping else "["
-            notes.append(Note(f"the '{bracket}' that is not closed is here", unclosed.span))
-            hint = f"is a '{'}' if unclosed.mapping else ']'}' missing?"
-        text = self.source.line(line)
-        inside = text[unclosed.span.column : column - 1] if unclosed and unclosed.span.line == line else ""
-        hint = _character(text, column) or _comma(inside[-_NEAR:], text[column - 1 :]) or hint
-        if "\t" in text[:column]:
-            hint = "indent with spaces: YAML does not allow tabs"
-        return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
-
-    def invalid_escape(self, problem: str, span: Span) -> Diagnostic | None:
-        """Return the diagnostic of an invalid escape in double quotes, or None for another problem."""
-        text = self.source.line(span.line)
-        start = text.rfind("\\", 0, span.column)  # the problem is at the backslash or just after it
-        escape = re.match(r"\\([xuU][0-9a-fA-F]*|.)", text[start:]) if start >= 0 else None
-        if escape is None or not re.search("escape|hexa?decimal", problem):
-            return None
-        at = Span(self.source, span.line, start + 1, span.line, start + 1 + len(escape[0]))
-        hint = "use single quotes, in which a backslash is an ordinary character, or write it twice"
-        return Diagnostic("E101", f"invalid YAML: {quote(escape[0])} is not an escape in double quotes", at, hint=hint)
-
-    def colon(self, line: int) -> tuple[int, int, str] | None:
-        """Return (line, column, word) of the word after which a colon is probably missing, here or just above."""
-        numbers = [n for n in range(line, 0, -1) if _bare(self.source.line(n))][:4]
-        for at, number in enumerate(numbers):
-            text = _bare(self.source.line(number))
-            before = _bare(self.source.line(numbers[at + 1])) if at + 1 < len(numbers) else ""
-            below = _bare(self.source.line(numbers[at - 1])) if at else ""
-            word = re.match(r"(\s*(?:- +)?)([A-Za-z_]\w*)(?=\s|$|:\S)", text)
-            if not word or re.search(r":(\s|$)", text):
-                continue
-            if before and _indent(before) < _indent(text) and not re.search(r":$|^\s*- ", before):
-                continue  # this line continues the text of the line above
-            if text.lstrip().startswith("- ") and _indent(below) <= _indent(text):
-                continue  # a step without arguments
-            return number, len(word[1]) + 1, word[2]
-        return None
-
-    def slip(self, line: int) -> str | None:
-        """Return a hint for a block that ends too early, based on this line and the lines above it."""
-        current = self.source.line(line)
-        above: list[tuple[int, str]] = []  # with decreasing indentation, nearest first
-        for number in range(line - 1, 0, -1):
-            text = self.source.line(number)
-            if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
-                above.append((number, text))
-        for number, text in [(line, current), *above[:1]]:
-            if found := re.match(rf"[ -]*(?:[\w.]+:? *)?({_SPACES})", text):  # not in texts or comments
-                return f"line {number} contains U+{ord(found[1]):04X} instead of a space: replace it"
-            if re.match(r"\s*-[^\s-]", text):
-                return f"a space is missing after the '-' in line {number}"
-        key = re.fullmatch(r"(\s*(?:- +)?)([\w.]+):", _bare(above[0][1])) if above else None
-        if key and current.lstrip().startswith("- ") and _indent(current) < len(key[1]):
-            return f"indent the items of `{key[2]}:` by {len(key[1]) + 2} spaces"
-        same = next(((number, text) for number, text in above if _indent(text) == _indent(current)), None)
-        if same and current.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
-            return f"line {same[0]} is among the items of a list: add '- ' in front"
-        if same and current.strip() and not current.lstrip().startswith("-") and same[1].lstrip().startswith("- "):
-            return f"line {same[0]} is an item of a list: add '- ' in front of this line, or remove it there"
-        if not same and above and current.strip():
-            known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
-            count = f"{_indent(current)} space{'s' if _indent(current) != 1 else ''}"
-            return f"this line is indented by {count}, the lines above by {known}"
-        return None
-
-    def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
-        text = self.source.text
-        at = next((i for i, c in enumerate(text) if not re.match(_PRINTABLE, c)), 0)
-        line, column = _place(text[:at])
-        span = Span(self.source, line, column, line, column + 1)
-        if not text:
-            return Diagnostic("E101", f"not YAML: {error.reason}", span)
-        hint = "save the file as UTF-8" if text[at] == "\0" else "remove or escape it"
-        return Diagnostic("E109", f"character U+{ord(text[at]):04X} is not allowed in YAML", span, hint=hint)
 
 
 _READ: dict[type, Callable[[_Reader, Any], None]] = {
@@ -560,62 +432,3 @@ def _keys_after(entries: dict[str, tuple[Span, Node]], key: str) -> Iterator[str
     """Return the keys after another one, up to the first with a value."""
     after = itertools.dropwhile(lambda each: each != key, entries)
     return itertools.takewhile(lambda each: kind_of(entries[each][1]) == "nothing", itertools.islice(after, 1, None))
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
-
-
-def _bare(line: str) -> str:
-    """Strip the comment from a line."""
-    return re.sub(r"(^|\s)#.*", "", line).rstrip()
-
-
-def _two_keys(line: str) -> str | None:
-    """Return a hint if a key and value appear where another key's value is expected: `- embed: features: 64`."""
-    match = re.match(r"\s*(?:- +)?(\w+): +(\w+): +([^#]*[^#\s])", line)
-    if not match:
-        return None
-    key, text = match[1], f"{match[2]}: {match[3]}"
-    if key == "about":
-        return f'quote text that contains a colon: `{key}: "{text}"`'
-    if text.count("}") > text.count("{"):
-        return f"a '{{' is missing: `{key}: {{{text}`"
-    return f"write a mapping in one line with braces: `{key}: {{{text}}}`"
-
-
-def _character(line: str, column: int) -> str | None:
-    """Return a hint for an unexpected character, based on the character alone."""
-    at, before = line[column - 1 : column], line[: column - 1]
-    name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
-    if before.endswith("$") and name:
-        return f"write the name without braces: `{name[1]}`"
-    if at and at in "%@`":
-        return f"a value cannot begin with '{at}': remove it, or quote the value"
-    for left, right in ("{}", "[]"):
-        if at == right and before.count(right) >= before.count(left):
-            return f"remove the extra '{right}', or add the missing '{left}'"
-    return None
-
-
-def _comma(inside: str, rest: str) -> str | None:
-    """Return a hint for a missing comma between a value and the next key in braces: `{features: 8 bias: false}`."""
-    match = re.search(r"[:,][^:,;]*[^\s:,;](;?) *(?<=[\s;])(\w+)$", inside)
-    if not match or not rest.startswith(":"):
-        return None
-    return f"use ',' instead of ';' before `{match[2]}`" if match[1] else f"a ',' is missing before `{match[2]}`"
-
-
-_SPACES = "[\u00a0\u2000-\u200b\u202f\u3000\ufeff]"  # characters that look like a space, or like nothing
-_NEAR = 200  # number of characters before an error that hints examine
-_NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # wording of libyaml and PyYAML
-
-
-def _place(before: str) -> tuple[int, int]:
-    """Return the line and column of the position after `before`, using the line breaks of `Source.lines`."""
-    lines = f"{before}.".splitlines()
-    return len(lines), len(lines[-1])
-
-
-# compiled on first use: the large character class takes 5 ms
-_PRINTABLE = "[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"

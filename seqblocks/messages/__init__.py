@@ -32,11 +32,12 @@ if TYPE_CHECKING:
         unused,
         values,
         wires,
+        yaml_syntax,
     )
 
 __all__ = [
     "blocks", "checkpoint_maps", "combinators", "document", "expectations", "expressions", "initialisers", "inputs",
-    "recipes", "sharing", "spec", "steps", "unused", "values", "wires",
+    "recipes", "sharing", "spec", "steps", "unused", "values", "wires", "yaml_syntax",
 ]  # fmt: skip
 
 
