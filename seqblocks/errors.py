@@ -13,8 +13,7 @@
     PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
-`Diagnostic`. The words of a fault are written next to its check, in `ops/`, `analysis/` or `language/`: search for its
-code.
+`Diagnostic`. The words of faults are in seqblocks/messages; those of a primitive are in its own file.
 """
 
 from __future__ import annotations
