@@ -346,7 +346,10 @@ def test_a_valid_spec_loads_no_messages():
         """
 import sys, seqblocks
 from seqblocks import messages
-seqblocks.load_model("mlstm_small")
+from seqblocks.language.spec import bundled
+for path in bundled().values():
+    if path.parent.name == "models":
+        seqblocks.load_model(path)
 loaded = [topic for topic in messages.__all__ if f"seqblocks.messages.{topic}" in sys.modules]
 assert not loaded, loaded
 """

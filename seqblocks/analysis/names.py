@@ -9,7 +9,7 @@ from typing import Any
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.expressions import UNKNOWN, parse
+from seqblocks.language.expressions import UNKNOWN, has_syntax, parse
 
 _INITIALISER = r"(?s)\w+\(.*\)|.+\sif\s.+\selse\s.+"  # is not always an expression; compiled after a fault
 Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
@@ -100,6 +100,8 @@ def names_in(text: str) -> list[str]:
     """Return the names in an expression, or none if the text is not an expression."""
     if text.isidentifier():
         return [text]
+    if not has_syntax(text):
+        return []
     try:
         return [name for name, _ in parse(text).names]
     except Fault:

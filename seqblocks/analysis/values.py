@@ -20,7 +20,7 @@ from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
-from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse, syntax_tree
+from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
 from seqblocks.language.spec import is_name
 from seqblocks.messages.suggestions import nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
@@ -252,11 +252,7 @@ def _is_pattern(text: str) -> bool:
     words = text.split(" ") if " " in text else []
     if not words or not (words[0] and words[-1] and all(_is_word(word) for word in words if word)):
         return False
-    try:
-        syntax_tree(text)
-    except Fault:
-        return True
-    return False
+    return not has_syntax(text)
 
 
 def _is_word(text: str) -> bool:

@@ -258,12 +258,25 @@ def _parse(text: str) -> Expression:
 
 def syntax_tree(text: str) -> ast.expr:
     """Parse text into an unchecked Python syntax tree. Raises Fault (E501)."""
+    tree = _tree(text)
+    if tree is None:
+        raise messages.expressions.invalid(text)
+    return tree
+
+
+def has_syntax(text: str) -> bool:
+    """Return whether `syntax_tree` can parse a text."""
+    return _tree(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _tree(text: str) -> ast.expr | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about literals next to keywords, such as "2if"
             return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise messages.expressions.invalid(text) from None
+        return None
 
 
 _ALLOWED = (

@@ -21,7 +21,7 @@ from seqblocks import messages
 from seqblocks.errors import Diagnostic, Fault, Report, Source, SourceKind, Span, SpecError, UsageError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import parse
+from seqblocks.language.expressions import has_syntax, parse
 from seqblocks.messages.suggestions import nearest
 from seqblocks.record import Record
 
@@ -489,6 +489,8 @@ class Reader:
         """Report a default that looks like an expression over other arguments."""
         node = argument.default
         if not isinstance(node, Scalar) or not isinstance(node.value, str) or node.value.isidentifier():
+            return
+        if not has_syntax(node.value):
             return
         try:
             needed = parse(node.value).names
