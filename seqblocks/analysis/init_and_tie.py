@@ -29,7 +29,8 @@ def initialised(
     op: None if its arguments are unknown. is_typed: whether the output has a type, so that `declared` is complete.
     """
     if is_typed and not declared:
-        report_no_parameters(ctx, step, *(("tie",) if keeps_defaults(ctx, step) else ("init", "tie")))
+        report_no_parameters(ctx, step, *(("tie",) if _may_leave_out(ctx, step, op, wires) else ("init", "tie")))
+        return declared
     if "init" not in step.common:
         return declared
     return with_initialisers(ctx, step, declared, is_typed, lambda: sorted(_possible(op, wires)) if op else ())
@@ -53,17 +54,18 @@ def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
             ctx.report(messages.initialisers.no_parameters(step.verb, key), step.key_span(key))
 
 
-def keeps_defaults(ctx: Context, step: Step) -> bool:
-    """Return whether every initialiser of `init:` is `default`, as where an argument leaves out the parameters."""
+def _may_leave_out(ctx: Context, step: Step, op: Op | None, wires: Sequence[Wire | None]) -> bool:
+    """Return whether `init:` assigns only `default`, to parameters that the op leaves out because of its arguments."""
     node = step.get("init")
     values = [value for _, _, value in node] if isinstance(node, Mapping) else []
     texts = [value.value for value in values if isinstance(value, Scalar) and isinstance(value.value, str)]
-    if not texts or len(texts) < len(values):
+    if op is None or not isinstance(node, Mapping) or not texts or len(texts) < len(values):
         return False
     try:
-        return all(read_init(text, ctx.names) == DEFAULT for text in texts)
+        keeps = all(read_init(text, ctx.names) == DEFAULT for text in texts)
     except Fault:
         return False
+    return keeps and _possible(op, wires).issuperset(node.entries)
 
 
 def with_initialisers(

@@ -23,7 +23,7 @@ def layout_of_the_map(name: str) -> Fault:
 
 def not_a_layout(layout: str, found: str) -> Fault:
     hint = f"layouts: {{{layout}: {{embed: backbone.embeddings}}}}"
-    return Fault("E203", "a layout is a mapping", found=found, hint=hint)
+    return Fault("E203", "a layout must be a mapping", found=found, hint=hint)
 
 
 # ------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def unknown_key_of_repeat(key: str, holds_steps: bool) -> Fault:
         a_kind_of_layer = f"if {key} is a kind of layer, add a pattern, such as `pattern: {key}*6`"
         return did_you_mean(key, KEYS_OF_REPEAT) or (a_kind_of_layer if holds_steps else None)
 
-    return Fault("E201", f"unknown key {quote(key)}", hint=hint)
+    return Fault("E201", f"unknown key {quote(key)} in repeat", hint=hint)
 
 
 def is_misspelt_pattern(key: str) -> bool:
@@ -223,12 +223,20 @@ def top_above_count(top: int, count: int) -> Fault:
     return Fault("E209", message, at="top", expected=f"at most {count}, the count", found=str(top))
 
 
-def only_expert() -> Fault:
+def score_of_only_expert() -> Fault:
+    """Describe a single expert whose score is a softmax."""
     message = "the score of the only expert is always 1 and the router is never trained"
     return Fault("E419", message, at="count", hint="use more experts, or write the steps without `experts`")
 
 
-def normalised_weight_of_one() -> Fault:
+def weight_of_only_expert() -> Fault:
+    """Describe a single expert with another score, which is normalised."""
+    message = "the normalised weight of the only expert is always 1 and the router is never trained"
+    return Fault("E419", message, at="count", hint="use more experts, or set `normalize: false`")
+
+
+def weight_of_single_choice() -> Fault:
+    """Describe several experts of which one is chosen for each token, with a normalised weight."""
     hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
     message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
     return Fault("E419", message, at="normalize", hint=hint)

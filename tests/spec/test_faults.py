@@ -87,6 +87,27 @@ def test_faults_in_the_steps_of_a_combinator_with_a_fault(step: str, codes: str)
     assert [d.code for d in caught.value.diagnostics] == codes.split()
 
 
+@pytest.mark.parametrize(
+    ("step", "codes"),
+    [
+        ("silu: {init: {weight: 3}}", "E201"),
+        ("silu: {init: {weight: default}}", "E201"),
+        ("layer_norm: {gain: none, bias: false, init: {weight: default}}", ""),
+        ("layer_norm: {gain: none, bias: false, init: {wieght: default}}", "E201"),
+        ("layer_norm: {gain: none, bias: false, init: {weight: zeros}}", "E201"),
+    ],
+)
+def test_init_of_a_step_without_parameters(step: str, codes: str) -> None:
+    """Only `default` is allowed, for parameters that the step has with other arguments."""
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{step}]}}"
+    if not codes:
+        check.load_text(text)
+        return
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text)
+    assert [d.code for d in caught.value.diagnostics] == codes.split()
+
+
 def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes("one_fault_in_48_layers", monkeypatch) == ["E401"]
 

@@ -35,10 +35,12 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
 def _check_choice(arguments: Experts) -> None:
     if arguments.top > arguments.count:
         raise messages.combinators.top_above_count(arguments.top, arguments.count)
-    if arguments.count == 1 and (arguments.normalize or arguments.score == "softmax"):
-        raise messages.combinators.only_expert()
+    if arguments.count == 1 and arguments.score == "softmax":
+        raise messages.combinators.score_of_only_expert()
+    if arguments.count == 1 and arguments.normalize:
+        raise messages.combinators.weight_of_only_expert()
     if arguments.top == 1 and arguments.normalize:
-        raise messages.combinators.normalised_weight_of_one()
+        raise messages.combinators.weight_of_single_choice()
 
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
