@@ -1,7 +1,8 @@
 """The words of the faults: messages, hints, and the long explanations of codes.
 
-Each file is about one topic. Its functions describe one fault each: they are given facts, and return a Fault. The code
-that finds the fault (`language/`, `analysis/`, `widths.py`) raises or reports it:
+Each file is about one topic. Its functions describe one fault each: they are given facts, and return a Fault (those of
+`yaml_syntax.py` also find the place, and return a Diagnostic). The code that finds the fault (`language/`, `analysis/`,
+`widths.py`) raises or reports it:
 
     from seqblocks import messages
     raise messages.wires.given_twice(port.name)

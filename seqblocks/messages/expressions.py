@@ -64,12 +64,14 @@ def too_complex() -> Fault:
 
 
 def unknown_name(name: str, known: Mapping[str, Any], is_function: bool) -> Fault:
-    """known: the names in scope. Both the expectation and the hint may be expensive."""
+    """known: the names in scope. There may be many: the expectation and the hint are computed when they are shown."""
+
+    def expected() -> str:
+        return f"one of {listing(sorted(known))}" if known else "a number"
 
     def hint() -> str | None:
         return f"{name} is a function: {name}(…)" if is_function else did_you_mean(name, known)
 
-    expected = lambda: f"one of {listing(sorted(known))}" if known else "a number"  # noqa: E731
     return Fault("E303", f"unknown name {quote(name)}", expected=expected, hint=hint)
 
 
