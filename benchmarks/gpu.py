@@ -487,6 +487,7 @@ def _cell(r: dict[str, Any], ours: dict[str, Any], field: str, least: float) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels on a CUDA device.")
     parser.add_argument("--case", action="append", help="only cases whose names begin with this; may be repeated")
+    parser.add_argument("--shapes", type=int, default=99, help="only the first shapes of each case")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
@@ -524,16 +525,18 @@ def as_text(shape: Shape) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in shape.items())
 
 
-def to_check(chosen: list[str], dtype: torch.dtype, device: str) -> list[tuple[str, Shape, torch.dtype, str]]:
+def to_check(
+    chosen: list[str], dtype: torch.dtype, device: str, most: int
+) -> list[tuple[str, Shape, torch.dtype, str]]:
     """Return one check for each timed shape."""
-    return [(key, shape, dtype, device) for key, shape in cells(chosen, device)]
+    return [(key, shape, dtype, device) for key, shape in cells(chosen, device, most)]
 
 
-def cells(chosen: list[str], device: str) -> list[tuple[str, Shape]]:
-    """Return the cases and shapes to time; a rehearsal uses one shape per case."""
+def cells(chosen: list[str], device: str, most: int) -> list[tuple[str, Shape]]:
+    """Return the cases and at most so many shapes of each to time; a rehearsal uses one shape per case."""
     if device == "cpu":
         return [(key, rehearsed(CASES[key].shapes[0])) for key in chosen]
-    return [(key, shape) for key in chosen for shape in CASES[key].shapes]
+    return [(key, shape) for key in chosen for shape in CASES[key].shapes[:most]]
 
 
 def is_missing(peer: Peer) -> bool:
@@ -589,7 +592,7 @@ class Run:
         self.save()
 
     def check(self, dtype: torch.dtype, end: float) -> None:
-        jobs = to_check(self.chosen, dtype, self.device)
+        jobs = to_check(self.chosen, dtype, self.device, self.options.shapes)
         for (key, shape, dtype, _), found in records(check_job, jobs, self.options.jobs, end, 120.0):
             about = {"case": key, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
             if isinstance(found, Late):  # not a failure
@@ -602,7 +605,7 @@ class Run:
 
     def time(self, peers: bool) -> None:
         jobs = []
-        for key, shape in cells(self.chosen, self.device):
+        for key, shape in cells(self.chosen, self.device, self.options.shapes):
             for name in CASES[key].peers if peers else ("",):
                 if name and is_missing(CASES[key].peers[name]):
                     self.add("times", {"candidate": name, "left_out": "not installed", "case": key, "shape": shape})

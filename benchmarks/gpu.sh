@@ -24,7 +24,7 @@ out=${1:?folder for the results}
 shift
 mkdir -p "$out"
 python=${PYTHON:-python3}
-export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITON_INTERPRET=${TRITON_INTERPRET:-0}
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TRITON_INTERPRET=${TRITON_INTERPRET:-0}
 if [ -n "${PEERS:-}" ]; then
     unpacked=$(mktemp -d)
     for wheel in "$PEERS"/*.whl; do "$python" -m zipfile -e "$wheel" "$unpacked"; done

@@ -59,9 +59,34 @@ def launch_options() -> dict[str, bool]:
 
     They enable fused multiply-adds, which Triton 3.10 disables by default.
     """
+    refused_ptxas()
     module, options = ("amd", "HIPOptions") if torch.version.hip else ("nvidia", "CUDAOptions")
     known = getattr(importlib.import_module(f"triton.backends.{module}.compiler"), options).__dataclass_fields__
     return {"enable_fp_fusion": True} if "enable_fp_fusion" in known else {}
+
+
+WRONG_PTXAS = "12.8"  # its code for sm_90 may read registers that nothing has written, see docs/kernels/launches.md
+
+
+@cache
+def refused_ptxas() -> str:
+    """Return why kernels cannot be assembled here, or "".
+
+    If the ptxas that Triton uses is wrong, this replaces it by the newer one that Triton brings for Blackwell GPUs, for
+    all kernels of the process and, through TRITON_PTXAS_PATH, of its children. Triton 3.9 does so itself.
+    """
+    triton = importlib.import_module("triton")
+    try:
+        tools = triton.knobs.nvidia
+        if tools.ptxas.version != WRONG_PTXAS:
+            return ""
+        if tools.ptxas_blackwell.version != WRONG_PTXAS:
+            tools.ptxas = tools.ptxas_blackwell.path
+            importlib.import_module("triton.backends.nvidia.compiler").get_ptxas_version.cache_clear()
+            return ""
+    except (AttributeError, RuntimeError):  # a Triton with other names, or without ptxas
+        return ""
+    return f"ptxas {WRONG_PTXAS} makes wrong code: set TRITON_PTXAS_PATH to a ptxas of version 12.9 or later"
 
 
 # Triton reads the variable when kernels are decorated, that is, when the files that import this one are imported.
@@ -91,6 +116,8 @@ def can(
     if dtype not in DTYPES:
         return False, f"{str(dtype).removeprefix('torch.')}: Triton implementations compute in float32"
     if device == "cuda":
+        if requested_backend and refused_ptxas():
+            return False, refused_ptxas()
         if _too_old(arch or (_arch_at(index) if requested_backend else "")):
             return False, f"needs compute capability {'.'.join(map(str, OLDEST))} or later"
         return True, "compiled for the device"

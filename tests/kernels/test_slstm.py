@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +445,16 @@ def team(x: torch.Tensor, width: int, heads: int, backward: bool) -> bool:
     return "BU" in slstm_triton.tiles(width, "bf16", backward, triton_common.arch(x), *size)
 
 
+def differentiable_outputs(**given: Any) -> Any:
+    """Return y and the last state, of which c, n and m are detached.
+
+    The last m is the larger of two numbers, and c and n are relative to it. Among tens of thousands of states, rounding
+    changes which one is larger for a few, and with it which gate has the gradient. y does not depend on m.
+    """
+    y, last = slstm(**given)
+    return y, last._replace(**{name: getattr(last, name).detach() for name in "cnm"})
+
+
 # One team, several teams, more than a device runs at once, and slices of unequal size.
 @on_device
 @pytest.mark.parametrize(
@@ -455,7 +466,8 @@ def test_teams(batch: int, heads: int, width: int) -> None:
     if triton_common.arch(on_device) in ("sm_80", "sm_90"):
         assert team(on_device, width, heads, False)
         assert team(on_device, width, heads, True) or (width == 1024 and triton_common.arch(on_device) == "sm_80")
-    check(GPU, x, precision=SIXTEEN[0], resets=reset_marks(batch, 40, 17))
+    of_outputs = GPU._replace(kernel=replace(SLSTM, function=differentiable_outputs))
+    check(of_outputs, x, precision=SIXTEEN[0], resets=reset_marks(batch, 40, 17))
 
 
 @on_device

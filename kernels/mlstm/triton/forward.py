@@ -90,19 +90,25 @@ def outputs(
     is_v = inside(dv, DV, BV)
     sign = -1 if REVERSE else 1
     queries = start(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, REVERSE, BT)
-    num = tl.zeros((BT, BV), tl.float32)
+    u = load_plane(gates, U, plane, base, j) * scale
+    # A loop of its own: if a tile feeds an asynchronous product and something else, Triton 3.6 to 3.9 may overwrite it
+    # too early, see docs/kernels/launches.md.
     parts = tl.zeros((BT, BK), tl.float32)  # terms of q . n, by channels
+    if norm is not None:
+        for first in range(0, DK, BK):
+            dk = first + tl.arange(0, BK)
+            is_k = inside(dk, DK, BK)
+            a = load_tile(queries, sign * j * qs, dk, is_t, is_k).to(tl.float32)
+            parts += a * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
+    den = tl.sum(parts, 1) * u
+    num = tl.zeros((BT, BV), tl.float32)
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = inside(dk, DK, BK)
-        a = load_tile(queries, sign * j * qs, dk, is_t, is_k)
+        a = operand(load_tile(queries, sign * j * qs, dk, is_t, is_k), DOT, PRECISION)
         state = load_tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
-        num += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
-        if norm is not None:
-            parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
-    u = load_plane(gates, U, plane, base, j) * scale
+        num += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     num *= u[:, None]
-    den = tl.sum(parts, 1) * u
     x = load_x(gates, plane, base, j, log_scale, DOT)
     segment = load_segment(segments, base, j)
     for back in range(part + 1):
