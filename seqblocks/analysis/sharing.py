@@ -197,7 +197,7 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
 
 
 def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, str], names: list[str] | None) -> None:
-    """Share parameters among the layers of a repeat. Raises Fault (E312, E321).
+    """Share parameters among the layers of a repeat. Raises Fault (E321).
 
     firsts: the owning layer of each layer, by label. names: the steps and parameters to share; None for all.
     """
@@ -210,7 +210,7 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
         label, _, inner = key.partition(".")
         (others if item.shared else layers[label])[inner] = item
     if names is not None:
-        layers = _named_by(layers, names, others)
+        layers = _named_by(ctx, step, layers, names, others)
     spans = {label: _layer_span(step, node, label) for label in firsts}
     shared: dict[str, Source] = {}
     for label, first in firsts.items():
@@ -228,8 +228,10 @@ def owner_of(name: str, shared: Table) -> str | None:
     return next((each.tied for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
 
 
-def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:
-    """Return the named parameters of each layer; a name is a parameter or a step. Raises Fault (E312).
+def _named_by(
+    ctx: Context, step: Step, layers: dict[str, Table], names: list[str], others: Table
+) -> dict[str, Table]:
+    """Return the named parameters of each layer; a name is a parameter or a step. Report names of nothing (E312).
 
     others: parameters that steps already share.
     """
@@ -237,9 +239,10 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
     known = dict.fromkeys(chain.from_iterable(layers.values()))
     found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in requested])}
     missing = requested.difference(*found.values())
-    unnamed = next((name for name in names if name in missing), None)
-    if unnamed is not None:
-        raise messages.sharing.not_in_layers(unnamed, list(known), _steps_of(known), owner_of(unnamed, others))
+    for name in names:
+        if name in missing:
+            fault = messages.sharing.not_in_layers(name, list(known), _steps_of(known), owner_of(name, others))
+            ctx.report(fault, step)
     return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
 
 

@@ -200,7 +200,7 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
 
 def parse(source: Source, report: Report) -> Node | None:
     """Parse YAML text into a tree. Errors go to the report; return None if the text cannot be parsed."""
-    start = Span(source, 1, 1, 1, 1)
+    start = source.character_at(1, 1)
     if len(source.text) > MAX_BYTES:
         report.fault(messages.document.too_many_characters(len(source.text), MAX_BYTES), start)
         return None
@@ -279,8 +279,20 @@ class _Reader:
         if event.tag is not None:
             self.report_tag(event, span)
         text, style = event.value, event.style
+        if not (text or style):
+            span = self.place_of_nothing(span)
         value = text if style else resolve(text)
         self.put(Scalar(span, 1, 1, value, text), event.anchor, bool(style))
+
+    def place_of_nothing(self, span: Span) -> Span:
+        """Return the place of a missing value: its key, or the dash of a list item."""
+        top = self.stack[-1] if self.stack else None
+        if span.column != span.end_column:  # an anchor is there
+            return span
+        if top and top.mapping and top.keyed:
+            return top.key[1] if top.key else self.source.character_at(span.line, span.column)
+        before = span.source.line(span.line)[span.column - 2 : span.column - 1]
+        return self.source.character_at(span.line, span.column - (before in ("-", "?")))
 
     def begin(self, event: Any) -> None:
         span = self.span(event)

@@ -85,6 +85,7 @@ def not_in_layers(name: str, known: Sequence[str], steps: Sequence[str], owner: 
         "E312",
         f"no layer of this repeat has a parameter {quote(name)}",
         at="share",
+        entry=name,
         expected=f"one of {listing(known)}" if known else "the layers have no parameters",
         hint=name_the_owner(name, owner) if owner else lambda: did_you_mean(name, [*known, *steps]),
     )

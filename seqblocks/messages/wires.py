@@ -163,13 +163,14 @@ def wrong_width(name: str, wire: Wire, width: int, because: str) -> Fault:
     )
 
 
-def no_grid(who: str, wire: Wire, at: str | None, instead: str) -> Fault:
+def no_grid(who: str, wire: Wire, at: str | None, instead: str, entry: str | None = None) -> Fault:
     """instead: a verb or word that needs no grid, or ""."""
     source = "an input that is an image or has a `grid: [rows, columns]` (after class_token there is none)"
     return Fault(
         "E407",
         f"{who} needs the tokens of an image",
         at=at,
+        entry=entry,
         found=f"{wire} without rows and columns",
         hint=f"use {instead}, or {source}" if instead else f"start from {source}",
     )

@@ -22,7 +22,7 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
     if isinstance(error, yaml.reader.ReaderError):
         return _unreadable(error, source)
     if mark is None:
-        return Diagnostic("E101", f"not YAML: {problem}", Span(source, 1, 1, 1, 1))
+        return Diagnostic("E101", f"not YAML: {problem}", source.character_at(1, 1))
     span = source.character_at(mark.line + 1, mark.column + 1)
     if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
         return _invalid_escape(problem, span) or _open_quote(error.context_mark, source)  # type: ignore[attr-defined]
@@ -34,11 +34,20 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
         hint = _slip(source, span.line)
     hint = _hint_here(span, unclosed) or hint
     notes = (Note(f"the '{unclosed[0]}' that is not closed is here", unclosed[1]),) if unclosed else ()
-    return Diagnostic("E101", f"not YAML: {problem}", span, notes=notes, hint=hint)
+    return Diagnostic("E101", f"not YAML: {problem}", _inside(span), notes=notes, hint=hint)
 
 
 def cannot_be_read(error: Exception, source: Source) -> Diagnostic:
-    return Diagnostic("E101", f"the text cannot be read as YAML: {error}", Span(source, 1, 1, 1, 1))
+    return Diagnostic("E101", f"the text cannot be read as YAML: {error}", source.character_at(1, 1))
+
+
+def _inside(span: Span) -> Span:
+    """Return the place of an error, or the last character of the text if that ends before this line."""
+    source = span.source
+    if span.line <= len(source.lines):
+        return span
+    text = source.text.rstrip()
+    return source.character(len(text) - 1) if text else source.character_at(1, 1)
 
 
 def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:

@@ -156,7 +156,8 @@ def test_where_a_bad_value_was_written(run_main: Run, folder: Path) -> None:
     assert "= note: `dim` is 8 (let.yaml:2:12)" in done.stderr
     data = json.loads(run_main("check", "--format", "json", "let.yaml", cwd=folder).stdout)
     (fault,) = data["specs"][0]["diagnostics"]
-    assert fault["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
+    place = {"file": "let.yaml", "line": 2, "column": 12, "end_line": 2, "end_column": 13}
+    assert fault["notes"] == [{"text": "`dim` is 8", **place}]
     done = run_main("check", "let.yaml", "--set", "dim=5", cwd=folder)
     assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
 
