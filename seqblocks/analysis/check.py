@@ -91,6 +91,10 @@ def check_text(
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
+    if report and file.expect is not None:
+        from seqblocks.analysis.expectations import check_numbers
+
+        check_numbers(file, report)
     file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
     if model is not None:
         model.warnings = file.warnings

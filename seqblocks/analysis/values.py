@@ -44,16 +44,21 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
             values[key] = number(ctx, node, whole=True)
     for key in _inheriting(cls, ctx.run.input_kind):
         values.setdefault(key, ctx.run.input_features)
-    for value in values.values():
+    unknown = []
+    for key, value in [*values.items()]:
         if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
-            return None
+            unknown.append(key)
+            del values[key]
+    if unknown and not ctx.run.report:  # in an unused block; building a validator takes milliseconds
+        return None
     try:
         made = cls.model_validate(values)
     except ValidationError as error:
         for item in error.errors():
-            _report_invalid(ctx, step, cls, item)
+            if not item["loc"] or item["loc"][0] not in unknown:
+                _report_invalid(ctx, step, cls, item)
         return None
-    return None if step.incomplete else made
+    return None if step.incomplete or unknown else made
 
 
 @lru_cache(maxsize=1024)

@@ -131,13 +131,25 @@ def test_independent_faults_are_reported_together(monkeypatch: pytest.MonkeyPatc
         ("scan: {order: bogus, steps: [{linearr: 3}]}", "E208 E301"),
         ("experts: {count: 1, steps: [{linearr: 3}]}", "E209 E301"),
         ("repeat: {times: bogus, steps: [{linearr: 3}]}", "E303 E301"),
+        ("repeat: {times: -1, steps: [{linear: eight}]}", "E209 E303"),
+        ("repeat: {times: 0, steps: [{linear: eight}]}", "E303"),
+        ("repeat: {times: -1, index: i, steps: [{linear: i + is_}]}", "E209 E303"),
+        ("repeat: {times: -1, steps: [{linear: layer + layers}]}", "E209"),
+        ("repeat: {times: -1, index: [i], steps: [{linear: i}]}", "E209 E203"),
+        ("repeat: {times: -1, idnex: i, steps: [{linear: i}]}", "E209 E201"),
+        ("residual: {when: nope, steps: [{linearr: 3}]}", "E303 E301"),
+        ("linear: {features: eight, when: nope}", "E303 E303"),
+        ("linear: {features: zero, when: zero > nope}", "E303"),
+        ("linear: {features: -1, when: nope}", "E209 E303"),
+        ("{linear: {features: 8, as: y, when: nope}}, {linear: {features: 9, as: y, when: not nope}}", "E303 E303"),
+        ("linear: {features: -1, bias: maybe}", "E209 E303"),
         ("repeat: {pattern: m*, m: [{linearr: 3}]}", "E601 E301"),
         ("repeat: {pattern: m, m: [silu], steps: 3}", "E210"),
     ],
 )
 def test_faults_in_the_steps_of_a_combinator_with_a_fault(step: str, codes: str) -> None:
     with pytest.raises(SpecError) as caught:
-        check.load_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
+        check.load_text(f"seqblocks: 1\nlet: {{zero: 0}}\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
     assert [d.code for d in caught.value.diagnostics] == codes.split()
 
 
