@@ -83,7 +83,7 @@ def check_text(
     check_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
-    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
+    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use), cautions)
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
         report.fault(messages.spec.defines_nothing(), file.root.span)
