@@ -232,6 +232,12 @@ class _Places:
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
 
+    def renamed(self, verb: str) -> list[str]:
+        """Return the names of the steps here that have this verb, for a message."""
+        below = (child for members in self.named.values() for child in members.values())
+        return list(dict.fromkeys(node.name for node in below if isinstance(node, graph.Node) and node.verb == verb))
+
+
 def _inside(place: Any) -> dict[str, Any]:
     """Return steps, bodies and parameters by the next part of their names."""
     if isinstance(place, Graph):
@@ -261,7 +267,10 @@ def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places)
     before = entry.ours[: max(start - 1, 0)]
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    ctx.report(messages.checkpoint_maps.matches_nothing(part, before, places.words, ends=not places.named), span)
+    fault = messages.checkpoint_maps.matches_nothing(
+        part, before, places.words, lambda: places.renamed(part), ends=not places.named
+    )
+    ctx.report(fault, span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from seqblocks import graph, messages
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, step_called, step_left_out
+from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
 from seqblocks.graph import Named, Source
@@ -82,7 +82,8 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
     for body in bodies_around(ctx):
         found = body.nodes.get(first)
         if found is node or _is_open(body, ctx.body, first):
-            raise messages.sharing.with_itself(step.name, None if body is ctx.body else first)
+            around = None if body is ctx.body else first
+            raise messages.sharing.with_itself(step.name, around, renamed_steps(ctx, first))
         if found:
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
@@ -147,7 +148,7 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
         return [*dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx))), *words]
 
-    return messages.sharing.no_step(name, known, in_block=bool(ctx.callers))
+    return messages.sharing.no_step(name, known, lambda: renamed_steps(ctx, name), in_block=bool(ctx.callers))
 
 
 # --- comparing declarations -------------------------------------------------------------------------------------------

@@ -188,6 +188,5 @@ def _as_long_as(like: Wire, vector: Wire) -> Wire:
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
-    streams = isinstance(like.length, str) and isinstance(wire.length, str) and like.context != wire.context
     at = name if name in step.fields else None
-    return messages.wires.different_length(name, at, wire, first, like, streams)
+    return messages.wires.different_length(step.verb, name, at, wire, first, like)

@@ -56,7 +56,7 @@ def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:
     if "\t" in text[: column]:
         return "indent with spaces: YAML does not allow tabs"
     inside = text[unclosed[1].column : column - 1] if unclosed and unclosed[1].line == span.line else ""
-    hint = _character(text, column) or _comma(inside[-NEAR:], text[column - 1 :])
+    hint = _hole(text, column) or _character(text, column) or _comma(inside[-NEAR:], text[column - 1 :])
     if unclosed and not hint:
         return f"is a '{'}' if unclosed[0] == '{' else ']'}' missing?"
     return hint
@@ -198,6 +198,17 @@ def _character(line: str, column: int) -> str | None:
     for left, right in ("{}", "[]"):
         if at == right and before.count(right) >= before.count(left):
             return f"remove the extra '{right}', or add the missing '{left}'"
+    return None
+
+
+def _hole(line: str, column: int) -> str | None:
+    """Return a hint for an official name with an index in braces, `blocks.{layer}.w`, that is not in quotes."""
+    for name in re.finditer(r"(?<![\w.$])[\w.]*(\{[^{},:]+\})[\w.{}]*", line):
+        if name.start() < column - 1 <= name.end() and name[0] != name[1]:
+            bare = name[0]
+            while bare.count("}") > bare.count("{") and bare.endswith("}"):
+                bare = bare[:-1]
+            return f'quote names with {name[1]}: "{bare}"'
     return None
 
 

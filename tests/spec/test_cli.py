@@ -355,3 +355,23 @@ def test_ops_lists_the_blocks_of_a_file(run_main: Run, folder: Path) -> None:
         done = run_main("ops", name, cwd=folder)
         assert (done.returncode, done.stdout) == (status, "")
         assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 2, "  check    check specs, without importing torch\n"),
+        (("explain", "mlstm"), 2, "mlstm is a verb, and explain takes a spec or a code: `seqblocks ops mlstm` describes it"),
+        (("explain", "repeat"), 2, "`seqblocks ops repeat` describes it"),
+        (("explain", "mlstm_block"), 2, "`seqblocks ops mlstm_block` describes it"),
+        (("ops", "attn"), 2, "there is no verb 'attn': did you mean 'attention'?"),
+        (("ops", "slice"), 2, "there is no verb 'slice': `select: {first: 0, features: 8}` takes some of the features"),
+        (("ops", "xlstm"), 2, "it is a bundled spec: `seqblocks ops xlstm::` lists its blocks"),
+        (("ops", "mamba_small"), 2, "it is a bundled spec: `seqblocks show mamba_small`"),
+        (("ops", "xlstm::"), 0, ""),
+    ],
+)
+def test_what_to_type_instead(words: tuple[str, ...], status: int, said: str, run_main: Run) -> None:
+    done = run_main(*words)
+    assert done.returncode == status
+    assert said in done.stderr
