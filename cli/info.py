@@ -81,8 +81,8 @@ def _unknown_verb(name: str, verbs: Iterable[str]) -> UsageError:
     )
     hint = instead_of(name) or did_you_mean(name, [*verbs, *blocks]) or lists
     if spec := bundled().get(name):
-        shows = f"`seqblocks ops {name}::` lists its blocks" if spec.parent.name == "blocks" else f"`seqblocks show {name}`"
-        hint = f"it is a bundled spec: {shows}"
+        blocks_of_it = f"`seqblocks ops {name}::` lists its blocks"
+        hint = f"it is a bundled spec: {blocks_of_it if spec.parent.name == 'blocks' else f'`seqblocks show {name}`'}"
     return UsageError(f"there is no verb {quote(name)}: {hint}")
 
 

@@ -276,9 +276,9 @@ class _Reader:
         if self.documents > 1:
             raise self.stop(messages.document.second_document(), self.span(event))
         if event.version == (1, 1) and self.warnings is not None:
-            directive = self.span(event)
-            end = len(self.source.line(directive.line)) + 1
-            self.warnings.fault(messages.document.yaml_1_1(), directive._replace(end_line=directive.line, end_column=end))
+            span = self.span(event)
+            end = len(self.source.line(span.line)) + 1
+            self.warnings.fault(messages.document.yaml_1_1(), span._replace(end_line=span.line, end_column=end))
 
     def scalar(self, event: Any) -> None:
         a, b = event.start_mark, event.end_mark  # as in `span`; most nodes are scalars

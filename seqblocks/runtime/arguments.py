@@ -62,7 +62,7 @@ def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple
 
 
 _STARTS = "pass resets, which is True at the first token of each sequence (done is True at the last one)"
-_MASKED = "pass resets or cu_seqlens for sequences one after another; padding at the end needs no mask in a causal model"
+_MASKED = "pass resets or cu_seqlens for sequences in a row; padding at the end needs no mask in a causal model"
 _INSTEAD = {
     **dict.fromkeys(("done", "dones", "terminated", "reset", "start", "starts", "is_first", "episode_starts"), _STARTS),
     **dict.fromkeys(

@@ -198,7 +198,8 @@ class SequenceModel(Body):
             length, size = inputs[0].shape[1], self.frame_size
             if error.factor == size or length % size == 0:
                 raise  # it is about the tokens of the input, or of another input
-            raise RunError(f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}") from None
+            message = f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}"
+            raise RunError(message) from None
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)

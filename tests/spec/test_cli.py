@@ -361,7 +361,7 @@ def test_ops_lists_the_blocks_of_a_file(run_main: Run, folder: Path) -> None:
     ("words", "status", "said"),
     [
         ((), 2, "  check    check specs, without importing torch\n"),
-        (("explain", "mlstm"), 2, "mlstm is a verb, and explain takes a spec or a code: `seqblocks ops mlstm` describes it"),
+        (("explain", "mlstm"), 2, "mlstm is a verb, and explain takes a spec or a code: `seqblocks ops mlstm`"),
         (("explain", "repeat"), 2, "`seqblocks ops repeat` describes it"),
         (("explain", "mlstm_block"), 2, "`seqblocks ops mlstm_block` describes it"),
         (("ops", "attn"), 2, "there is no verb 'attn': did you mean 'attention'?"),
