@@ -27,8 +27,8 @@ MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
 
 
 @lowers(Op)
-def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
-    """Return the node of an op. Raises Fault if its inputs do not fit its arguments, or if it is too large (E504)."""
+def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
+    """Return the node of an op, or None if its inputs do not fit its arguments, or if it is too large (E504)."""
     inputs: dict[str, tuple[int, ...]] = {}
     wires: list[Wire | None] = []
     for port in cls.ports:
@@ -50,7 +50,13 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     wires = seen
     ctx.run.may_look_ahead |= bool(vectors)
     op = read_arguments(ctx, step, cls)
-    declared = _declare(step, op, wires) if op and known else _Declared()
+    declared, fits = _Declared(), True
+    try:
+        if op and known:
+            declared = _declare(step, op, wires)
+    except Fault as fault:
+        ctx.report(fault, step)
+        fits = False
     parameters = dict(declared.parameters)
     if step.common:
         parameters = initialised(ctx, step, op, wires, parameters, declared.type is not None)
@@ -62,6 +68,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.run.has_constants |= declared.type.facts.is_constant
     for fault in op.warns(*wires) if op and declared.type and cls.warns is not Op.warns else ():
         ctx.report(fault, step)
+    if not fits:
+        return None
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
         macs=declared.macs, calls=declared.calls, wires=tuple(wires), vectors=vectors,
