@@ -197,7 +197,7 @@ class SequenceModel(Body):
         except PartOfWindow as error:
             length, size = inputs[0].shape[1], self.frame_size
             if error.factor == size or length % size == 0:
-                raise  # it is about the tokens of the input, or of another input
+                raise  # it names the right numbers, or those of another input
             message = f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}"
             raise RunError(message) from None
         except RuntimeError as error:
