@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
+from seqblocks.analysis.lower import is_builtin
+from seqblocks.analysis.steps import files_of_blocks
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.language.spec import bundled
 from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -21,8 +25,13 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain an error code; treat any other argument as a spec."""
-    return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what, re.ASCII) else kernels(options)
+    """Explain an error code; treat any other argument as a spec. Raises UsageError for a verb."""
+    name = options.what
+    if re.fullmatch(r"[A-Za-z]\d{1,4}", name, re.ASCII):
+        return code(options)
+    if name not in bundled() and not os.path.exists(name) and (is_builtin(name) or name in files_of_blocks()):
+        raise UsageError(f"{name} is a verb, and explain takes a spec or a code: `seqblocks ops {name}` describes it")
+    return kernels(options)
 
 
 def code(options: argparse.Namespace) -> int:

@@ -138,6 +138,16 @@ class Span(NamedTuple):
     def __str__(self) -> str:
         return f"{self.source.name}:{self.line}:{self.column}"
 
+    def as_data(self) -> dict[str, Any]:
+        """Return the file and the range as plain data (in the records of `--format json`)."""
+        return {
+            "file": self.source.name,
+            "line": self.line,
+            "column": self.column,
+            "end_line": self.end_line,
+            "end_column": self.end_column,
+        }
+
     def holds(self, other: Span) -> bool:
         """Return whether another span of the same source begins inside."""
         return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
@@ -182,19 +192,9 @@ class Diagnostic(NamedTuple):
         """Return the diagnostic as plain data (the `--format json` record)."""
         data: dict[str, Any] = {"code": self.code, "severity": self.severity, "message": self.message}
         if self.span:
-            data |= {
-                "file": self.span.source.name,
-                "line": self.span.line,
-                "column": self.span.column,
-                "end_line": self.span.end_line,
-                "end_column": self.span.end_column,
-            }
+            data |= self.span.as_data()
         data |= {"expected": self.expected, "found": self.found, "hint": self.hint}
-        data["notes"] = [
-            {"text": note.text}
-            | ({"file": note.span.source.name, "line": note.span.line, "column": note.span.column} if note.span else {})
-            for note in self.notes
-        ]
+        data["notes"] = [{"text": note.text} | (note.span.as_data() if note.span else {}) for note in self.notes]
         return data
 
     def render(self, style: Style = lambda role, text: text) -> str:
@@ -259,7 +259,10 @@ def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style
 
 
 class Fault(Exception):
-    """A fault raised by code that does not know the position. `at` names the faulty argument or port."""
+    """A fault raised by code that does not know the position.
+
+    at: the faulty argument or port. entry: the faulty one of its values, if the argument is a list.
+    """
 
     def __init__(
         self,
@@ -267,13 +270,14 @@ class Fault(Exception):
         message: str,
         *,
         at: str | None = None,
+        entry: str | None = None,
         expected: Lazy = None,
         found: str | None = None,
         hint: Lazy = None,
         notes: Iterable[Note] = (),
     ) -> None:
         super().__init__(message)
-        self.code, self.message, self.at = code, message, at
+        self.code, self.message, self.at, self.entry = code, message, at, entry
         self.expected, self.found, self.hint = expected, found, hint
         self.notes = tuple(notes)
 
@@ -284,8 +288,8 @@ class Fault(Exception):
     def copy(self) -> Fault:
         """Return a copy of the fault that has not been raised."""
         return Fault(
-            self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
-            notes=self.notes,
+            self.code, self.message, at=self.at, entry=self.entry, expected=self.expected, found=self.found,
+            hint=self.hint, notes=self.notes,
         )  # fmt: skip
 
     def as_diagnostic(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:

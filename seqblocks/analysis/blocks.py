@@ -160,8 +160,12 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
         run.maps[id(block)] = read_map(inner, block.checkpoint)
     body.checkpoint = run.maps[id(block)]
-    if not run.report and run.types[call.x]:  # in an unused block the contents may be unknown
+    if not run.types[call.x]:  # in an unused block the contents may be unknown
+        return inner, body
+    if not run.report or id(block) not in run.mapped:  # after a fault, a block is lowered again in each layer
+        run.mapped.add(id(block))
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
+    if not run.report:
         copies.keep(
             run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
         )

@@ -83,7 +83,7 @@ def check_text(
     check_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
-    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
+    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use), cautions)
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
         report.fault(messages.spec.defines_nothing(), file.root.span)
@@ -91,6 +91,10 @@ def check_text(
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
+    if report and file.expect is not None:
+        from seqblocks.analysis.expectations import check_numbers
+
+        check_numbers(file, report)
     file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
     if model is not None:
         model.warnings = file.warnings

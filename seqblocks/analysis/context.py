@@ -73,7 +73,9 @@ class Context(Record):
         node: Node | None = None
         span: Span | None
         if isinstance(where, Step):
-            node, span = where.value(fault.at), where.value_span(fault.at)
+            node = where.value(fault.at)
+            entry = _entry(node, fault.entry)
+            span = entry.span if entry else where.value_span(fault.at)
         elif isinstance(where, Node):
             node, span = where, where.span
         else:
@@ -88,6 +90,12 @@ class Context(Record):
         causes = values if written else [own, *used]
         report = self.run.warnings if fault.severity == "warning" else self.run.report
         report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, values if inner else ())
+
+
+def _entry(node: Node | None, text: str | None) -> Node | None:
+    """Return the entry of a list that is written as `text`, or the last one of several; None if there is none."""
+    entries = node.items if isinstance(node, Sequence) and text is not None else []
+    return next((each for each in reversed(entries) if isinstance(each, Scalar) and each.text == text), None)
 
 
 def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:

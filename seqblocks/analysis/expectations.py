@@ -41,6 +41,15 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
         raise ExpectationError([*broken.diagnostics, *model.warnings], broken.dropped)
 
 
+def check_numbers(file: SpecFile, report: Report) -> None:
+    """Report invalid numbers in `expect:` of a file without a valid model."""
+    if file.expect is not None:
+        ctx = file_context(Run(report), file)
+        _tolerance(ctx, file.expect)
+        for key in (*_FIGURES, "latency_ms"):
+            _number(ctx, file.expect, key, None)
+
+
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
     tolerance = _tolerance(ctx, expect)
     for key, (code, compute) in _FIGURES.items():

@@ -269,4 +269,14 @@ def _no_step(ctx: Context, name: str) -> Fault:
     """Return the fault of a name that is not a step above. The step may be left out."""
     if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
         return messages.initialisers.left_out(name, absent.span)
-    return messages.initialisers.no_step(name, lambda: [each for body in bodies_around(ctx) for each in body.nodes])
+
+    def known() -> list[str]:
+        return [each for body in bodies_around(ctx) for each in body.nodes]
+
+    return messages.initialisers.no_step(name, known, lambda: renamed_steps(ctx, name))
+
+
+def renamed_steps(ctx: Context, verb: str) -> list[str]:
+    """Return the names of the steps above that have this verb, but another name."""
+    nodes = (node for body in bodies_around(ctx) for node in body.nodes.values())
+    return [node.name for node in nodes if node.verb == verb != node.name]

@@ -48,7 +48,7 @@ def lower_file(
     for block in file.blocks.values():
         if id(block) not in run.used:
             check_unused(file_context(run, file), block)
-    for each in () if report else run.map_checks:
+    for each in () if run.full else run.map_checks:
         check_map(*each)
     if not report:
         assert model is None or model.output is not None, "the result has no type, but no fault was reported"
@@ -93,13 +93,13 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     steps = required(ctx.report, file.model, "steps", lambda: messages.spec.no_steps(), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
+    run.map_checks.append((ctx, table, body, run.overridden))
     if not run.report:
         check_read(ctx, file.model.get("inputs"), body)
     known = {name: wire for name, wire in inputs.items() if wire}
     if run.report or not known:
         return None
     run.lowered.append((ctx, body))
-    run.map_checks.append((ctx, table, body, run.overridden))
     named = {} if "input" in known else known
     first = next(iter(known.values()))
     model = graph.ModelSpec(name, first, body, run.types, run.labels, file.expect, table, inputs=named)

@@ -46,6 +46,7 @@ class Run:
 
         # for checks after lowering
         self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`
+        self.mapped: set[int] = set()  # blocks whose maps are in there
         self.lowered: list[tuple[Any, graph.Graph]] = []  # the context and the body
         self.used: set[int] = set()  # blocks that were called
         self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether the value is unused

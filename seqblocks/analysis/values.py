@@ -6,6 +6,7 @@ Invalid values are reported and become UNKNOWN.
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 from collections.abc import Collection, Container, Iterable
@@ -19,7 +20,7 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
-from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
 from seqblocks.language.spec import is_name
 from seqblocks.messages.suggestions import nearest
@@ -44,16 +45,21 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
             values[key] = number(ctx, node, whole=True)
     for key in _inheriting(cls, ctx.run.input_kind):
         values.setdefault(key, ctx.run.input_features)
-    for value in values.values():
+    unknown = []
+    for key, value in [*values.items()]:
         if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
-            return None
+            unknown.append(key)
+            del values[key]
+    if unknown and not ctx.run.report:  # in an unused block; building a validator takes milliseconds
+        return None
     try:
         made = cls.model_validate(values)
     except ValidationError as error:
         for item in error.errors():
-            _report_invalid(ctx, step, cls, item)
+            if not item["loc"] or item["loc"][0] not in unknown:
+                _report_invalid(ctx, step, cls, item)
         return None
-    return None if step.incomplete else made
+    return None if step.incomplete or unknown else made
 
 
 @lru_cache(maxsize=1024)
@@ -155,10 +161,11 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if isinstance(node.value, bool) or (node.value is None and kind.optional):
             return node.value
         if isinstance(node.value, str):
-            if node.text.lower() in _TRUTHS and node.text not in ctx.names:
-                ctx.report(messages.values.flag_as_text(node.text, kind_of(node)), node.span)
+            text = node.text.strip()
+            if text.lower() in _TRUTHS and text not in ctx.names:
+                ctx.report(messages.values.flag_as_text(text, kind_of(node)), node.span)
                 return UNKNOWN
-            value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node, ("true", "false"))
+            value = text if _is_pattern(text) else evaluate(ctx, text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
     ctx.report(messages.values.not_a_flag(kind_of(node)), node)
@@ -179,19 +186,19 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
         ctx.report(messages.values.not_a_word(kind.choices, kind.open, kind_of(node)), node.span)
         return UNKNOWN
-    text = node.text
+    text = node.text.strip()  # a block scalar ends with a newline
     if node.value is None or text in kind.choices:
         return None if node.value is None else text
     if text in ctx.names:
-        return _named_word(ctx, node, kind)
+        return _named_word(ctx, node, text, kind)
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
     ctx.report(messages.values.word_not_allowed(text, kind.choices, kind.open, ctx.names), node.span)
     return UNKNOWN
 
 
-def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
-    value = ctx.names[node.text]
+def _named_word(ctx: Context, node: Scalar, name: str, kind: FieldKind) -> Any:
+    value = ctx.names[name]
     if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
         return value
     if kind.open and isinstance(value, str):
@@ -199,8 +206,8 @@ def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
     if isinstance(value, list) and kind.kind == "words":
         return value
     word = value if isinstance(value, str) else None
-    choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, node.text))))
-    ctx.report(messages.values.value_not_allowed(node.text, shown_value(value), word, choices, kind.open), node)
+    choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, name))))
+    ctx.report(messages.values.value_not_allowed(name, shown_value(value), word, choices, kind.open), node)
     return UNKNOWN
 
 
@@ -240,19 +247,18 @@ def free_value(ctx: Context, node: Node) -> Any:
     assert isinstance(node, Scalar)
     if not isinstance(node.value, str):
         return node.value
-    if _is_new_word(node.text, ctx.names) or _is_pattern(node.text):
-        return node.text
-    return evaluate(ctx, node.text, node)
+    text = node.text.strip()  # a block scalar ends with a newline
+    if _is_new_word(text, ctx.names) or _is_pattern(text):
+        return text
+    return evaluate(ctx, text, node)
 
 
 def _is_pattern(text: str) -> bool:
     """Return whether a text is words or a pattern of `repeat` or einops rather than an expression."""
     if "->" in text:
         return True
-    words = text.split(" ") if " " in text else []
-    if not words or not (words[0] and words[-1] and all(_is_word(word) for word in words if word)):
-        return False
-    return not has_syntax(text)
+    words = text.split()
+    return len(words) > 1 and all(map(_is_word, words)) and not has_syntax(text)
 
 
 def _is_word(text: str) -> bool:
@@ -264,9 +270,11 @@ def _is_word(text: str) -> bool:
 def _is_new_word(text: str, names: Collection[str]) -> bool:
     """Return whether a text is a word that is not a name in scope, alone or with a count, such as `m*7`.
 
-    A counted word like a name in scope is more likely a misspelt product.
+    A counted word like a name in scope is more likely a misspelt product, and so is a count of 0.
     """
-    word, star, _ = text.partition("*")
+    word, star, count = text.partition("*")
+    if star and (not count.strip("0") or keyword.iskeyword(word) or not isinstance(resolve(word), str)):
+        return False
     return (text.isidentifier() or _is_word(text)) and word not in names and not (star and nearest(word, names))
 
 

@@ -182,7 +182,8 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             elsewhere, exists = _elsewhere(root, parts)
-            misspelt = messages.spec.similar_part(part, known)
+            renamed = [name for name, slot in choices.items() if slot.key == part]
+            misspelt = messages.spec.similar_part(part, known, renamed)
             if depth == len(parts) - 1 and not exists:  # a misspelt argument is likelier than a default elsewhere
                 elsewhere = misspelt or elsewhere
             hint = elsewhere or misspelt or messages.spec.NOT_THERE

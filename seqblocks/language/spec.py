@@ -224,8 +224,9 @@ class Reader:
         base: Path | None = None,
         provided: dict[str, str] | None = None,
         allowed: Iterable[Path] = (),
+        warnings: Report | None = None,
     ) -> None:
-        self.report = report
+        self.report, self.warnings = report, warnings
         self.is_builtin = is_builtin  # whether a verb is built in
         self.has_plugin = has_plugin  # whether a plug-in was imported
         self.base = base or Path()
@@ -387,7 +388,7 @@ class Reader:
             return None
         self.texts[found.relative if own else name] = text
         source = Source.of(found.shown, text, found.kind)
-        tree = document.parse(source, self.report)
+        tree = document.parse(source, self.report, self.warnings)
         self.size += tree.size if tree and (own or name in provided) else 0
         if self.size > document.MAX_NODES:
             self.report.fault(messages.spec.used_files_too_large(document.MAX_NODES), span)
@@ -556,7 +557,7 @@ def _nearest_type(word: str) -> str | None:
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:
     """Read one file. `edit(root)` may first replace nodes (to apply overrides)."""
-    tree = document.parse(source, reader.report)
+    tree = document.parse(source, reader.report, reader.warnings)
     if tree is not None:
         edit(tree)
     reader.open.append(_absolute(reader.base / Path(source.name).name))

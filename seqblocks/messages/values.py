@@ -67,12 +67,12 @@ def not_a_flag(found: str) -> Fault:
 
 
 def flag_as_text(text: str, found: str) -> Fault:
-    """Describe a text that means true or false: in quotes, or a word of YAML 1.1."""
+    """Describe a text that means true or false: in quotes, in other letters, or a word of YAML 1.1."""
     word = text.lower()
-    if word in ("true", "false"):
+    if text in (word, word.upper(), word.title()) and word in ("true", "false"):
         found, hint = "text in quotes", f"remove the quotes: {word}"
     else:
-        hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
+        hint = f"YAML 1.2 has only true and false: write {_TRUTHS.get(word, word)}"
     return Fault("E203", "true or false is needed here", found=found, hint=hint)
 
 

@@ -61,9 +61,20 @@ def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple
     return x, others
 
 
+_STARTS = "pass resets, which is True at the first token of each sequence (done is True at the last one)"
+_MASKED = "pass resets or cu_seqlens for sequences in a row; padding at the end needs no mask in a causal model"
+_INSTEAD = {
+    **dict.fromkeys(("done", "dones", "terminated", "reset", "start", "starts", "is_first", "episode_starts"), _STARTS),
+    **dict.fromkeys(
+        ("attention_mask", "attn_mask", "mask", "padding_mask", "key_padding_mask", "seq_idx", "segment_ids",
+         "position_ids", "document_ids"), _MASKED,
+    ),
+}  # fmt: skip
+
+
 def _check_names(inputs: dict[str, Wire], given: dict[str, Any], call: str) -> None:
     if unknown := [name for name in given if name not in inputs]:
-        hint = did_you_mean(unknown[0], inputs) or f"call {call}"
+        hint = _INSTEAD.get(unknown[0]) or did_you_mean(unknown[0], inputs) or f"call {call}"
         raise RunError(f"the model has no input {quote(unknown[0])}: {hint}")
 
 

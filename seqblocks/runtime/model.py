@@ -15,6 +15,7 @@ from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
+from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
 from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay
@@ -193,6 +194,12 @@ class SequenceModel(Body):
             self._check_dtype(inputs)
         try:
             return self._run(values, call)
+        except PartOfWindow as error:
+            length, size = inputs[0].shape[1], self.frame_size
+            if error.factor == size or length % size == 0:
+                raise  # it names the right numbers, or those of another input
+            message = f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}"
+            raise RunError(message) from None
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)

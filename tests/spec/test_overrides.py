@@ -86,6 +86,7 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
         ("blocks.b.kk", "did you mean 'k'?"),  # not an argument that steps leave at its default
         ("model.repeat.b.causal_conv.bias", "did you mean 'blocks.b.causal_conv.bias'?"),
+        ("model.layer_norm.eps", "the layer_norm step is now named normed, by `as:` or `name:`"),
         ("nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
         ("model.nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
     ],
@@ -95,6 +96,7 @@ def test_an_override_without_a_match_reports_its_path(path: str, hint: str) -> N
     steps = "repeat: {times: 2, steps: [b]}\nrepeat: {name: named, pattern: m*2, m: [causal_conv]}"
     steps += "\nrepeat: {name: blocks, times: 2, steps: [b]}"
     steps += "\nscan: {order: [forward, reverse], own: [linear], steps: [linear: {features: 8}]}"
+    steps += "\nlayer_norm: {as: normed}"
     with pytest.raises(SpecError) as caught:
         model(steps, head, set={path: 5})
     (fault,) = caught.value.diagnostics
