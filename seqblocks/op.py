@@ -85,7 +85,8 @@ ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 def argument(default: Any, about: str, *, inherit: str | None = None, **limits: Any) -> Any:
     """A documented argument; `...` as default makes it required. Limits are pydantic's (`gt`, `ge`, `le`, …).
 
-    With `inherit="tokens"`, the default is that property of the model's input.
+    With `inherit="tokens"`, the default is that property of the model's input; with `inherit="depth"`, it is the
+    product of the layers of all enclosing `repeat`s.
     """
     extra: dict[str, Any] | None = {"inherit": inherit} if inherit else None
     return Field(default, description=about, json_schema_extra=extra, **limits)

@@ -119,7 +119,8 @@ def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node
     ctx.body.wires |= {"input": values[first], **values}
     node = ctx.file.model and ctx.file.model.get("inputs")
     ctx.body.incomplete |= not inputs or (isinstance(node, Mapping) and node.incomplete)
-    body = lower_steps(ctx, steps, values[first], {name: values[name] for name in others}, outputs is not None)
+    ports = {name: values[name] for name in others}
+    body = lower_steps(ctx._replace(layers=1), steps, values[first], ports, outputs is not None)
     body.captures = ()
     if outputs is not None:
         read_outputs(ctx, outputs, body)
