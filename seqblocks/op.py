@@ -160,6 +160,14 @@ class Op(BaseModel):
         """
         return math.inf if self.reads == "all" else 0
 
+    def looks_back(self, *wires: Any, **_: Any) -> int | float:
+        """Return how many earlier tokens an output may depend on, in tokens of the model's input (inf: unlimited).
+
+        A scan in reverse turns them into later ones. It may be infinite for an op that changes the number of tokens.
+        A negative number: the op reads only tokens that are at least this many later. Default: according to `reads`.
+        """
+        return 0 if self.reads == "token" else math.inf
+
     def facts(self, *wires: Any, **_: Any) -> Facts:
         """Return the facts about the values of the output; those of the inputs are attributes of the wires."""
         return UNBOUNDED

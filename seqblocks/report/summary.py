@@ -76,6 +76,7 @@ class Summary:
     streams: str | None  # why it cannot stream, or None
     frame_size: int  # number of tokens per call of a stream
     lookahead: int | str | None = None  # later tokens that an output may depend on, or "all" (see `lookahead.find`)
+    lookaheads: dict[str, int | str] = field(default_factory=dict)  # of each output that is a sequence, by its name
     future: str | None = None  # the step that introduces the lookahead
     latency: int | None = None  # samples that must arrive after a sample before its output (see `lookahead.latency`)
     latency_ms: float | None = None
@@ -128,6 +129,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         streams=": ".join(obstacle) if obstacle else None,
         frame_size=graph.frame_size(spec.graph),
         lookahead=ahead,
+        lookaheads={name: lookahead.shown(each.tokens) for name, each in lookahead.of_outputs(spec).items() if name},
         future=future,
         latency=lookahead.latency(spec),
         latency_ms=lookahead.latency_ms(spec),

@@ -146,7 +146,8 @@ def test_layers_start_with_a_smaller_output_the_more_there_are(block: str, step:
         text = f"seqblocks: 1\nuse: [{block}]\nmodel: {{input: {{features: 32}}, steps: [{{repeat: {{times: {times}, "
         _, model = check.load_text(f"{text}steps: [{{{step}}}]}}}}]}}")
         assert model
-        inits = [item.parameter.init for item in graph.parameters(model.graph) if item.name.endswith(f"{weaker}.weight")]
+        found = [item for item in graph.parameters(model.graph) if item.name.endswith(f"{weaker}.weight")]
+        inits = [item.parameter.init for item in found]
         return {1 / init.values[1] if init.name == "wang" else init.values[1] for init in inits}
 
     (one,), (sixteen,) = scales(1), scales(16)
