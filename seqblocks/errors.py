@@ -31,9 +31,12 @@ _WINDOW = 100  # maximum characters shown of a source line
 
 
 class SeqblocksError(Exception):
-    """Base class of all exceptions of seqblocks."""
+    """Base class of all exceptions of seqblocks. The message is escaped and clipped, as it may echo any value."""
 
     exit_status = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(readable(str(message)))
 
 
 class UsageError(SeqblocksError):
@@ -75,6 +78,9 @@ class OverrideWarning(SpecWarning):
 
 class PartialWarning(UserWarning):
     """Weights were loaded partially (`partial=True`); the message lists the missing or extra ones."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(readable(str(message)))
 
 
 def user_stacklevel() -> int:
@@ -197,19 +203,26 @@ class Diagnostic(NamedTuple):
         data["notes"] = [{"text": note.text} | (note.span.as_data() if note.span else {}) for note in self.notes]
         return data
 
+    def clipped(self) -> Diagnostic:
+        """Return the diagnostic with texts of limited length."""
+        texts = (self.message, self.expected, self.found, self.hint)
+        message, expected, found, hint = (text if text is None else clip(text) for text in texts)
+        notes = tuple(note._replace(text=clip(note.text)) for note in self.notes)
+        return self._replace(message=message or "", expected=expected, found=found, hint=hint, notes=notes)
+
     def render(self, style: Style = lambda role, text: text) -> str:
         """Return the diagnostic as text: header, source line with a caret, notes, styled by `style(role, text)`."""
-        out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {visible(self.message)}")]
+        out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {_line(self.message)}")]
         gutter = " "
         if self.span:
             gutter = " " * len(str(self.span.line))
-            out.append(f"{gutter}{style('gutter', '-->')} {visible(str(self.span))}")
+            out.append(f"{gutter}{style('gutter', '-->')} {_line(str(self.span))}")
             out += _excerpt(self.span, gutter, style)
         remarks = [("expected", self.expected), ("found", self.found)]
         remarks += [("note", str(note)) for note in self.notes]
         remarks += [("hint", self.hint)]
         marks = style("gutter", "=")
-        out += [f"{gutter} {marks} {style(label, label)}: {visible(text)}" for label, text in remarks if text]
+        out += [f"{gutter} {marks} {style(label, label)}: {_line(text)}" for label, text in remarks if text]
         return "\n".join(out)
 
 
@@ -234,7 +247,7 @@ class SpecError(SeqblocksError):
     def __init__(self, diagnostics: Sequence[Diagnostic], dropped: int = 0) -> None:
         self.diagnostics = tuple(diagnostics)
         self.dropped = dropped
-        super().__init__(render_all(self.diagnostics, dropped))
+        Exception.__init__(self, render_all(self.diagnostics, dropped))  # whose parts are escaped and clipped
 
     def __reduce__(self) -> Any:  # keep the diagnostics when pickled across processes
         return type(self), (self.diagnostics, self.dropped)
@@ -297,7 +310,7 @@ class Fault(Exception):
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
         notes = (*self.notes, *notes)
-        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity)
+        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity).clipped()
 
 
 class _Wrong:
@@ -379,9 +392,7 @@ class Report:
             self.diagnostics.remove(wrong.diagnostic)
 
     def _append(self, diagnostic: Diagnostic) -> None:
-        texts = ("message", "expected", "found", "hint")
-        short: dict[str, Any] = {key: _short(getattr(diagnostic, key)) for key in texts}
-        diagnostic = diagnostic._replace(**short)
+        diagnostic = diagnostic.clipped()
         if odd := diagnostic.span and _non_ascii_note(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
         self.diagnostics.append(diagnostic)
@@ -392,10 +403,6 @@ class Report:
     def raise_if_any(self) -> None:
         if self.diagnostics:
             raise SpecError(in_order(self.diagnostics), self.dropped)
-
-
-def _short(text: str | None) -> str | None:
-    return text if text is None or len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 def _non_ascii_note(span: Span) -> Note | None:
@@ -425,11 +432,33 @@ def listing(words: Iterable[object], limit: int = 12) -> str:
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
 
 
+# --- text that may echo a value of the user ---------------------------------------------------------------------------
+
+
+def clip(text: str, limit: int = MAX_TEXT) -> str:
+    """Return text of at most `limit` characters: its beginning and its end, if it is longer."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[len(text) - limit // 2 + 3 :]}"
+
+
 def visible(text: str) -> str:
     r"""Return text in one line, with unprintable characters escaped: `\x1b`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def escape_controls(text: str) -> str:
+    """Return text with unprintable characters escaped, except line ends."""
+    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
+
+
+def readable(text: str, limit: int = 2 * MAX_TEXT) -> str:
+    """Return text for a message that may echo any value: clipped, and escaped except line ends."""
+    return clip(escape_controls(clip(text, limit)), limit)
+
+
+def _line(text: str) -> str:
+    return clip(visible(clip(text)))
 
 
 def quote(text: str, limit: int = 60) -> str:

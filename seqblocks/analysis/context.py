@@ -13,7 +13,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.language.spec import DEPTH, Argument, Block, SpecFile
 from seqblocks.record import Record
 
 MAX_WRITTEN = 4  # notes on where a value was written
@@ -64,6 +64,18 @@ class Context(Record):
     callers: tuple[Block, ...] = ()  # likewise
     depth: int = 0  # number of enclosing bodies
     passed: dict[str, Passed] = field(default_factory=dict)  # the arguments of the block that are steps
+    layers: Any = None  # the value of `depth`, the product of the layers of all enclosing repeats; None: not in a step
+
+    def scope(self, text: str) -> Names:
+        """Return the names in scope for an expression, with `depth` if the expression may use it."""
+        if DEPTH not in text or self.layers is None or DEPTH in self.names:
+            return self.names
+        return Names(self.names, {DEPTH: self.read_depth()})
+
+    def read_depth(self) -> Any:
+        """Return the value of `depth`, and note that the enclosing bodies depend on it."""
+        self.run.reads_depth = True
+        return self.layers
 
     def report(self, fault: Fault, where: Step | Node | Span | None) -> None:
         """Report a fault at the argument that it names, with notes on the origin of its value and the enclosing blocks.

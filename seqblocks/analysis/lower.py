@@ -53,10 +53,11 @@ def lower_file(
     if not report:
         assert model is None or model.output is not None, "the result has no type, but no fault was reported"
         _report_idle(run)
-        if model and run.may_look_ahead and not report and not (file.expect and file.expect.get("lookahead")):
+        declared = file.expect.get("lookahead") if file.expect else None
+        if model and run.may_look_ahead and not report and (declared is None or isinstance(declared, Mapping)):
             from seqblocks.analysis.causality import check_future  # only models that may look ahead need it
 
-            check_future(model, run.warnings)
+            check_future(model, run.warnings, declared.entries if declared else ())
     return None if report else model
 
 
@@ -119,7 +120,8 @@ def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node
     ctx.body.wires |= {"input": values[first], **values}
     node = ctx.file.model and ctx.file.model.get("inputs")
     ctx.body.incomplete |= not inputs or (isinstance(node, Mapping) and node.incomplete)
-    body = lower_steps(ctx, steps, values[first], {name: values[name] for name in others}, outputs is not None)
+    ports = {name: values[name] for name in others}
+    body = lower_steps(ctx._replace(layers=1), steps, values[first], ports, outputs is not None)
     body.captures = ()
     if outputs is not None:
         read_outputs(ctx, outputs, body)

@@ -42,6 +42,8 @@ class Run:
         self.known: dict[int, tuple[graph.Node, bool]] = {}
         self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `copies.py`
         self.alone: dict[int, graph.Graph] = {}  # bodies that may be part of one to copy
+        self.by_depth: set[int] = set()  # blocks, and steps that are arguments, whose bodies depend on `depth`
+        self.reads_depth = False  # whether the body that is being lowered does
         self.free: dict[int, Any] = {}  # what only initial values depend on, by block
 
         # for checks after lowering

@@ -22,7 +22,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
-from seqblocks.language.spec import is_name
+from seqblocks.language.spec import DEPTH, is_name
 from seqblocks.messages.suggestions import nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
@@ -43,8 +43,11 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
             values[key] = plain(node) if value is node and issubclass(cls, Op) else value
         elif issubclass(cls, Op) and cls.open_keys and step.value(key):
             values[key] = number(ctx, node, whole=True)
-    for key in _inheriting(cls, ctx.run.input_kind):
-        values.setdefault(key, ctx.run.input_features)
+    for key, source in _inheriting(cls):
+        if key not in values and source == ctx.run.input_kind:
+            values[key] = ctx.run.input_features
+        elif key not in values and source == DEPTH and ctx.layers is not UNKNOWN:
+            values[key] = ctx.read_depth()
     unknown = []
     for key, value in [*values.items()]:
         if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
@@ -63,10 +66,10 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _inheriting(cls: type[BaseModel], kind: str) -> list[str]:
-    """Return the arguments that inherit their default from the model's input, with its value."""
+def _inheriting(cls: type[BaseModel]) -> list[tuple[str, str]]:
+    """Return the arguments that inherit their default, each with what from: a kind of the model's input, or `depth`."""
     extras = ((key, info.json_schema_extra) for key, info in field_infos(cls).items())
-    return [key for key, extra in extras if isinstance(extra, dict) and extra.get("inherit") == kind]
+    return [(key, str(extra["inherit"])) for key, extra in extras if isinstance(extra, dict) and "inherit" in extra]
 
 
 def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -> None:
@@ -144,16 +147,25 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
     try:
         if text.isidentifier() and text in ctx.names:
             return ctx.names[text]
-        return parse(text).evaluate(ctx.names)
+        return parse(text).evaluate(ctx.scope(text))
     except NameFault as fault:
-        if fault.name in ctx.passed:
-            fault.hint = messages.values.steps_in_expression(fault.name)
+        explain_name(ctx, fault)
         if instead and fault.name == text:
             messages.values.unknown_word(fault, text, instead, ctx.names)
         ctx.report(fault, node.part(fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
     return UNKNOWN
+
+
+def explain_name(ctx: Context, fault: NameFault) -> None:
+    """Add a hint to the fault of an unknown name: it is a verb here, or `depth`."""
+    if fault.name in ctx.passed:
+        fault.hint = messages.values.steps_in_expression(fault.name)
+    elif fault.name == DEPTH:
+        fault.hint = messages.values.NO_DEPTH
+    elif ctx.layers is not None:
+        messages.values.may_be_depth(fault, fault.name)
 
 
 def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
@@ -248,7 +260,7 @@ def free_value(ctx: Context, node: Node) -> Any:
     if not isinstance(node.value, str):
         return node.value
     text = node.text.strip()  # a block scalar ends with a newline
-    if _is_new_word(text, ctx.names) or _is_pattern(text):
+    if _is_new_word(text, ctx.scope(text)) or _is_pattern(text):
         return text
     return evaluate(ctx, text, node)
 

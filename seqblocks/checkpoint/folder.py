@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -329,7 +330,7 @@ def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | Non
 
 
 def as_path(path: Any) -> Path:
-    """Return a path. Raises UsageError for other types."""
+    """Return a path. Raises UsageError for other types, and for a name that no file can have."""
     try:
         found = Path(path)
         os.fsencode(found)
@@ -339,4 +340,9 @@ def as_path(path: Any) -> Path:
         raise UsageError(f"{path!r} is not a path: {error}") from None
     if "\0" in str(found):
         raise UsageError(f"{path!r} is not a path: it has a null byte")
+    try:
+        found.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"{path!r} is not a path: {error.strerror}") from None
     return found

@@ -67,7 +67,8 @@ def causal_lm_obstacle(spec: ModelSpec) -> str | None:
     frame = graph.frame_size(spec.graph)
     if frame > 1:
         return f"it processes {frame} tokens at a time, but a language model processes one"
-    if not is_causal(spec):
+    ahead = lookahead.of_outputs(spec).get(logits_name(spec) or "")
+    if ahead and ahead.tokens:
         return "its output depends on later tokens"
     return None
 

@@ -19,10 +19,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from seqblocks import messages
-from seqblocks.errors import Report, Source, Span
+from seqblocks.errors import Report, Source, Span, clip
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 
+MAX_SHOWN = 200  # characters of an override where it is named
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
 
 
@@ -34,7 +35,7 @@ class Override(NamedTuple):
     node: Any = None
 
     def __str__(self) -> str:
-        return f"{self.path}={self.text}"
+        return clip(f"{self.path}={self.text}", MAX_SHOWN)
 
 
 class Slot(NamedTuple):
@@ -112,7 +113,7 @@ def _is_steps(node: Node) -> bool:
 def _source(path: str, text: str, from_call: bool) -> Source:
     """Return the source text of an override as the user wrote it: in Python, or as a command-line option."""
     shown = f"set={{{path!r}: {text}}}" if from_call else f"--set {path}={text}"
-    return Source.of(shown, shown, "call" if from_call else "override")
+    return Source.of(clip(shown, MAX_SHOWN), shown, "call" if from_call else "override")
 
 
 def _parse(text: str, source: Source, report: Report) -> Node | None:

@@ -35,6 +35,7 @@ TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
+DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
     "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
@@ -51,6 +52,7 @@ class Argument(Record):
     span: Span
     default: Node | None
     is_valid: bool = True  # whether the default can be used
+    by_depth: bool = False  # whether the default is an expression of `depth`
 
 
 class Block(Record):
@@ -489,7 +491,9 @@ class Reader:
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that looks like an expression over other arguments."""
         node = argument.default
-        if not isinstance(node, Scalar) or not isinstance(node.value, str) or node.value.isidentifier():
+        if not isinstance(node, Scalar) or not isinstance(node.value, str):
+            return
+        if node.value.isidentifier() and not argument.by_depth:
             return
         if not has_syntax(node.value):
             return
@@ -516,6 +520,8 @@ class Reader:
                 fault = messages.spec.not_an_argument_type(node.value, ARGUMENT_TYPES, suggestion)
                 self.report.fault(fault, node.span)
                 return Argument(name, suggestion, span, None)
+            case str() if _is_by_depth(node.value):
+                return Argument(name, "int" if node.value == DEPTH else "float", span, node, by_depth=True)
             case bool():
                 return Argument(name, "bool", span, node)
             case int():
@@ -544,6 +550,16 @@ def _file_of_plugin(name: str) -> str | None:
     """Return the file with the name of a plug-in, if there is one."""
     file = f"{name.replace('.', os.sep)}.py"
     return file if os.path.isfile(file) else None
+
+
+def _is_by_depth(text: str) -> bool:
+    """Return whether a default is an expression whose only name is `depth`."""
+    if DEPTH not in text or not has_syntax(text):
+        return False
+    try:
+        return {name for name, _ in parse(text).names} == {DEPTH}
+    except Fault:
+        return False
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")

@@ -127,6 +127,15 @@ def steps_in_expression(name: str) -> str:
     return f"it is an argument of type `steps`, which is used as a verb: `- {name}`"
 
 
+NO_DEPTH = "`depth` is the number of layers around a step: define your own in `let:` to use it here"
+
+
+def may_be_depth(fault: Fault, name: str) -> None:
+    """Let the fault of an unknown name suggest `depth`, if no name in scope is close."""
+    hint = fault.hint
+    fault.hint = lambda: (hint() if callable(hint) else hint) or did_you_mean(name, ["depth"])
+
+
 def list_too_large(values: int, depth: int) -> Fault:
     """values, depth: the limits."""
     expected = f"at most {values:,} values, nested at most {depth} deep"

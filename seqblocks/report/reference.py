@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
+from seqblocks.language.spec import DEPTH
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, field_infos, fields_of, load_builtin, load_plugins
 
 Verb = type[Op] | type[Combinator]
@@ -67,6 +68,8 @@ def _argument(verb: type[BaseModel], name: str, kind: FieldKind) -> Argument:
     info = field_infos(verb)[name]
     required = info.is_required()
     default = None if required or info.default is PydanticUndefined else info.default
+    if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("inherit") == DEPTH:
+        default = DEPTH
     limits = {key: getattr(limit, key) for limit in info.metadata for key in LIMITS if hasattr(limit, key)}
     holds_steps = name in getattr(verb, "holds", ())
     return Argument(name, kind, holds_steps, required, default, limits, info.description or "")

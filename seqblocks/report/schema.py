@@ -180,9 +180,11 @@ def _expect() -> Schema:
     keys: dict[str, Schema] = dict.fromkeys(EXPECT_KEYS, NUMBER)
     axes = {"type": "array", "description": "axes, for instance [batch, 1000]"}
     keys["output"] = {**axes, "type": ["array", "object"], "additionalProperties": axes}
+    tokens = [NUMBER, {"const": "all"}]
     keys["lookahead"] = {
-        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
-        "anyOf": [NUMBER, {"const": "all"}],
+        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence; "
+        "for several outputs the most, or the number of each by its name",
+        "anyOf": [*tokens, {"type": "object", "additionalProperties": {"anyOf": tokens}}],
     }
     keys["latency_ms"] = {**NUMBER, "description": "milliseconds that an output waits for later samples of the input"}
     return {"description": "expected properties of the model", **_object(keys, [])}

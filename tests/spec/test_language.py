@@ -499,7 +499,8 @@ def test_the_words_that_hints_lead_to_exist() -> None:
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for facts in verbs.values() for argument in facts["arguments"]]
-    words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens", "lookahead"}.union(*({a["name"], *a["words"]} for a in arguments))
+    words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens", "lookahead", "depth"}
+    words = words.union(*({a["name"], *a["words"]} for a in arguments))
     known = {*verbs, *INITIALISERS, *words, *graph.DIRECTION_NAMES.values()}
     assert {ours for names in vocabulary().elsewhere.values() for ours in names} <= known
     instead = vocabulary().instead

@@ -321,3 +321,30 @@ def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
         "assert {'testing', 'checkpoint', 'state', 'kernels', 'build'} <= set(dir(seqblocks))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+LONG, ODD = "x" * 100_000, "a\x1b[31mb\u202e"
+ECHOING: dict[str, Callable[[seqblocks.SequenceModel, Any], object]] = {
+    "device": lambda model, value: seqblocks.build("mamba_small", device=value),
+    "dtype": lambda model, value: seqblocks.build("mamba_small", dtype=value),
+    "seed": lambda model, value: seqblocks.build("mamba_small", seed=value),
+    "dtype of a summary": lambda model, value: seqblocks.summarise(model, value),
+    "batch size": lambda model, value: model.init_state(value),
+    "state": lambda model, value: model(torch.zeros(1, 2, dtype=torch.long), state={value: {}}),
+    "number of tokens": lambda model, value: seqblocks.generate(model, [1, 2], value),
+    "auxiliary loss": lambda model, value: model.auxiliary_losses(value),
+    "folder to load": lambda model, value: seqblocks.load(value),
+    "pretrained folder": lambda model, value: seqblocks.from_pretrained(value),
+}
+
+
+@pytest.mark.parametrize("what", ECHOING)
+def test_an_error_that_echoes_a_value_is_readable(what: str) -> None:
+    """It is short, and shows control characters and those that change the direction of text as escapes."""
+    model = seqblocks.build("mamba_small", set={"dim": 16, "depth": 1}, device="meta")
+    for value in (LONG, ODD):
+        with pytest.raises(seqblocks.SeqblocksError) as caught:
+            ECHOING[what](model, value)
+        text = str(caught.value)
+        assert len(text) <= 2000
+        assert all(line.isprintable() for line in text.split("\n"))

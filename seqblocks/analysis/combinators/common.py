@@ -15,6 +15,7 @@ from seqblocks.analysis.values import read_arguments
 from seqblocks.analysis.wires import read_port, wire_at
 from seqblocks.combinators import Combinator
 from seqblocks.language.document import Node, Sequence
+from seqblocks.language.expressions import UNKNOWN
 from seqblocks.op import Port
 
 Combine = Callable[[Context, Step, Any, int], graph.Node | None]
@@ -35,7 +36,8 @@ def combines(
         @lowers(cls)
         def lower(ctx: Context, step: Step, cls: type[Combinator]) -> graph.Node | None:
             x = _read_input(ctx, step, cls)
-            arguments = read_arguments(ctx, step, cls)
+            # `repeat: {times: depth}` would be the layers around it, most likely meant as an entry of `let:`
+            arguments = read_arguments(ctx._replace(layers=None) if cls.open_keys else ctx, step, cls)
             if arguments is None:
                 _check_steps(ctx._replace(names=scope(ctx, step)), step, cls, check)
                 return None
@@ -66,6 +68,8 @@ def _check_steps(ctx: Context, step: Step, cls: type[Combinator], check: Check, 
 
     only_lists: do not report that something else is in their place, which was reported.
     """
+    if cls.open_keys:  # the number of layers is not known
+        ctx = ctx._replace(layers=UNKNOWN)
     x = ctx.run.unknown()
     for key, (_, node) in step.fields.items():
         is_list, is_word = isinstance(node, Sequence), cls.open_keys and key not in cls.model_fields

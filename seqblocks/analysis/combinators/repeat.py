@@ -55,11 +55,12 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     layers = _layers(arguments, words, pattern)
     bodies: dict[str, graph.Graph] = {}
     value = x
+    inside = ctx._replace(layers=UNKNOWN if ctx.layers is UNKNOWN else ctx.layers * len(layers))
     for index, (_, steps) in enumerate(layers):
         if ctx.run.full:  # already reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
-        bodies[str(index)] = lower_inside(ctx, steps, value, str(index), names=names)
+        bodies[str(index)] = lower_inside(inside, steps, value, str(index), names=names)
         value = bodies[str(index)].result
     node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
     if arguments.share != "none":
