@@ -211,6 +211,10 @@ FLA = [{**GLA, "model_type": kind} for kind in KINDS]
 FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
 
 
+HUB = (
+    "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
+    "bamba", "zamba2",
+)  # fmt: skip
 CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
@@ -298,6 +302,21 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
         ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, but num_hidden_layers is 2"),
         ({**GLA, "use_short_conv": True}, "use_short_conv is True, but seqblocks only supports False"),
         ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', but seqblocks only"),
+        ({**JAMBA, "foo": 3}, "an entry that seqblocks does not read in models of type jamba: foo. Remove it if"),
+        ({**JAMBA, "attention_bias": True, "attn_logit_softcapping": 5.0}, "entries .*attention_bias, attn_logit"),
+        ({**MAMBA, "final_logit_softcapping": 30.0}, "an entry .*: final_logit_softcapping"),
+        ({**OFFICIAL, "ssm_cfg": {"headdim": 8}}, r"an entry .*: ssm_cfg\.headdim"),
+        ({**GRIFFIN, "rope_parameters": {"factor": 2.0}}, r"an entry .*: rope_parameters\.factor"),
+        ({**KIMI, "linear_attn_config": {"gate_lower_bound": -5.0}}, r"linear_attn_config\.gate_lower_bound"),
+        ({**GLA, "attnres_block_size": 2}, "attnres_block_size is 2, but seqblocks only supports None"),
+        ({**GRIFFIN, "embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim is False, but"),
+        *(({**config, "head_dim": 16}, "head_dim is 16, but .* only supports 8, hidden_size / num_attention_heads")
+          for config in (GRIFFIN, OLMO, BAMBA, JAMBA)),
+        ({**ZAMBA, "attention_head_dim": 8}, r"attention_head_dim is 8, but .* only supports 16, 2 \* hidden_size"),
+        ({**ZAMBA, "attention_hidden_size": 8}, r"attention_hidden_size is 8, but .* only supports 32, 2 \* hidden"),
+        ({**ZAMBA, "mamba_headdim": 4}, "mamba_headdim is 4, but seqblocks only supports 8, mamba_expand"),
+        ({**ZAMBA, "hybrid_layer_ids": [0]}, r"hybrid_layer_ids is \[0\], but .* only supports \[1\], the hybrid"),
+        ({**KIMI, "qk_head_dim": 8}, "qk_head_dim is 8, but seqblocks only supports 192, qk_nope_head_dim"),
         ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, but seqblocks only supports None"),
         ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], but seqb"),
     ],
@@ -307,6 +326,40 @@ def test_unsupported_configs(config: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(seqblocks.UsageError, match=message):
         seqblocks.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_every_entry_that_transformers_writes_is_read_or_harmless(family: str) -> None:
+    config = transformers().models.auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
+    config = json.loads(json.dumps(config))
+    assert families.spec_text(config).startswith("seqblocks: 1")
+    with pytest.raises(seqblocks.UsageError, match=r"does not read .*: odd_entry"):
+        families.spec_text({**config, "odd_entry": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        (MAMBA, {"d_model": 16, "n_layer": 2, "fused_add_norm": True, "rms_norm": True, "ssm_cfg": {}, "d_inner": 32}),
+        (OFFICIAL, {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "residual_in_fp32": True}),
+        (KIMI, {"head_dim": 72, "use_grouped_topk": True, "rope_theta": 1e4, "auto_map": {"AutoModel": "m.Kimi"}}),
+        (JAMBA, {"sliding_window": None, "num_logits_to_keep": 1, "router_aux_loss_coef": 0.001, "head_dim": 8}),
+        (ZAMBA, {"kv_channels": 4, "use_conv_bias": True, "attention_head_dim": 16, "hybrid_layer_ids": [1]}),
+        (QWEN, {"use_sliding_window": False, "rope_scaling": None, "partial_rotary_factor": 0.25}),
+        (GLA, {"conv_size": 4, "share_conv_kernel": True, "fuse_norm": True, "attn_mode": "chunk", "clamp_min": None}),
+    ],
+)  # fmt: skip
+def test_entries_of_releases_that_change_nothing(config: dict[str, Any], older: dict[str, Any]) -> None:
+    assert families.spec_text({**config, **older}) == families.spec_text(config)
+
+
+def test_entries_of_releases_that_describe_layers() -> None:
+    """The release of FalconMamba says `expand: 16`, and the one of RecurrentGemma `_block_types`."""
+    falcon = seqblocks.build_text(families.spec_text({**FALCON, "expand": 16, "intermediate_size": 24}), device="meta")
+    assert falcon.layers[0].falcon_mamba_block.residual.out_proj.weight.shape == (16, 24)
+    without = {key: value for key, value in GRIFFIN.items() if key != "block_types"}
+    griffin = families.spec_text({**without, "_block_types": GRIFFIN["block_types"], "head_dim": 8})
+    assert griffin == families.spec_text(GRIFFIN)
 
 
 SPEC = """

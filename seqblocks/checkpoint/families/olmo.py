@@ -8,7 +8,9 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    head_of,
     initial,
+    mapping,
     number,
     rotary,
     std_of,
@@ -68,6 +70,7 @@ def _memory(config: Config) -> str:
 
 
 def _attention(config: Config, eps: float) -> str:
+    head_of(config)
     heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
     arguments = {
         "heads": heads,
@@ -84,7 +87,7 @@ def _attention(config: Config, eps: float) -> str:
 
 def _rotary(config: Config) -> float:
     """Return the base of rotary positions; 0 if it is null in the config."""
-    found = config.get("rope_parameters") or {}
-    if isinstance(found, dict) and {"rope_theta": 10000.0, **config, **found}["rope_theta"] is None:
+    found = mapping(config, "rope_parameters")
+    if found.get("rope_theta", config.get("rope_theta", 10000.0)) is None:
         return 0
     return rotary(config)[0]
