@@ -16,7 +16,7 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import writing
-from seqblocks.checkpoint.hf_config import config_text, hub_config
+from seqblocks.checkpoint.hf_config import MODEL_TYPE, ORIGIN, config_text, hub_config, original, with_origin
 from seqblocks.checkpoint.record import (
     ENTRIES,
     FORMAT,
@@ -87,12 +87,16 @@ def _check_model(model: Any) -> None:
 def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:
     """Write weights and spec into a folder that `load` and transformers can read."""
     sums = write_weights(folder, weights, limit)
-    kinds = [header.dtype for header in weights.headers.values()]
-    dtype = min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
-    config = hub_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = hub_config(spec) | {"dtype": dtype_of(weights)}
     (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
     assert spec.source
     write_record(folder, spec.source, weights.headers, sums, tied)
+
+
+def dtype_of(weights: Weights) -> str:
+    """Return the dtype that a config.json gives for weights: the smallest, since some parameters stay in float32."""
+    kinds = [header.dtype for header in weights.headers.values()]
+    return str(min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)).removeprefix("torch.")
 
 
 def write_record(
@@ -236,10 +240,18 @@ def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> 
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
-    spec = _analysed(record, text, set)
+    spec = with_origin(_analysed(record, text, set), _origin(place))
     headers = {name: weights.headers[name] for name in record["checksums"]}
     check_fit(spec, headers)
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
+
+
+def _origin(place: Path) -> dict[str, Any] | None:
+    """Return the config.json that came with the weights of a saved folder; None if the folder's own one is damaged."""
+    try:
+        return original(read_json(place / CONFIG))
+    except UsageError:
+        return None
 
 
 def _read_tensor(path: Any, record: Mapping[str, Any], weights: Weights, name: str) -> Tensor:
@@ -312,7 +324,8 @@ def config_spec(config: Mapping[str, Any], set: Mapping[str, Any] | None = None)
         raise UsageError(f"`overrides` of the config must be a mapping from names to values, not {overrides!r:.80}")
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
     name = str(config.get("spec_name") or "config")
-    return _analysed({"name": name, "overrides": values, "files": files}, spec, set)
+    found = _analysed({"name": name, "overrides": values, "files": files}, spec, set)
+    return with_origin(found, original({"model_type": MODEL_TYPE, ORIGIN: config.get(ORIGIN)}))
 
 
 def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:

@@ -162,6 +162,36 @@ def test_weights_of_transformers_survive_a_round_trip_bit_for_bit(family: str, s
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["save", "load and save", "save_pretrained"])
+def test_a_model_goes_back_to_transformers_after_training(way: str, tmp_path: Path) -> None:
+    """Its config.json is kept, with the dtype of the new weights; without one, transformers builds its default model.
+    """
+    theirs = peer("mamba", 0, torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = seqblocks.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    ids = torch.randint(0, theirs.config.vocab_size, (1, 9))
+    ours(ids).square().mean().backward()
+    torch.optim.SGD(ours.parameters(), 0.1).step()
+    if way == "save_pretrained":
+        from seqblocks.hf import wrap
+
+        wrap(ours).save_pretrained(tmp_path / "ours")
+    else:
+        seqblocks.save(ours, tmp_path / "ours")
+    if way == "load and save":
+        seqblocks.save(seqblocks.load(tmp_path / "ours"), tmp_path / "ours")
+    convert(tmp_path / "ours", "hub", tmp_path / "back")
+    again, report = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert [key for key, names in report.items() if names] == []
+    assert again.dtype == torch.float32
+    before, after = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("theirs", "back"))
+    assert after == {**before, "dtype": "float32"}
+    with torch.no_grad():
+        expected = ours(ids)
+        assert (again.eval()(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_head_in_the_file_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     """transformers never ties xLSTM's head, whatever its config says."""
     model = peer("xlstm", 0, torch.float32, mode="train", tie_word_embeddings=True)
@@ -473,6 +503,19 @@ model:
   steps: [{linear: {features: 4, name: first}}, tanh, {linear: {features: 4, name: second}}]
 checkpoint: {first: second, second: first}
 """
+
+
+def test_a_config_beside_the_weights_is_kept_whatever_spec_reads_them(tmp_path: Path, spec: Path) -> None:
+    place = write(tmp_path / "w", "safetensors", tensors())
+    for text in ('{"n_embd": 4}', "[1]", "{}"):
+        (place / "config.json").write_text(text)
+        seqblocks.save(seqblocks.from_pretrained(place, spec), tmp_path / "m")
+        kept = json.loads((tmp_path / "m" / "config.json").read_text()).get("converted_from")
+        assert kept == ({"n_embd": 4} if "n_embd" in text else None)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    for damaged in (json.dumps({**config, "converted_from": 3}), "{"):  # `load` needs nothing of it
+        (tmp_path / "m" / "config.json").write_text(damaged)
+        seqblocks.load(tmp_path / "m")
 
 
 @pytest.mark.parametrize("place", ["m", "m/model.safetensors"])
