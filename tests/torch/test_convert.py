@@ -286,7 +286,8 @@ def test_the_config_is_copied(saved: Path, tmp_path: Path) -> None:
     [
         ("hbu", "new", {}, "there is no layout 'hbu'; use seqblocks, official, hub"),
         ("hub", "m", {}, "m is not empty; use a new folder"),
-        ("hub", "no/where", {}, "there is no folder"),
+        ("hub", "new/model.safetensors", {}, "a folder is written, but .* is the name of a file. Use .*new/model$"),
+        ("hub", "m/spec.yaml/new", {}, "cannot be written: Not a directory"),
         ("hub", "new", {"spec": "mamba_130m"}, "m contains its own spec: do not pass another one"),
         ("hub", "new", {"shard_size": "much"}, "the shard size must be a number of bytes"),
     ],
