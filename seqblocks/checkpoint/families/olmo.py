@@ -12,6 +12,7 @@ from seqblocks.checkpoint.families.values import (
     initial,
     mapping,
     number,
+    require,
     rotary,
     std_of,
     step_sizes,
@@ -71,6 +72,7 @@ def _memory(config: Config) -> str:
 
 def _attention(config: Config, eps: float) -> str:
     head_of(config)
+    require(config, linear_use_gate=True)
     heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
     arguments = {
         "heads": heads,

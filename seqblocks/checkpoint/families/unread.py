@@ -7,8 +7,9 @@ from seqblocks.errors import UsageError, listing
 
 # What transformers and its older versions write for every model; training, kernels, generation; entries without use.
 HARMLESS = """
-_attn_implementation _commit_hash _from_model_config _name_or_path architectures attn_implementation auto_map dtype
-is_decoder is_encoder_decoder model_type name_or_path tokenizer_class torch_dtype torchscript transformers_version
+_attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _name_or_path architectures
+attn_implementation auto_map dtype experts_implementation is_decoder is_encoder_decoder model_type name_or_path
+tokenizer_class torch_dtype torchscript transformers_version
 
 add_cross_attention chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label label2id
 output_attentions output_hidden_states prefix problem_type pruned_heads return_dict task_specific_params
@@ -38,8 +39,9 @@ IDLE = {
     "mamba2": "d_inner d_model n_layer norm_before_gate pad_vocab_size_multiple rms_norm ssm_cfg",
     "falcon_mamba": "use_falcon_mambapy",
     "xlstm": """
-        autocast_kernel_dtype chunkwise_kernel embedding_dim inference_state_dtype max_inference_chunksize mode
-        norm_reduction_force_float32 num_hidden_layers return_last_states sequence_kernel step_kernel
+        autocast_kernel_dtype chunkwise_kernel embedding_dim force_bos_token_insert head_dim igate_bias_init_range
+        inference_state_dtype max_inference_chunksize mlstm_round_up_to_multiple_of mode norm_reduction_force_float32
+        num_hidden_layers return_last_states sequence_kernel step_kernel
     """,
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
     "qwen3_next": """
