@@ -254,7 +254,7 @@ def _link_others(target: Path, folder: Path) -> None:
 def _retire(old: Path, target: Path, is_top: bool = True) -> None:
     """Move what others put into an old folder to the target, and remove the rest. What cannot be moved stays."""
     with contextlib.suppress(OSError):
-        for entry in list(os.scandir(old)):
+        for entry in sorted(os.scandir(old), key=lambda each: _is_own(each.name)):  # those of others first
             with contextlib.suppress(OSError):
                 _retire_entry(entry, target / entry.name, is_top)
         os.rmdir(old)
