@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks import graph
@@ -11,6 +12,7 @@ from seqblocks.graph import ModelSpec, Node
 from seqblocks.types import Wire
 
 MODEL_TYPE = "seqblocks"
+ORIGIN = "converted_from"  # the entry of our config.json that stores the config.json that came with the weights
 HEADS = ("unembed", "classifier")  # steps that compute scores from features
 CAUSAL_LM, IMAGE_CLASSIFICATION, FEATURES = (
     "SeqblocksForCausalLM", "SeqblocksForImageClassification", "SeqblocksModel",
@@ -30,7 +32,22 @@ def hub_config(spec: ModelSpec) -> dict[str, Any]:
         "files": dict(source.files),
         "tie_word_embeddings": True,  # transformers then applies the ties of the spec
         **sizes(spec),
+        **({ORIGIN: source.origin} if source.origin else {}),
     }
+
+
+def original(config: Any) -> dict[str, Any] | None:
+    """Return the config.json that came with the weights: the given one or, in one of ours, the entry for it."""
+    if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE:
+        config = config.get(ORIGIN)
+    return config if isinstance(config, dict) and config else None
+
+
+def with_origin(spec: ModelSpec, origin: Mapping[str, Any] | None) -> ModelSpec:
+    """Return a spec with the config.json that came with the weights; a spec without text cannot store one."""
+    if spec.source is None or origin is None:
+        return spec
+    return spec._replace(source=spec.source._replace(origin=origin))
 
 
 def config_text(config: Any) -> str:

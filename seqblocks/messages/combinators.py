@@ -228,20 +228,20 @@ def top_above_count(top: int, count: int) -> Fault:
 def score_of_only_expert() -> Fault:
     """Describe a single expert whose score is a softmax."""
     message = "the score of the only expert is always 1 and the router is never trained"
-    return Fault("E419", message, at="count", hint="use more experts, or write the steps without `experts`")
+    return Fault("W905", message, at="count", hint="use more experts, or write the steps without `experts`")
 
 
 def weight_of_only_expert() -> Fault:
     """Describe a single expert with another score, which is normalised."""
     message = "the normalised weight of the only expert is always 1 and the router is never trained"
-    return Fault("E419", message, at="count", hint="use more experts, or set `normalize: false`")
+    return Fault("W905", message, at="count", hint="use more experts, or set `normalize: false`")
 
 
 def weight_of_single_choice() -> Fault:
     """Describe several experts of which one is chosen for each token, with a normalised weight."""
     hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
     message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
-    return Fault("E419", message, at="normalize", hint=hint)
+    return Fault("W905", message, at="normalize", hint=hint)
 
 
 def mixes_tokens(step: str, why: str, experts: Span) -> Fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,32 @@ def checkpoints(rank: int, folder: Path) -> Any:
 
 def refused_folder(rank: int, folder: Path) -> Any:
     """Save to a folder that the first rank cannot write: no rank hangs, and each raises an error."""
+    (folder / "file").touch()
     try:
-        seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "no folder" / "model")
+        seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "file" / "model")
     except seqblocks.SeqblocksError as error:
         return type(error).__name__, str(error).replace(str(folder), "")
+
+
+def refused_weights(rank: int, folder: Path) -> Any:
+    """Load weights that only the first rank can read, from a missing or a damaged folder: the others raise, too."""
+    found: list[Any] = []
+    for model in (_sharded(SPECS["shared"], "float32"), tensor_parallel(seqblocks.build_text(SPECS["split"]))):
+        whole = folder / f"whole{len(found)}"
+        seqblocks.save(model, whole, extra={"rank": rank})
+        found.append([torch.load(whole / "seqblocks.extra.pt")["rank"]])
+        if rank:
+            shutil.copytree(whole, folder / "damaged", dirs_exist_ok=True)
+            data = bytearray((whole / "model.safetensors").read_bytes())
+            data[-1] ^= 1
+            (folder / "damaged" / "model.safetensors").write_bytes(data)
+        for place in ("missing", "damaged"):
+            try:
+                load_weights(model, folder / place if rank else whole)
+            except seqblocks.SeqblocksError as error:
+                found[-1].append((type(error).__name__, str(error).replace(f"{folder}/", "")))
+        load_weights(model, whole)
+    return found
 
 
 def split_model(rank: int, folder: Path) -> Any:

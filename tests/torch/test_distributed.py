@@ -28,7 +28,7 @@ def _module(name: str) -> Any:
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
 RUN = [
     "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
-    "split_model", "both_ways", "pipelined",
+    "refused_weights", "split_model", "both_ways", "pipelined",
 ]  # fmt: skip
 
 
@@ -97,8 +97,19 @@ def test_checkpoints_go_from_two_ranks_to_one_and_back(results):
 def test_a_folder_that_the_first_rank_cannot_write_is_an_error_on_all(results):
     _result(results, "refused_folder")
     first, second = results["refused_folder"]
-    assert first == ("UsageError", "there is no folder /no folder")
-    assert second == ("RunError", "the first rank failed: UsageError: there is no folder /no folder")
+    assert first == ("UsageError", "/file/model cannot be written: Not a directory")
+    assert second == ("RunError", f"the first rank failed: UsageError: {first[1]}")
+
+
+def test_weights_that_one_rank_cannot_read_are_an_error_on_all(results):
+    _result(results, "refused_weights")
+    for first, second in zip(*results["refused_weights"], strict=True):  # a sharded and a split model
+        assert first[0] == second[0] == 0, "the extra of the first rank is written"
+        (_, missing), (_, damaged) = second[1:]
+        assert missing.startswith("missing does not exist; load needs a folder")
+        assert damaged.startswith("damaged has changed since it was written")
+        assert second[1:] == [("UsageError", missing), ("UsageError", damaged)]
+        assert first[1:] == [("RunError", f"another rank failed: UsageError: {text}") for text in (missing, damaged)]
 
 
 def test_a_model_that_is_split_over_ranks_computes_what_one_does(results):
