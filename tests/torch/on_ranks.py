@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import seqblocks
 from seqblocks.distributed import clip_gradients, load_weights, pieces, pipeline_stage, shard, tensor_parallel
@@ -182,6 +183,45 @@ def master_weights(rank: int, folder: Path) -> Any:
     features = shard(seqblocks.build_text(FEATURES), dtype="bf16")
     seen["output"] = features(torch.ones(1, 2, 4)).dtype
     return losses, seen, {str(p.dtype) for p in model.parameters()}
+
+
+EXPERTS = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - experts: {count: 4, top: 1, normalize: false, steps: [{repeat: {times: 1, steps: [{linear: 4}]}}]}
+"""
+
+
+def experts_without_tokens(rank: int, folder: Path) -> Any:
+    """Run experts in eval mode, where one has no tokens on a rank: sharded, and with DDP, which reduces twice.
+
+    Return the gradients of the sharded model, and the errors of its output without gradients and of DDP's gradients.
+    """
+    x = routed_tokens([[0, 1, 2], [0, 1, 3]][rank])
+    model = shard(with_chosen_experts(seqblocks.build_text(EXPERTS, dtype="float64"))).eval()
+    model(x).square().mean().backward()
+    found = _whole_gradients(model)
+    one = with_chosen_experts(seqblocks.build_text(EXPERTS, dtype="float64"))
+    with torch.no_grad():
+        wrong = {"output": float((model(x) - one(x)).abs().max())}
+        wrong["stream"] = float((model.step(x[:, 2])[0] - one.step(x[:, 2])[0]).abs().max())
+    replicated = DistributedDataParallel(one.eval())
+    for _ in range(2):
+        one.zero_grad()
+        replicated(x).square().mean().backward()
+    return found, wrong | {name: float((p.grad - found[name]).abs().max()) for name, p in one.named_parameters()}
+
+
+def routed_tokens(experts: list[int]) -> torch.Tensor:
+    """Return one sequence, each of whose tokens goes to the expert of this number."""
+    return torch.eye(4, dtype=torch.float64)[experts].unsqueeze(0)
+
+
+def with_chosen_experts(model: Any) -> Any:
+    torch.nn.init.eye_(model.experts.router.weight)
+    return model
 
 
 def checkpoints(rank: int, folder: Path) -> Any:
