@@ -20,7 +20,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import seqblocks
-from seqblocks.distributed import clip_gradients, load_weights, pieces, pipeline_stage, shard, tensor_parallel
+from seqblocks.distributed import (
+    clip_gradients,
+    load_weights,
+    pieces,
+    pipeline_stage,
+    sequence_parallel,
+    shard,
+    tensor_parallel,
+)
 
 WORDS = 32
 SPECS = {
@@ -222,6 +230,56 @@ def routed_tokens(experts: list[int]) -> torch.Tensor:
 def with_chosen_experts(model: Any) -> Any:
     torch.nn.init.eye_(model.experts.router.weight)
     return model
+
+
+def disagreements(rank: int, folder: Path) -> Any:
+    """Return the errors of ranks whose weights, seeds or inputs differ."""
+
+    def built(seed: int = 0, text: str = FEATURES) -> Any:
+        return seqblocks.build_text(text, seed=seed)
+
+    def frozen() -> Any:
+        model = built()
+        model.linear.bias.requires_grad_(rank == 0)
+        return model
+
+    split, x, ids = tensor_parallel(built(text=SPECS["split"])), torch.full((1, 2, 4), 1.0 + rank), tokens(1, 4)
+    turned = ids.roll(rank, 1)
+    with torch.no_grad():
+        split.eval().step(ids[:, 0])  # plans the next steps
+    cases = {
+        "split": lambda: tensor_parallel(built(rank)),
+        "sharded": lambda: shard(built(rank)),
+        "parts of a sequence": lambda: sequence_parallel(built(rank)),
+        "one is frozen": lambda: shard(frozen()),
+        "another model": lambda: shard(built(text=FEATURES if rank else FEATURES.replace("linear: 4", "layer_norm"))),
+        "seed": lambda: _sharded(FEATURES, "float32").reset_parameters(rank),
+        "tokens": lambda: split(turned),
+        "lengths": lambda: split(ids[:, : 2 + rank]),
+        "resets": lambda: split(ids, resets=torch.arange(4)[None] == 1 + rank),
+        "one token": lambda: torch.no_grad()(split.step)(turned[:, 0]),
+        "samples": lambda: seqblocks.generate(split, ids, 20, temperature=100.0, seed=rank),
+        "features": lambda: tensor_parallel(built(text=FEATURES.replace("linear: 4", "swiglu: {hidden: 4}")))(x),
+        "context": lambda: tensor_parallel(built(text=CONTEXT)).init_state(1, context=x),
+        "bounds": lambda: sequence_parallel(built())(x, cu_seqlens=torch.tensor([0, 1 + rank, 4])),
+    }
+    return {name: _message(case) for name, case in cases.items()}
+
+
+CONTEXT = """
+seqblocks: 1
+model:
+  inputs: {x: {features: 4}, context: {features: 4, length: 2}}
+  steps: [{cross_attention: {q: x, k: context, v: context, heads: 2}}, {swiglu: {hidden: 4}}]
+"""
+
+
+def _message(case: Any) -> str:
+    try:
+        case()
+    except seqblocks.SeqblocksError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def checkpoints(rank: int, folder: Path) -> Any:
