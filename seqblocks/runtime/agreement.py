@@ -42,7 +42,7 @@ def check_weights(model: nn.Module, groups: Groups) -> None:
 def check_seed(seed: int, groups: Groups) -> None:
     """Raise UsageError unless all ranks of some groups have the same seed. All ranks must call this."""
     if len(set(_gathered(seed, groups))) > 1:
-        raise UsageError("the ranks draw the weights of one model with different seeds: pass the same seed on all ranks")
+        raise UsageError("the ranks draw the weights with different seeds: pass the same seed on all ranks")
 
 
 def check_inputs(group: Any, inputs: dict[str, Any]) -> None:
