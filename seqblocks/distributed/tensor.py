@@ -29,8 +29,8 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     """Return this rank's part of a model, with its part of the weights.
 
     All ranks call the result with the same inputs, which each call compares, and each gets the whole output. The split
-    follows from the graph (`tensor_plan`). Parameters that are not split, and their gradients, are equal on all ranks. Random steps such as
-    dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
+    follows from the graph (`tensor_plan`). Parameters that are not split, and their gradients, are equal on all ranks.
+    Random steps such as dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
 
     mesh: a DeviceMesh with one axis, by default all ranks. Raises UsageError if the model cannot be split over this
     number of ranks or its weights differ between them, UnavailableError without a process group.
