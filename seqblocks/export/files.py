@@ -25,7 +25,7 @@ from seqblocks.errors import RunError, UnavailableError, UsageError
 from seqblocks.export.compare import Run, agree
 from seqblocks.export.contract import KEY, Contract
 from seqblocks.export.loops import pass_sizes
-from seqblocks.export.operators import translations
+from seqblocks.export.operators import copy_open_sizes, translations
 from seqblocks.export.program import Exported, captured, example, quiet, trace
 from seqblocks.runtime.model import SequenceModel
 
@@ -169,6 +169,7 @@ def _as_onnx(model: SequenceModel, exported: Exported) -> Any:
         )  # fmt: skip
     assert made is not None
     graph = made.model.graph
+    copy_open_sizes(graph)
     returned = [port.shape for port in contract.outputs] + [part.shape for part in contract.state]
     for values, shapes in ((graph.inputs, contract.input_shapes), (graph.outputs, returned)):
         for value, shape in zip(values, shapes, strict=True):

@@ -170,6 +170,18 @@ def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
     close(session(input=x)[0]["output"], model.eval()(x))
 
 
+def test_an_empty_state_in_onnxruntime(tmp_path: Path) -> None:
+    """A window of one token has a state without tokens."""
+    model = made("{linear: {features: 4, as: x}}, {attention: {q: x, k: x, v: x, heads: 2, window: 1}}")
+    export.onnx(model, tmp_path / "m.onnx", "step", check=False)
+    session = Session(tmp_path / "m.onnx")
+    state, before = session.initial(3), None
+    for x in torch.randn(2, 3, 4).unbind():
+        found, state = session(state, input=x)
+        y, before = model.step(x, before)
+        close(found["output"], y)
+
+
 # ------------------------------------------------------------------------------------------------ faults
 
 
