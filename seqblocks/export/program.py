@@ -202,7 +202,7 @@ def _check_memory(contract: Contract) -> None:
     """Raise UnavailableError if the inputs of a call do not fit in memory, before the machine starts to swap."""
     if not hasattr(os, "sysconf"):
         return
-    kinds = [each.dtype for each in (*contract.inputs, *contract.carried)]
+    kinds = [port.dtype for port in contract.inputs] + [part.dtype for part in contract.carried]
     shapes = [[size if isinstance(size, int) else FRAMES for size in shape] for shape in contract.input_shapes]
     need = sum(math.prod(shape) * getattr(torch, kind).itemsize for shape, kind in zip(shapes, kinds, strict=True))
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from seqblocks import messages
-from seqblocks.errors import Diagnostic, Fault, NoSpecError, Report, Source, SourceKind, Span, SpecError, UsageError
+from seqblocks.errors import Diagnostic, Fault, NoSpecError, Report, Source, SourceKind, Span, UsageError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import has_syntax, parse
