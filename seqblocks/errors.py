@@ -2,10 +2,12 @@
 
     SeqblocksError                 base of all exceptions of seqblocks
     ├── SpecError                  the spec is invalid; has diagnostics                  exit status 1
+    │   ├── NoSpecError            the file of the spec cannot be opened                 exit status 2
     │   └── ExpectationError       the spec is valid but does not meet its `expect:`     exit status 3
     ├── UsageError                 the command or the call is invalid                    exit status 2
     ├── UnavailableError           a dependency, device or resource is missing           exit status 4
     │   └── BackendError           a requested implementation of a kernel cannot run
+    │       └── BackendNameError   there is no implementation of that name               exit status 2
     └── RunError (ValueError)      a built model was called with invalid arguments       exit status 2
 
     SpecWarning (UserWarning)      a valid spec contains a probable mistake
@@ -53,6 +55,12 @@ class UnavailableError(SeqblocksError):
 
 class BackendError(UnavailableError):
     """A requested implementation of a kernel cannot run here."""
+
+
+class BackendNameError(BackendError):
+    """There is no implementation of the requested name."""
+
+    exit_status = 2
 
 
 class RunError(SeqblocksError, ValueError):
@@ -251,6 +259,12 @@ class SpecError(SeqblocksError):
 
     def __reduce__(self) -> Any:  # keep the diagnostics when pickled across processes
         return type(self), (self.diagnostics, self.dropped)
+
+
+class NoSpecError(SpecError):
+    """The spec does not exist, or its file cannot be opened."""
+
+    exit_status = 2
 
 
 class ExpectationError(SpecError):

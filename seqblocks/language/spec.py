@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from seqblocks import messages
-from seqblocks.errors import Diagnostic, Fault, Report, Source, SourceKind, Span, SpecError, UsageError
+from seqblocks.errors import Diagnostic, Fault, NoSpecError, Report, Source, SourceKind, Span, UsageError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import has_syntax, parse
@@ -591,7 +591,8 @@ def _absolute(path: Path) -> str:
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
     """Find a spec by path or bundled name. Return (text, name shown in messages, folder).
 
-    Raises SpecError if there is no such spec or it cannot be read, and UsageError if `spec` is not a string or path.
+    Raises NoSpecError if there is no such spec or it cannot be opened, SpecError for a text that cannot be read, and
+    UsageError if `spec` is not a string or path.
     """
     if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
         kind = type(spec).__name__
@@ -607,9 +608,11 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
         found = bundled()
         if name not in found:
             file = next((name + end for end in ENDINGS if os.path.isfile(name + end)), None)
-            raise SpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
+            raise NoSpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
         path, shown = found[name], f"{name}.yaml"
     text = read_text(path, shown, report)
+    if any(each.code == "E803" for each in report.diagnostics):
+        raise NoSpecError(report.diagnostics)
     report.raise_if_any()
     assert text is not None
     return text, shown, path.parent

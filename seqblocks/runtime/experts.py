@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,11 +58,26 @@ class Experts(StepModule):
         whole = x.is_meta or exported or batched(chosen)
         if whole:
             y = self._on_all(flat, weights, chosen, inner, x.ndim)
-        else:  # in training, each expert gets a gradient, which may be 0
-            each = call.training or inner.compiling
+        else:
+            each = call.training or inner.compiling or self.needs_each
             experts = [partial(self._expert, label, call=inner, axes=x.ndim) for label in self.labels]
             y = on_routed(experts, flat, weights, chosen, each)
         return y.unflatten(0, x.shape[:-1]), {}
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether experts without tokens must be called too.
+
+        With gradients, so that each gets one, which may be 0: a wrapper that averages gradients over ranks expects the
+        same ones on each. If experts are sharded one by one, because all ranks together gather the weights of each.
+        """
+        if torch.is_grad_enabled():
+            return True
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+        expert = self._modules[self.labels[0]]
+        assert expert is not None
+        return bool(wrappers) and any(isinstance(module, wrappers) for module in expert.modules())
 
     def route(self, logits: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores of all experts, and the weights and indices [tokens, top] of the chosen ones."""

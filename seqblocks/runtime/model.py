@@ -17,6 +17,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
+from seqblocks.runtime.agreement import check_inputs
 from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
@@ -98,6 +99,8 @@ class SequenceModel(Body):
         """
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
+        if self._parts:
+            check_inputs(self._parts.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         if grid is not None:
             arguments.check_grid(self.spec.input, x, grid)
@@ -120,6 +123,8 @@ class SequenceModel(Body):
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
         if self.training or observed or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
+        if self._parts:
+            check_inputs(self._parts.group, {"x": x, "resets": resets})
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
@@ -262,6 +267,8 @@ class SequenceModel(Body):
         self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None if the state does not match the stepper's declaration."""
+        if self._parts:
+            check_inputs(self._parts.group, {"x": x, "resets": resets})
         if self._has_experts:
             self._routed = None
         if state is None:
@@ -355,6 +362,8 @@ class SequenceModel(Body):
         self._start_stream()
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
+        if self._parts:
+            check_inputs(self._parts.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         return new_state(self._declared_state, count, device, kind, self._context_state(inputs))

@@ -446,7 +446,7 @@ class Stepper:
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
-        if type(router) is not Primitive or is_hooked(router):
+        if type(router) is not Primitive or is_hooked(router) or module.needs_each:
             return None
         if any(type(layer := module._modules[label]) is not Body or is_hooked(layer) for label in labels):
             return None

@@ -28,7 +28,7 @@ def _module(name: str) -> Any:
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
 RUN = [
     "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
-    "refused_weights", "split_model", "both_ways", "pipelined",
+    "refused_weights", "split_model", "both_ways", "pipelined", "experts_without_tokens", "disagreements",
 ]  # fmt: skip
 
 
@@ -88,6 +88,33 @@ def test_master_weights_train_and_float32_parameters_stay_so(results):
     assert losses[2] < losses[1] < losses[0]
     assert seen == {"A_log": torch.float32, "x": torch.bfloat16, "output": torch.bfloat16}
     assert kinds == {"torch.float32"}
+
+
+def test_experts_without_tokens_on_a_rank_get_their_gradients_in_eval_mode(results):
+    found, wrong = _result(results, "experts_without_tokens")
+    model = on_ranks.with_chosen_experts(seqblocks.build_text(on_ranks.EXPERTS, dtype="float64"))
+    model(on_ranks.routed_tokens([0, 1, 2, 0, 1, 3])).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-14, msg=name)
+    assert max(wrong.values()) < 1e-14, wrong
+
+
+def test_weights_and_inputs_that_differ_between_ranks_are_errors_on_all(results):
+    errors = _result(results, "disagreements")
+    weights = "UsageError: the weights of the ranks differ, in 2 of 2 parameters, such as linear.weight: build"
+    assert [name for name, error in errors.items() if error.startswith(weights)] == [
+        "split", "sharded", "parts of a sequence",
+    ]  # fmt: skip
+    assert "linear.bias is float32 [4] on one and float32 [4] without gradients on another" in errors["one is frozen"]
+    assert "layer_norm.weight is float32 [4] on one and missing on another" in errors["another model"]
+    assert "pass the same seed on all ranks" in errors["seed"]
+    inputs = {
+        "tokens": "x", "lengths": "x", "resets": "x, resets", "one token": "x", "samples": "x", "features": "x",
+        "context": "context", "bounds": "cu_seqlens",
+    }  # fmt: skip
+    for name, given in inputs.items():
+        assert errors[name].startswith(f"RunError: the inputs of the ranks differ ({given}): pass the same"), name
+    assert results["disagreements"][1] == errors
 
 
 def test_checkpoints_go_from_two_ranks_to_one_and_back(results):
