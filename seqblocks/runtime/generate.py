@@ -18,6 +18,7 @@ from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
+UNCHECKED = 8  # tokens between two comparisons of the model with its plan: another thread may load weights
 COLDEST = 1e-30  # at this temperature, only the largest logits have a probability; divided by less, they overflow
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
@@ -95,14 +96,17 @@ def _continue(
             index = torch.tensor(unfinished, device=tokens.device)
             rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
             spares = Spares()
-        if step is None:
+        if step is None or count % UNCHECKED == 0:
             step = _step_of(model, tokens, on_token is not None)
         y, state = step(tokens, state, spares)
         logits = _logits(y, output)
 
 
 def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States, Spares], tuple[Any, States]]:
-    """Return `step` of a model. It is not compared with its plan at each token unless it may change until the last."""
+    """Return `step` of a model for the next few tokens.
+
+    may_change: whether code of the user runs between them, so that the model is compared with its plan at each.
+    """
     if type(model) is not SequenceModel or "step" in model.__dict__:  # compiled, or replaced
         return lambda x, state, spares: model.step(x, state)
     unguarded = None if may_change else model._unguarded_step(tokens)

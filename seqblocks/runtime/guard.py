@@ -14,20 +14,20 @@ from seqblocks.kernels.dispatch.compiled import constant
 
 
 class Updates:
-    """The number of optimiser steps in this process.
+    """What identifies the latest step of an optimiser in this process: a new object, as a count could lose a step.
 
     Fused optimisers, and those that write to `parameter.data`, change parameters without changing their versions.
     """
 
-    count = 0
+    latest = object()
 
 
 @constant  # A compiled optimiser changes versions.
-def _count_update(*_: Any) -> None:
-    Updates.count += 1
+def _note_update(*_: Any) -> None:
+    Updates.latest = object()
 
 
-register_optimizer_step_post_hook(_count_update)
+register_optimizer_step_post_hook(_note_update)
 
 
 class Guard:
@@ -38,11 +38,11 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._comparisons: list[str] = []
-        self._names: dict[str, Any] = {}
+        self._comparisons: dict[str, None] = {}
+        self._names: dict[int, tuple[str, Any]] = {}  # by the id of the value
         self._hooks: list[Any] = []
         self._hooks_registered = -1
-        self._compare: Callable[[], bool] | None = None
+        self._compare: Callable[[], bool]
 
     def note_entry(self, table: dict[str, Any], name: str) -> None:
         """Record the identity of an entry in one of a module's dicts."""
@@ -54,8 +54,12 @@ class Guard:
         self._add(f"{own}._version == {x._version} and {own}.data_ptr() == {x.data_ptr()}")
 
     def note_bypassed(self, module: nn.Module) -> None:
-        """Record that a module is bypassed, and must have no hooks and no replaced `forward`."""
-        self._add(f"'forward' not in {self._constant(module.__dict__)}")
+        """Record that a module is bypassed, and must keep its class and op and have no hooks or replaced `forward`."""
+        own = self._constant(module.__dict__)
+        self._add(f"type({self._constant(module)}) is {self._constant(type(module))}")
+        self._add(f"'forward' not in {own}")
+        if "op" in module.__dict__:
+            self.note_entry(module.__dict__, "op")
         self._note_hooks(module)
 
     def note_evaluation(self, module: nn.Module) -> None:
@@ -64,7 +68,9 @@ class Guard:
 
     def note_owner(self, module: nn.Module) -> None:
         """Do the same for the module that holds the guard, without a reference to it or its attributes."""
-        self._add(f"'forward' not in {self._constant(weakref.ref(module))}().__dict__")
+        own = self._constant(weakref.ref(module))
+        self._add(f"type({own}()) is {self._constant(type(module))}")
+        self._add(f"'forward' not in {own}().__dict__")
         self._note_hooks(module)
 
     def _note_hooks(self, module: nn.Module) -> None:
@@ -74,25 +80,22 @@ class Guard:
 
     def holds(self) -> bool:
         """Return whether everything is unchanged."""
-        if self._hooks_registered != RemovableHandle.next_id:
+        if self._hooks_registered != (registered := RemovableHandle.next_id):
             if any(self._hooks) or nn.modules.module._has_any_global_hook():
                 return False
-            self._hooks_registered = RemovableHandle.next_id
-        self._compare = self._compare or self._compiled()
+            self._hooks_registered = registered
         try:
             return self._compare()
         except KeyError:  # an entry was deleted
             return False
 
+    def compile(self) -> None:
+        """Compile what was recorded, before `holds` is called."""
+        names = {"type": type, **dict(self._names.values())}
+        self._compare = eval(f"lambda: {' and '.join(self._comparisons) or True}", names)  # noqa: S307
+
     def _add(self, comparison: str) -> None:
-        self._comparisons.append(comparison)
+        self._comparisons[comparison] = None
 
     def _constant(self, value: Any) -> str:
-        name = f"c{len(self._names)}"
-        self._names[name] = value
-        return name
-
-    def _compiled(self) -> Callable[[], bool]:
-        exec(f"def compare(): return {' and '.join(self._comparisons) or True}", self._names)  # noqa: S102
-        compare: Callable[[], bool] = self._names.pop("compare")  # which refers to these names
-        return compare
+        return self._names.setdefault(id(value), (f"c{len(self._names)}", value))[0]

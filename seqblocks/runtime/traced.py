@@ -107,7 +107,7 @@ def is_traceable(model: Traceable) -> bool:
     if model._has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type, assignment]
+        model._traced = stepper(model, model.spec, model._declared_state, kind=TracedStepper)  # type: ignore[arg-type, assignment]
     # guards after a break in the graph do not lead back to this function
     return model._traced is not None and not model._traced.may_break
 
