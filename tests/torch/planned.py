@@ -77,6 +77,18 @@ model:
     - headwise_linear: {block: 8, features: 16}
     - unembed
 """
+EXPERTS = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 8, as: h}
+    - linear: {features: 4, as: a}
+    - linear: {from: h, features: 4, as: b}
+    - add: {with: a}
+    - experts: {count: 3, top: 1, steps: [{experts: {count: 2, top: 2, steps: [{linear: 4}]}}]}
+    - unembed
+"""
 
 LINEAR = [
     "decay: g, heads: 2", "decay: gk, heads: 2", "heads: 2", "heads: 1, value_heads: 2, fixed_decay: retention",

@@ -21,6 +21,7 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
+    EXPERTS,
     GATES,
     LINEAR,
     SMALL,
@@ -365,20 +366,6 @@ def test_torchs_default_device_is_not_used() -> None:
         with torch.device("meta"):
             y, _ = model.step(x)
         torch.testing.assert_close(y, model(x[:, None])[:, 0])
-
-
-EXPERTS = """
-seqblocks: 1
-model:
-  input: {tokens: 11}
-  steps:
-    - embed: {features: 8, as: h}
-    - linear: {features: 4, as: a}
-    - linear: {from: h, features: 4, as: b}
-    - add: {with: a}
-    - experts: {count: 3, top: 1, steps: [{experts: {count: 2, top: 2, steps: [{linear: 4}]}}]}
-    - unembed
-"""
 
 
 @pytest.mark.parametrize("spec", [SPEC, EXPERTS], ids=["mixers", "experts"])
