@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.runtime.modules import Assignments, is_hooked
 
 
 class Updates:
@@ -30,18 +31,35 @@ def _note_update(*_: Any) -> None:
 register_optimizer_step_post_hook(_note_update)
 
 
+class Bypassed(NamedTuple):
+    """A module that is not called, and the class and op whose computation runs instead."""
+
+    find: Callable[[], nn.Module | None]
+    kind: type[nn.Module]
+    op: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, find: Callable[[], nn.Module | None]) -> Bypassed:
+        return cls(find, type(module), module.__dict__.get("op"))
+
+    def is_as_before(self) -> bool:
+        """Return whether the module has the same class and op, and neither hooks nor a replaced `forward`."""
+        module = self.find()
+        return type(module) is self.kind and module.__dict__.get("op") is self.op and not is_hooked(module)
+
+
 class Guard:
     """Record modules and parameters, and check whether any of them was replaced, modified or hooked.
 
-    The comparisons are compiled as one expression, since looping over tables takes twice as long. Tables of hooks are
-    checked only if a hook was registered anywhere since they were last found empty.
+    The comparisons are compiled as one expression, since looping over tables takes twice as long. Bypassed modules are
+    checked only if a hook was registered, or a class, op or `forward` assigned, anywhere since the last check.
     """
 
     def __init__(self) -> None:
         self._comparisons: dict[str, None] = {}
         self._names: dict[int, tuple[str, Any]] = {}  # by the id of the value
-        self._hooks: list[Any] = []
-        self._hooks_registered = -1
+        self._bypassed: list[Bypassed] = []
+        self._checked_after: tuple[int, object] | None = None  # hooks registered, and the latest assignment
         self._compare: Callable[[], bool]
 
     def note_entry(self, table: dict[str, Any], name: str) -> None:
@@ -54,36 +72,23 @@ class Guard:
         self._add(f"{own}._version == {x._version} and {own}.data_ptr() == {x.data_ptr()}")
 
     def note_bypassed(self, module: nn.Module) -> None:
-        """Record that a module is bypassed, and must keep its class and op and have no hooks or replaced `forward`."""
-        own = self._constant(module.__dict__)
-        self._add(f"type({self._constant(module)}) is {self._constant(type(module))}")
-        self._add(f"'forward' not in {own}")
-        if "op" in module.__dict__:
-            self.note_entry(module.__dict__, "op")
-        self._note_hooks(module)
+        """Record that a module is bypassed."""
+        self._bypassed.append(Bypassed.of(module, lambda: module))
 
     def note_evaluation(self, module: nn.Module) -> None:
         """Record that a module is in evaluation mode."""
         self._add(f"not {self._constant(module.__dict__)}['training']")
 
     def note_owner(self, module: nn.Module) -> None:
-        """Do the same for the module that holds the guard, without a reference to it or its attributes."""
-        own = self._constant(weakref.ref(module))
-        self._add(f"type({own}()) is {self._constant(type(module))}")
-        self._add(f"'forward' not in {own}().__dict__")
-        self._note_hooks(module)
-
-    def _note_hooks(self, module: nn.Module) -> None:
-        self._hooks += [
-            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        ]  # fmt: skip
+        """Do the same for the module that holds the guard, without a reference to it."""
+        self._bypassed.append(Bypassed.of(module, weakref.ref(module)))
 
     def holds(self) -> bool:
         """Return whether everything is unchanged."""
-        if self._hooks_registered != (registered := RemovableHandle.next_id):
-            if any(self._hooks) or nn.modules.module._has_any_global_hook():
+        if self._checked_after != (now := (RemovableHandle.next_id, Assignments.latest)):
+            if nn.modules.module._has_any_global_hook() or not all(each.is_as_before() for each in self._bypassed):
                 return False
-            self._hooks_registered = registered
+            self._checked_after = now
         try:
             return self._compare()
         except KeyError:  # an entry was deleted
@@ -91,7 +96,7 @@ class Guard:
 
     def compile(self) -> None:
         """Compile what was recorded, before `holds` is called."""
-        names = {"type": type, **dict(self._names.values())}
+        names = dict(self._names.values())
         self._compare = eval(f"lambda: {' and '.join(self._comparisons) or True}", names)  # noqa: S307
 
     def _add(self, comparison: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,23 @@ from seqblocks.state import States
 from seqblocks.types import Wire
 
 
+class Assignments:
+    """What identifies the latest assignment to `op`, `forward` or the class of a module: a new object for each."""
+
+    latest = object()
+
+
 class StepModule(nn.Module):
     """Base of the modules of nodes and bodies: `forward(*tensors, call=call)` returns (output, states)."""
 
     _type: Wire | None = None  # type of the output, from the analysis
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
     _drops_samples = ""  # if it drops whole samples then: the name and position of its step
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("op", "forward", "__class__"):
+            Assignments.latest = object()
 
 
 class Place(NamedTuple):
