@@ -171,6 +171,24 @@ def test_few_tokens_without_gradients_read_a_large_matrix_in_blocks(
         products.linear(x[..., :3], weight, bias)
 
 
+def test_an_interrupted_preparation_leaves_no_size_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive right after the size was set."""
+
+    class Interrupted:
+        get, set_ = staticmethod(products._weights.get), staticmethod(products._weights.set)
+
+        def set(self, value: int) -> object:
+            token = type(self).set_(value)
+            if value:
+                raise KeyboardInterrupt
+            return token
+
+    monkeypatch.setattr(products, "_weights", Interrupted())
+    with pytest.raises(KeyboardInterrupt), products.of_model(products.CACHE + 1):
+        pass
+    assert products._weights.get() == 0
+
+
 @pytest.mark.skipif(not products.ON_MKL, reason="MKL is for x86-64")
 def test_a_matrix_is_read_in_blocks_where_a_cache_does_not_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

@@ -315,6 +315,18 @@ def test_inputs_that_a_state_contains_are_refused() -> None:
         seqblocks.generate(model, [1], 3, state=state, images=image)
 
 
+def test_bytes_are_the_prompt_of_a_model_of_bytes() -> None:
+    model = seqblocks.build("mamba_small", set={"dim": 16, "depth": 1}).eval()
+    expected = seqblocks.generate(model, [list(b"abc"), list(b"de")], 5)
+    assert torch.equal(seqblocks.generate(model, b"abc", 5)[0], expected[0])
+    assert torch.equal(seqblocks.generate(model, bytearray(b"abc"), 5)[0], expected[0])
+    assert all(map(torch.equal, seqblocks.generate(model, [b"abc", b"de"], 5), expected))
+    with pytest.raises(UsageError, match="not str: encode it, with text.encode"):
+        seqblocks.generate(model, "abc", 5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="at least one token id, not torch.int64"):
+        seqblocks.generate(model, b"", 5)
+
+
 def test_nothing_to_do() -> None:
     model = build("mlstm_small")
     assert [row.tolist() for row in seqblocks.generate(model, prompt(2), 0)] == [[], []]
@@ -324,7 +336,9 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ("text", {}, "a prompt is token ids, in a tensor or in lists, not str"),
+        ("text", {}, "a prompt is token ids, in a tensor or in lists, not str: encode it with the model's tokenizer"),
+        (b"text", {}, "bytes are the token ids of a model of 256 tokens, and this model has 13"),
+        ([b"a", b"bc"], {}, "bytes are the token ids of a model of 256 tokens, and this model has 13"),
         ([[1, 2], []], {}, "at least one token id"),
         (torch.zeros(1, 3), {}, "must be a sequence of at least one token id, not torch.float32"),
         (torch.tensor(3), {}, r"must be a sequence of at least one token id, not torch.int64 \[\]"),
