@@ -38,7 +38,7 @@ Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 def names_overrides(function: F) -> F:
     """Have a function report an unknown keyword argument as a UsageError that says where values of a spec go."""
-    code = function.__code__  # type: ignore[attr-defined]
+    code = function.__code__
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
     @wraps(function)

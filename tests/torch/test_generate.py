@@ -321,9 +321,9 @@ def test_bytes_are_the_prompt_of_a_model_of_bytes() -> None:
     assert torch.equal(seqblocks.generate(model, b"abc", 5)[0], expected[0])
     assert torch.equal(seqblocks.generate(model, bytearray(b"abc"), 5)[0], expected[0])
     assert all(map(torch.equal, seqblocks.generate(model, [b"abc", b"de"], 5), expected))
-    with pytest.raises(UsageError, match="not str: encode it, with text.encode"):
+    with pytest.raises(UsageError, match=r"not str: encode it, with text\.encode"):
         seqblocks.generate(model, "abc", 5)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="at least one token id, not torch.int64"):
+    with pytest.raises(UsageError, match=r"at least one token id, not torch\.int64"):
         seqblocks.generate(model, b"", 5)
 
 
