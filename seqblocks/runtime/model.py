@@ -313,8 +313,9 @@ class SequenceModel(Body):
         return stepper(self, self.spec, self._declared_state, stream)
 
     def _start_stream(self) -> None:
-        """Make the next step compute values derived from parameters again."""
-        self._latest_stream = object()
+        """Make the next step compute values derived from parameters again. Compiled code does so at each step."""
+        if not torch.compiler.is_compiling():
+            self._latest_stream = object()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
