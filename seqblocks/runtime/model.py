@@ -300,11 +300,13 @@ class SequenceModel(Body):
         if dispatch.transformed():
             return None
         found, stream = self._stepper, self._latest_stream
-        if found is None or not found.holds():
-            found = self._new_stepper(stream)
-        elif not found.is_current(stream):
-            found = found.renewed(stream) or self._new_stepper(stream)
-        self._stepper = found
+        if found is not None and found.holds():
+            if found.is_current(stream):
+                return found
+            found = found.renewed(stream)
+        else:
+            found = None
+        self._stepper = found = found or self._new_stepper(stream)
         return found
 
     def _new_stepper(self, stream: object) -> Stepper | None:
