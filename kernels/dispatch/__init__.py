@@ -148,8 +148,8 @@ def use_backend(backend: str) -> Iterator[None]:
     Contexts nest. Other threads are not affected. Raises BackendNameError for an unknown name.
     """
     before = getattr(_local, "backend", None)
-    _local.backend = _check_name(backend, "use_backend")
-    try:
+    try:  # A signal may interrupt the next line.
+        _local.backend = _check_name(backend, "use_backend")
         yield
     finally:
         _local.backend = before

@@ -31,6 +31,7 @@ from seqblocks.runtime.model import SequenceModel
 HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
 
 
+@check.names_overrides
 def from_pretrained(
     path: str | os.PathLike[str],
     spec: str | os.PathLike[str] | ModelSpec | None = None,

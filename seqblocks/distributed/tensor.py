@@ -18,7 +18,7 @@ from seqblocks.errors import UsageError
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.modules import take_modes
+from seqblocks.runtime.modules import take_modes, within_model
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import Parts, assign, is_sharded
@@ -78,7 +78,8 @@ class Exchanging(Primitive):
     _exchange: Exchange
     _group: Any
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
+        call = within_model(self, call)
         exchange = self._exchange
         entered = []
         for tensor, what in zip(tensors, exchange.enter, strict=True):

@@ -109,8 +109,8 @@ def captured(model: SequenceModel, graph: str, batch: int | None, length: int | 
 def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[None]:
     """Run the model in eval mode, without gradients, and with this backend inside the context."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()
         with torch.no_grad(), dispatch.use_backend(backend):
             yield
     finally:
@@ -134,9 +134,9 @@ def quiet() -> Iterator[None]:
     """Silence torch's exporters and disable gradients inside the context."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._export", "torch.export")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             yield

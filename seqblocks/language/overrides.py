@@ -53,7 +53,10 @@ class Slot(NamedTuple):
 
 
 def as_text(value: Any) -> str:
-    """Return a Python value as YAML."""
+    """Return a Python value as YAML, also numbers and arrays of numpy, torch and other libraries."""
+    for method in ("tolist", "item"):
+        if callable(convert := getattr(value, method, None)):
+            return as_text(convert())
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -61,7 +64,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, MappingABC):
         return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, int | float):
-        return repr(value)
+        return (int if isinstance(value, int) else float).__repr__(value)  # that of an enum is no number
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

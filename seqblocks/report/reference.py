@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
+import textwrap
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -55,8 +58,16 @@ def verbs() -> dict[str, Verb]:
 
 
 def about(verb: Verb) -> str:
-    """Return the docstring of a verb without its indentation."""
-    return inspect.cleandoc(verb.__doc__ or "")
+    """Return the docstring of a verb without its indentation, also if Python leaves out docstrings (-OO)."""
+    return inspect.cleandoc(verb.__doc__ or _docstring_in_source(verb))
+
+
+def _docstring_in_source(verb: Verb) -> str:
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(verb))).body
+        assert isinstance(found, ast.ClassDef)
+        return ast.get_docstring(found) or ""
+    return ""
 
 
 def arguments(verb: type[BaseModel]) -> list[Argument]:

@@ -74,6 +74,7 @@ class SequenceModel(Body):
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
+        self._latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._stepper: Stepper | None = None
         self._traced: TracedStepper | None = None  # the stepper for compiled code
 
@@ -109,10 +110,11 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
+        routed: dict[str, list[Routed]] | None = {} if self._has_experts and self.training else None
         if self._has_experts:
-            self._routed = {} if self.training else None
+            self._routed = routed
         call = Call(
-            self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed,
+            self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=routed,
             relay=self._relay,
         )  # fmt: skip
         y, states = self._run_call(x, inputs, call)
@@ -146,7 +148,7 @@ class SequenceModel(Body):
             arguments.check_no_context(inputs)
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
-        call.state = self._context_state(inputs) if call.state is None else call.state
+        call.state = self._context_state(inputs, call.routed) if call.state is None else call.state
         call.phase = "stream"
         kept = call.state.get("input", {})
         y, states = self._run_explained({self.graph.input: x} | self._context_values(kept), call)
@@ -155,9 +157,9 @@ class SequenceModel(Body):
     def _context_values(self, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
         return {self.graph.ports[name]: x for name, x in inputs.items()}
 
-    def _context_state(self, inputs: dict[str, Tensor]) -> States:
+    def _context_state(self, inputs: dict[str, Tensor], routed: dict[str, list[Routed]] | None = None) -> States:
         """Run the steps that depend on the context only, and return the values that the state holds."""
-        call = Call(self.training, grid=self._grid(), phase="context", routed=self._routed)
+        call = Call(self.training, grid=self._grid(), phase="context", routed=routed)
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
 
@@ -283,7 +285,7 @@ class SequenceModel(Body):
             raise
 
     def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States, Spares], tuple[Any, States]] | None:
-        """Return `step` for tokens like x while the model does not change, or None if user code may run in a step.
+        """Return `step` for a few tokens like x, without comparisons, or None if user code may run in a step.
 
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
         this takes 2 to 4 % of a token's time.
@@ -311,16 +313,25 @@ class SequenceModel(Body):
     def _stepper_of_now(self) -> Stepper | None:
         if dispatch.transformed():
             return None
-        found = self._stepper
-        if found is None or not found.holds() or not (found.is_current or found.renew()):
-            is_hooked = nn.modules.module._has_any_global_hook()
-            self._stepper = found = None if is_hooked else stepper(self, self.spec, self._declared_state)
+        found, stream = self._stepper, self._latest_stream
+        if found is not None and found.holds():
+            if found.is_current(stream):
+                return found
+            found = found.renewed(stream)
+        else:
+            found = None
+        self._stepper = found = found or self._new_stepper(stream)
         return found
 
+    def _new_stepper(self, stream: object) -> Stepper | None:
+        if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
+            return None
+        return stepper(self, self.spec, self._declared_state, stream)
+
     def _start_stream(self) -> None:
-        """Make the next step compute values derived from parameters again."""
-        if self._stepper is not None:
-            self._stepper.expire()
+        """Make the next step compute values derived from parameters again. Compiled code does so at each step."""
+        if not torch.compiler.is_compiling():
+            self._latest_stream = object()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
@@ -331,6 +342,7 @@ class SequenceModel(Body):
         tied = tied_names(self, self.graph)
         super()._apply(fn, recurse)
         tie_names(self, tied)
+        self._start_stream()  # Another thread may have made a plan meanwhile.
         return self
 
     def _load_from_state_dict(

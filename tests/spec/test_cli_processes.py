@@ -34,6 +34,18 @@ def test_an_interrupt_at_any_moment_ends_quietly(root: Path) -> None:
     assert set(ended) <= {(130, ""), (0, "")}  # the process may have finished before a late interrupt
 
 
+def test_descriptions_do_not_depend_on_docstrings(root: Path) -> None:
+    """With -OO, Python leaves them out."""
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["-m", "seqblocks", "ops", "mlstm"]
+    made = [
+        subprocess.run([sys.executable, *options, *command], env=env, capture_output=True, text=True, check=True).stdout
+        for options in ([], ["-OO"])
+    ]
+    assert "a matrix memory" in made[0]
+    assert made[0] == made[1]
+
+
 def test_without_torch_only_building_fails(run_cli: Run, folder: Path, root: Path) -> None:
     fake = folder / "fake"
     fake.mkdir()

@@ -61,6 +61,11 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small().init_state(1, dtype="x"), "dtype x is not a supported dtype"),
         (lambda: small().parameter_groups("x"), "weight_decay must be a number, at least 0, not 'x'"),
         (lambda: small().parameter_groups(-1), "not -1"),
+        (lambda: small(dim=64), r'build_text has no argument .dim.: to change a value .* pass set={"dim": 64}$'),
+        (lambda: seqblocks.build("mamba_small", dim=64), r'^build has no argument .dim.: .* pass set={"dim": 64}$'),
+        (lambda: seqblocks.build("mamba_small", sed=1), "build has no argument 'sed': did you mean 'seed'"),
+        (lambda: seqblocks.build_model(small().spec, dim=6), r'build_model .* set={"dim": 6} to load_model$'),
+        (lambda: seqblocks.from_pretrained(".", dim=64), r'from_pretrained .* pass set={"dim": 64}$'),
         (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs an official state dict"),
     ],
 )
@@ -124,6 +129,47 @@ def test_an_input_of_another_dtype(model: str, given: str, message: str) -> None
         with pytest.raises(RunError, match=re.escape(message)) as caught:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+STEPS = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - linear: {features: 4}
+    - residual: [causal_conv]
+    - repeat: {times: 1, steps: [silu]}
+    - parallel: {branches: [a: [silu], b: [silu]], merge: sum}
+    - scan: {order: [forward, reverse], merge: sum, steps: [silu]}
+    - experts: {count: 2, top: 1, steps: [linear: 4]}
+"""
+KINDS = ["linear", "residual", "repeat", "parallel", "scan", "experts"]
+
+
+@pytest.mark.parametrize("name", [*KINDS, "residual.causal_conv"])
+def test_a_step_cannot_be_called_by_itself(name: str) -> None:
+    """Its arguments are not those of an ordinary module."""
+    module = seqblocks.build_text(STEPS).get_submodule(name)
+    for given in ([torch.zeros(1, 3, 4)], [torch.zeros(1, 3, 4), torch.zeros(1)]):
+        with pytest.raises(RunError, match=r"is a step of a model.*cannot be called by itself. Call the model"):
+            module(*given)
+
+
+@pytest.mark.parametrize("result", [lambda y: y[0], lambda y: [*y], lambda y: (y[0],)])
+@pytest.mark.parametrize("name", ["linear", "residual", "repeat.0", "scan", "experts.router", "residual.causal_conv"])
+def test_a_hook_that_returns_no_pair(name: str, result: Callable[[Any], Any]) -> None:
+    model = seqblocks.build_text(STEPS)
+    model.get_submodule(name).register_forward_hook(lambda module, inputs, output: result(output))
+    with pytest.raises(RunError, match=rf"^{name.rpartition('.')[2]}: a forward hook returned (Tensor|list|tuple)"):
+        model(torch.zeros(1, 3, 4))
+
+
+@torch.no_grad()
+def test_a_hook_that_returns_no_pair_in_a_stream() -> None:
+    model = small().eval()
+    model.causal_conv.register_forward_hook(lambda module, inputs, output: output[0])
+    with pytest.raises(RunError, match=r"^causal_conv: a forward hook returned Tensor, and a step returns"):
+        model.step(torch.zeros(1, 4))
 
 
 def test_autocast_converts_all_but_float64() -> None:
