@@ -43,16 +43,10 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
             values[key] = plain(node) if value is node and issubclass(cls, Op) else value
         elif issubclass(cls, Op) and cls.open_keys and step.value(key):
             values[key] = number(ctx, node, whole=True)
-    for key, source in _inheriting(cls):
-        if key not in values and source == ctx.run.input_kind:
-            values[key] = ctx.run.input_features
-        elif key not in values and source == DEPTH and ctx.layers is not UNKNOWN:
-            values[key] = ctx.read_depth()
-    unknown = []
-    for key, value in [*values.items()]:
-        if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
-            unknown.append(key)
-            del values[key]
+    _inherit(ctx, cls, values)
+    unknown = [key for key, x in values.items() if x is UNKNOWN or (isinstance(x, list) and UNKNOWN in x)]
+    for key in unknown:
+        del values[key]
     if unknown and not ctx.run.report:  # in an unused block; building a validator takes milliseconds
         return None
     try:
@@ -63,6 +57,17 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
                 _report_invalid(ctx, step, cls, item)
         return None
     return None if step.incomplete or unknown else made
+
+
+def _inherit(ctx: Context, cls: type[BaseModel], values: dict[str, Any]) -> None:
+    """Add the defaults that come from around the step: the size of the model's input, and `depth`."""
+    for key, source in _inheriting(cls):
+        if key in values:
+            continue
+        if source == ctx.run.input_kind:
+            values[key] = ctx.run.input_features
+        elif source == DEPTH and ctx.layers is not UNKNOWN:
+            values[key] = ctx.read_depth()
 
 
 @lru_cache(maxsize=1024)
