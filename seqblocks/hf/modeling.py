@@ -31,7 +31,7 @@ from seqblocks.hf import files
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
 from seqblocks.hf.layers import record_layers
-from seqblocks.hf.library import transformers
+from seqblocks.hf.library import CACHE, transformers
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.generate import CHUNK
@@ -57,7 +57,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Body"]  # noqa: RUF012 - a layer of a repeat
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def __init__(
         self, config: SeqblocksConfig, set: Mapping[str, Any] | None = None, model: SequenceModel | None = None
@@ -248,7 +248,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         given: dict[str, Any],
     ) -> tuple[Any, StateCache | None]:
         if cache is not None and not isinstance(cache, StateCache):
-            raise RunError(f"past_key_values must be a StateCache from an earlier call, not {type(cache).__name__}")
+            raise RunError(f"{CACHE} must be a StateCache from an earlier call, not {type(cache).__name__}")
         if x is None:
             raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
         context = self._context(given)
@@ -332,6 +332,13 @@ def _reason(name: str) -> str:
     return reasons.get(name, "")
 
 
+def _one_cache(first: Any, second: Any) -> Any:
+    """Return the cache that was passed under one of its two names, or None. Raises RunError for two of them."""
+    if first is not None and second is not None:
+        raise RunError("past_key_values and cache are two names of one argument: pass one of them")
+    return second if first is None else first
+
+
 def _check_tokens(x: Any, spec: ModelSpec) -> None:
     if spec.input.kind not in ("tokens", "sequence") or not isinstance(x, Tensor):
         raise RunError(f"attention_mask and position_ids need tokens, and {spec.name} reads {spec.input}")
@@ -391,32 +398,32 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         token_type_ids: Tensor | None = None,
+        cache: StateCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits, the loss if there are labels (not shifted; -100 is ignored), and the cache.
 
         attention_mask: padding must come before a sequence, whose state is reset there. position_ids: each 0 begins a
-        packed sequence. past_key_values: the cache of an earlier call; it is not modified. use_cache: by default from
-        the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds the
-        input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
+        packed sequence. past_key_values, or cache: that of an earlier call; it is not modified. use_cache: by default
+        from the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds
+        the input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("input_ids is empty: pass at least one token, such as the tokenizer's bos_token_id")
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
+        cache = _one_cache(past_key_values, cache)
         if use_cache is None:
-            use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
+            use_cache = cache is not None or self._may_cache(attention_mask, labels)
         logits_kept = logits_to_keep if labels is None else 0
-        y, cache, features = self._run(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_kept, given
-        )
+        y, cache, features = self._run(input_ids, attention_mask, position_ids, cache, use_cache, logits_kept, given)
         loss = None
         if labels is not None:
             _check_labels(labels, y)
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
         _check_logits_to_keep(logits_to_keep, y)
         logits = _last(y, logits_to_keep)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=features, **{CACHE: cache})
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Return whether a cache is returned by default: not in training, nor after padding on the right."""
@@ -439,6 +446,13 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # otherwise, `generate` would create keys and values for each layer
 
+    def _prepare_attention_mask_for_generation(self, inputs: Tensor, generation_config: Any, *others: Any) -> Tensor:
+        """Return a mask for inputs without one. That of drafts is all ones: `generate` dropped it for that reason."""
+        if generation_config.is_assistant:
+            return torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        mask: Tensor = super()._prepare_attention_mask_for_generation(inputs, generation_config, *others)
+        return mask
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
     ) -> None:
@@ -447,9 +461,11 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets dynamic_full for drafts
             what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: omit it")
-        given = model_kwargs.get("past_key_values")
+        given = _one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
-            model_kwargs["past_key_values"] = given = StateCache()
+            given = StateCache()
+        if given is not None:
+            model_kwargs[CACHE] = given
         drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
         if isinstance(given, StateCache) and drafts:
             given.activate_past_recording()
@@ -460,7 +476,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of the next call, without the inputs that the state already contains."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         if cache is not None and cache.get_seq_length():
             inputs = {name: value for name, value in inputs.items() if name not in self._inputs[1:]}
         return inputs
@@ -522,6 +538,7 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         pixel_values: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        cache: StateCache | None = None,
         **kwargs: Any,
     ) -> ModelOutput:
         """Return features: last_hidden_state [batch, seq, features], or pooler_output [batch, features].
@@ -535,13 +552,14 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
         x = _cast(own.pop(self.main_input_name), self.dtype)
         given = _without_packing(kwargs, position_ids, token_type_ids) | own
-        y, cache, features = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
+        cache = _one_cache(past_key_values, cache)
+        y, cache, features = self._run(x, attention_mask, position_ids, cache, use_cache, 0, given)
         if isinstance(y, dict):
-            more = {"past_key_values": cache, "hidden_states": features}
+            more = {CACHE: cache, "hidden_states": features}
             return ModelOutput(**y, **{name: value for name, value in more.items() if value is not None})
         if y.ndim == 2:
             return BaseModelOutputWithPooling(pooler_output=y, hidden_states=features)
-        return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache, hidden_states=features)
+        return BaseModelOutputWithPast(last_hidden_state=y, hidden_states=features, **{CACHE: cache})
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
