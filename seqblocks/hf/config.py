@@ -24,7 +24,7 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
     """
 
     model_type = "seqblocks"
-    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 - as transformers reads it
+    keys_to_ignore_at_inference = [CACHE, "aux_loss", "router_logits"]  # noqa: RUF012 - as transformers reads it
 
     def __init__(
         self,

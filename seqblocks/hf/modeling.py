@@ -6,7 +6,9 @@ import builtins
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     ModelOutput,
+    MoeCausalLMOutputWithPast,
 )
 from transformers.utils.generic import can_return_tuple
 
@@ -27,7 +30,7 @@ from seqblocks.checkpoint import hf_config
 from seqblocks.checkpoint.record import as_disk_errors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
-from seqblocks.hf import files
+from seqblocks.hf import files, routing
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
 from seqblocks.hf.layers import record_layers
@@ -45,6 +48,19 @@ from seqblocks.state import States
 OF_THE_LOSS = {"num_items_in_batch"}
 OF_THE_CACHE = {"cache_position"}
 OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+class Ran(NamedTuple):
+    """The results of a call: the output, the cache, `hidden_states`, and what the routers of experts add.
+
+    routing: further entries of the output. penalty: the weighted balance losses, to be added to the loss.
+    """
+
+    y: Any
+    cache: StateCache | None
+    hidden_states: tuple[Tensor, ...] | None
+    routing: Mapping[str, Any] = MappingProxyType({})
+    penalty: Tensor | None = None
 
 
 class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
@@ -70,6 +86,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self.model = model or build_model(
             self.part(spec), device=torch.empty(0).device, dtype=torch.get_default_dtype(), seed=None
         )
+        routing.complete(self.config, self.model)
         spare = _names(spec) - _names(self.model.spec)
         self._keys_to_ignore_on_load_unexpected = [rf"^(model\.)?{re.escape(name)}$" for name in sorted(spare)]
         for parameter in self.model.parameters():
@@ -231,17 +248,30 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             raise RunError(f"{self.model.spec.name} takes no {listing(unknown)}{_reason(unknown[0])}")
         return context
 
+    def _option(self, given: dict[str, Any], name: str) -> bool:
+        """Return an argument of a call, by default that of the config."""
+        value = given.pop(name, None)
+        return bool(getattr(self.config, name) if value is None else value)
+
     def _run(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
         given: dict[str, Any],
-    ) -> tuple[Any, StateCache | None, tuple[Tensor, ...] | None]:
-        """Return at least the requested outputs, with the cache and the hidden states if requested."""
-        observed = given.pop("output_hidden_states", None)
-        if not (self.config.output_hidden_states if observed is None else observed):
-            return *self._call(x, mask, positions, cache, use_cache, logits_to_keep, given), None
-        with record_layers(self.model) as features:
-            y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
-        return y, cache, tuple(features[at] for at in sorted(features))
+    ) -> Ran:
+        """Run the model, and return at least the requested outputs."""
+        observes = self._option(given, "output_hidden_states")
+        has_experts = self.model._has_experts
+        shows_routing = has_experts and self._option(given, "output_router_logits")
+        features: dict[int, Tensor] | None = None
+        if observes or shows_routing:
+            observed = record_layers(self.model) if observes else nullcontext()
+            with observed as features, routing.recording(self.model, shows_routing):
+                y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
+        else:
+            y, cache = self._call(x, mask, positions, cache, use_cache, logits_to_keep, given)
+        hidden = None if features is None else tuple(features[at] for at in sorted(features))
+        if not has_experts or not (self.training or shows_routing):
+            return Ran(y, cache, hidden)
+        return Ran(y, cache, hidden, *routing.results(self.model, self.config, mask, shows_routing))
 
     def _call(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
@@ -299,7 +329,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return y, after
 
     def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Any, States]:
-        if x.shape[1] == 1 and state is not None:
+        if x.shape[1] == 1 and state is not None and not self.model._keeps_routing:
             y, state = self.model.step(x[:, 0], state, resets=None if resets is None else resets[:, 0])
             y = self._output(y)
             if isinstance(y, Tensor):
@@ -400,13 +430,15 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         token_type_ids: Tensor | None = None,
         cache: StateCache | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Return logits, the loss if there are labels (not shifted; -100 is ignored), and the cache.
 
         attention_mask: padding must come before a sequence, whose state is reset there. position_ids: each 0 begins a
         packed sequence. past_key_values, or cache: that of an earlier call; it is not modified. use_cache: by default
         from the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds
-        the input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
+        the input of the first layer and the output of each layer. A model with experts adds their balance losses to the
+        loss while it trains, or with output_router_logits=True, which also returns the routers' outputs.
+        Raises RunError for unsupported arguments.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("input_ids is empty: pass at least one token, such as the tokenizer's bos_token_id")
@@ -416,14 +448,16 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = cache is not None or self._may_cache(attention_mask, labels)
         logits_kept = logits_to_keep if labels is None else 0
-        y, cache, features = self._run(input_ids, attention_mask, position_ids, cache, use_cache, logits_kept, given)
+        ran = self._run(input_ids, attention_mask, position_ids, cache, use_cache, logits_kept, given)
         loss = None
         if labels is not None:
-            _check_labels(labels, y)
-            loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
-        _check_logits_to_keep(logits_to_keep, y)
-        logits = _last(y, logits_to_keep)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=features, **{CACHE: cache})
+            _check_labels(labels, ran.y)
+            loss = self.loss_function(logits=ran.y, labels=labels, vocab_size=ran.y.shape[-1], **of_the_loss)
+            loss = routing.with_penalty(loss, ran.penalty, labels[:, 1:], **of_the_loss)
+        _check_logits_to_keep(logits_to_keep, ran.y)
+        kind = MoeCausalLMOutputWithPast if self.model._has_experts else CausalLMOutputWithPast
+        named = {CACHE: ran.cache, "hidden_states": ran.hidden_states, **ran.routing}
+        return kind(loss=loss, logits=_last(ran.y, logits_to_keep), **named)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Return whether a cache is returned by default: not in training, nor after padding on the right."""
@@ -504,9 +538,13 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Return logits [batch, classes], and the loss if labels [batch] are given. Raises RunError."""
         of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
-        y, _, features = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
-        loss = None if labels is None else self.loss_function(labels, y, self.config, **of_the_loss)
-        return ImageClassifierOutput(loss=loss, logits=y, hidden_states=features)
+        ran = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, ran.y, self.config, **of_the_loss)
+            loss = routing.with_penalty(loss, ran.penalty, labels, **of_the_loss)
+        kind = routing.MoeImageClassifierOutput if self.model._has_experts else ImageClassifierOutput
+        return kind(loss=loss, logits=ran.y, hidden_states=ran.hidden_states, **ran.routing)
 
 
 class SeqblocksModel(SeqblocksPreTrainedModel):
@@ -553,13 +591,15 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         x = _cast(own.pop(self.main_input_name), self.dtype)
         given = _without_packing(kwargs, position_ids, token_type_ids) | own
         cache = _one_cache(past_key_values, cache)
-        y, cache, features = self._run(x, attention_mask, position_ids, cache, use_cache, 0, given)
-        if isinstance(y, dict):
-            more = {CACHE: cache, "hidden_states": features}
-            return ModelOutput(**y, **{name: value for name, value in more.items() if value is not None})
+        ran = self._run(x, attention_mask, position_ids, cache, use_cache, 0, given)
+        y, hidden = ran.y, ran.hidden_states
+        if isinstance(y, dict) or ran.routing:
+            main = y if isinstance(y, dict) else {"pooler_output" if y.ndim == 2 else "last_hidden_state": y}
+            more = {CACHE: ran.cache, "hidden_states": hidden, **ran.routing}
+            return ModelOutput(**main, **{name: value for name, value in more.items() if value is not None})
         if y.ndim == 2:
-            return BaseModelOutputWithPooling(pooler_output=y, hidden_states=features)
-        return BaseModelOutputWithPast(last_hidden_state=y, hidden_states=features, **{CACHE: cache})
+            return BaseModelOutputWithPooling(pooler_output=y, hidden_states=hidden)
+        return BaseModelOutputWithPast(last_hidden_state=y, hidden_states=hidden, **{CACHE: ran.cache})
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

@@ -45,6 +45,7 @@ class SequenceModel(Body):
 
     _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -107,7 +108,7 @@ class SequenceModel(Body):
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
         if self._has_experts:
-            self._routed = {} if self.training else None
+            self._routed = {} if self.training or self._keeps_routing else None
         call = Call(
             self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed,
             relay=self._relay,
