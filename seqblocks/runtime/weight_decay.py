@@ -18,9 +18,11 @@ def decay_rules(model: nn.Module, body: Graph) -> dict[int, bool]:
     """Return whether weight decay reaches each parameter that a graph declares, by the identity of the parameter.
 
     A parameter that is parametrised, pruned or normalised keeps the rule of its name in the spec, and so do those of
-    its parametrizations. A step keeps its rules inside of a wrapper, and in a copy of it.
+    its parametrizations. A step keeps its rules inside of a wrapper, and in a copy of it. A tied name has the rule of
+    the name that it is tied to, also if the tie is broken.
     """
-    declared = {item.name: item.parameter.decay for item in graph.parameters(body) if not item.tied}
+    named = {item.name: item for item in graph.parameters(body)}
+    declared = {name: named.get(item.tied or name, item).parameter.decay for name, item in named.items()}
     rules: dict[int, bool] = {}
     for path, module in model.named_modules():
         path = module._path if isinstance(module, Primitive) else path
