@@ -31,6 +31,7 @@ from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.runtime.traced import TracedStepper, is_traceable
+from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
 
 
@@ -46,6 +47,7 @@ class SequenceModel(Body):
 
     _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -110,7 +112,8 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
-        routed: dict[str, list[Routed]] | None = {} if self._has_experts and self.training else None
+        keeps = self._has_experts and (self.training or self._keeps_routing)
+        routed: dict[str, list[Routed]] | None = {} if keeps else None
         if self._has_experts:
             self._routed = routed
         call = Call(
@@ -388,14 +391,14 @@ class SequenceModel(Body):
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Return two parameter groups for an optimiser: those with weight decay, and the others.
 
-        Raises UsageError.
+        A parameter that is parametrised or pruned stays in its group. Raises UsageError.
         """
         if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
             raise UsageError(f"weight_decay must be a number, at least 0, not {weight_decay!r}")
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph) if not item.tied}
+        rules = decay_rules(self, self.graph)
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.named_parameters():
-            groups[decays.get(name, True)].append(parameter)
+        for parameter in self.parameters():
+            groups[rules.get(id(parameter), True)].append(parameter)
         return [
             {"params": groups[True], "weight_decay": weight_decay},
             {"params": groups[False], "weight_decay": 0.0},
