@@ -24,7 +24,7 @@ model:
     - repeat: {name: layers, times: 2, steps: [layer_norm, mamba_mixer: {dim: 8, state: 4}]}
     - scan: {order: [forward, reverse], own: [causal_conv.weight], steps: [causal_conv: {kernel: 2}]}
     - unembed: {bias: false, tie: embed}
-expect: {lookahead: all}
+expect: {lookahead: 1}
 """
 
 
