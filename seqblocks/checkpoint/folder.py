@@ -243,6 +243,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 
+@check.names_overrides
 def load(
     path: str | os.PathLike[str],
     *,
