@@ -153,9 +153,27 @@ KINDS = ["linear", "residual", "repeat", "parallel", "scan", "experts"]
 def test_a_step_cannot_be_called_by_itself(name: str) -> None:
     """Its arguments are not those of an ordinary module."""
     module = seqblocks.build_text(STEPS).get_submodule(name)
-    for given in ([torch.zeros(1, 3, 4)], [torch.zeros(1, 3, 4), torch.zeros(1)]):
+    x = torch.zeros(1, 3, 4)
+    for given, named in (([x], {}), ([x, x[0]], {}), ([x], {"state": None}), ([], {"x": x})):
         with pytest.raises(RunError, match=r"is a step of a model.*cannot be called by itself. Call the model"):
-            module(*given)
+            module(*given, **named)
+
+
+@pytest.mark.parametrize("name", ["done", "attention_mask", "reset", "sate"])
+def test_unknown_arguments_of_streams(name: str) -> None:
+    model, x = small().eval(), torch.zeros(1, 4)
+    hint = r": (pass resets|call model)"
+    for call in (model.step, model.stream(1).step, lambda x, **named: model.stream(1).read(x[None], **named)):
+        with pytest.raises(RunError, match=f"the model has no input '{name}'{hint}"):
+            call(x, **{name: torch.zeros(1)})
+
+
+def test_a_step_takes_no_context() -> None:
+    text = "{seqblocks: 1, model: {inputs: {q: {features: 4}, m: {features: 4}}, steps: [%s]}}"
+    model = seqblocks.build_text(text % "cross_attention: {q: q, k: m, v: m, heads: 2}")
+    for name, message in (("m", r"does not take m, .* = model.init_state\(batch, m=…\)$"), ("q", "q by position")):
+        with pytest.raises(RunError, match=message):
+            model.step(torch.zeros(1, 4), **{name: torch.zeros(1, 2, 4)})
 
 
 @pytest.mark.parametrize("result", [lambda y: y[0], lambda y: [*y], lambda y: (y[0],)])
