@@ -34,7 +34,7 @@ HERE = -100  # AT_FDCWD of Linux
 def target_of(path: Path, replace: bool = True) -> Path:
     """Return the folder to write, which need not exist, with symbolic links resolved.
 
-    Raises UsageError if the path cannot be a folder, is the working directory, or is the name of a weights file. Without
+    Raises UsageError if the path cannot be a folder, or is the working directory or the name of a weights file. Without
     `replace`, an existing folder must be empty.
     """
     mode = 0
