@@ -169,6 +169,23 @@ def test_files_of_others_stay(path: Path, replacement: str, links: bool, monkeyp
     assert Path("events").read_text() == "log", "the working directory is still the same folder"
 
 
+def test_files_of_others_are_never_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the new folder takes the place of the old one, it has them already."""
+    save(model(), path)
+    put_others(path)
+    place, found = writing._place, []
+
+    def placed(folder: Path, target: Path, prefix: str) -> None:
+        found.extend(names(folder))
+        place(folder, target, prefix)
+
+    monkeypatch.setattr(writing, "_place", placed)
+    save(model(1), path)
+    files = {name for name in OTHERS if "/" not in name}
+    assert files
+    assert files <= {*found}
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_the_working_directory_is_not_replaced(saved: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it has no files of others."""
