@@ -180,7 +180,9 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if isinstance(node.value, str):
             text = node.text.strip()
             if text.lower() in _TRUTHS and text not in ctx.names:
-                ctx.report(messages.values.flag_as_text(text, kind_of(node)), node.span)
+                span = node.span
+                is_block = span.source.line(span.line)[span.column - 1 : span.column] in ("|", ">")
+                ctx.report(messages.values.flag_as_text(text, kind_of(node), is_block), span)
                 return UNKNOWN
             value = text if _is_pattern(text) else evaluate(ctx, text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:

@@ -498,10 +498,10 @@ class Reader:
         if not has_syntax(node.value):
             return
         try:
-            needed = parse(node.value).names
+            needed = {name for name, _ in parse(node.value).names}
         except Fault:  # not an expression, so a plain word
             return
-        if needed and all(name in names for name, _ in needed):
+        if needed.intersection(names) and needed <= {*names, DEPTH}:
             self.report.fault(messages.spec.default_is_expression(argument.name, node.value), node.span)
             argument.is_valid = False
 

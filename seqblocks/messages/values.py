@@ -66,10 +66,15 @@ def not_a_flag(found: str) -> Fault:
     return Fault("E203", "true or false is needed here", found=found)
 
 
-def flag_as_text(text: str, found: str) -> Fault:
-    """Describe a text that means true or false: in quotes, in other letters, or a word of YAML 1.1."""
+def flag_as_text(text: str, found: str, is_block: bool) -> Fault:
+    """Describe a text that means true or false: in quotes, in other letters, or a word of YAML 1.1.
+
+    is_block: whether it follows a `|` or `>`, in lines of its own.
+    """
     word = text.lower()
-    if text in (word, word.upper(), word.title()) and word in ("true", "false"):
+    if is_block:
+        found, hint = "a block of text", f"write {_TRUTHS.get(word, word)} on the line of its key"
+    elif text in (word, word.upper(), word.title()) and word in ("true", "false"):
         found, hint = "text in quotes", f"remove the quotes: {word}"
     else:
         hint = f"YAML 1.2 has only true and false: write {_TRUTHS.get(word, word)}"

@@ -45,8 +45,8 @@ class Experts(StepModule):
         for label in self.labels:
             self._modules[label] = Body(node.bodies[label], place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)

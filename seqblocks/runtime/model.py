@@ -222,7 +222,9 @@ class SequenceModel(Body):
             if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
                 raise RunError(reason)
 
-    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Tensor, States]:
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, States]:
         """Run one token: x [batch, features] (or token ids [batch]) -> (y [batch, features], state).
 
         resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
@@ -230,7 +232,11 @@ class SequenceModel(Body):
         A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or token ids [batch,
         frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
         resets.
+
+        Raises RunError for other arguments, and for a token or state that does not fit.
         """
+        if others:
+            arguments.report_extra(self.spec.inputs, others)
         return self._step(x, state, resets)
 
     def _step_reusing(self, x: Tensor, state: States, resets: Tensor | None, spares: Spares) -> tuple[Tensor, States]:

@@ -18,10 +18,12 @@ class Streams(Protocol):
     """The interface of a model that a stream uses."""
 
     def __call__(
-        self, x: Tensor, *, state: States | None, return_state: bool, resets: Tensor | None = None
+        self, x: Tensor, *, state: States | None, return_state: bool, resets: Tensor | None = None, **others: Any
     ) -> tuple[Any, States]: ...
 
-    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Any, States]: ...
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
+    ) -> tuple[Any, States]: ...
 
     def _step_reusing(
         self, x: Tensor, state: States, resets: Tensor | None, spares: Spares
@@ -59,8 +61,10 @@ class Stream:
             self._state, self._spares = state, Spares()
 
     @torch.inference_mode()
-    def step(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
+    def step(self, x: Tensor, *, resets: Tensor | None = None, **others: Any) -> Any:
         """Return the output for one token of each sequence; arguments as in `model.step`."""
+        if others:  # the model reports them
+            return self._model.step(x, self._state, **others)
         if self._record:
             return self._step_captured(x, resets, self._record)
         y, self._state = self._model._step_reusing(x, self._state, resets, self._spares)
@@ -75,9 +79,9 @@ class Stream:
         return self._captured[marked].run(x, resets)
 
     @torch.inference_mode()
-    def read(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
+    def read(self, x: Tensor, *, resets: Tensor | None = None, **others: Any) -> Any:
         """Return the output for several tokens of each sequence, such as a prompt; arguments as in the model's call."""
-        y, self.state = self._model(x, state=self._state, return_state=True, resets=resets)
+        y, self.state = self._model(x, state=self._state, return_state=True, resets=resets, **others)
         return y
 
     @torch.inference_mode()
