@@ -27,6 +27,7 @@ Maybe = Tensor | None
 FIRST = 16  # bytes of the flag
 FINITE, BELOW_INF, NOT_NAN = constexpr(0), constexpr(1), constexpr(2)  # what values of a tensor have to be
 TOKENS, CELLS = 32, 4096  # of a program: tokens of a head, values of a state
+ONE_WARP = 1  # which reads marks before it overwrites them
 
 
 # ------------------------------------------------------------------------------
@@ -456,7 +457,9 @@ class Inputs(NamedTuple):
     def spread(self, found: Found, y: Tensor, last: tuple[Maybe, Maybe, Maybe], reverse: bool) -> None:
         """Fill the outputs and last states that depend on faults with NaN, and mark those outputs."""
         S, H = self.v.shape[1:3]
-        spread[(self.heads,)](*found[:3], y, *last, S, H, REVERSE=reverse, CELLS=CELLS, **self._sizes())
+        spread[(self.heads,)](
+            *found[:3], y, *last, S, H, REVERSE=reverse, CELLS=CELLS, **self._sizes(), num_warps=ONE_WARP
+        )
 
     def fill(
         self, found: Found, grads: tuple[Maybe, ...], dstate: tuple[Maybe, Maybe, Maybe], reverse: bool,
@@ -466,7 +469,7 @@ class Inputs(NamedTuple):
         S, H = self.v.shape[1:3]
         fill[(self.heads,)](
             *found[:3], *grads, *dstate, S, H, places, W=self._of_tokens()["W"], REVERSE=reverse, CELLS=CELLS,
-            **self._sizes(),
+            **self._sizes(), num_warps=ONE_WARP,
         )
 
 
