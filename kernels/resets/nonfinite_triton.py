@@ -153,8 +153,8 @@ def search(
 ):
     """Find faults in the inputs: a program per tile of tokens of a head, and then one per block of a state.
 
-    g, x: gates of a token, W of g and one of x; KIND_G and KIND_X say what they have to be. marks: memory for a copy of the
-    resets.
+    g, x: gates of a token, W of g and one of x; KIND_G and KIND_X say what they have to be. marks: memory for a copy of
+    the resets.
     """
     tiles = tl.cdiv(S, BT)
     program = tl.program_id(0)
@@ -187,7 +187,8 @@ def search(
 @no_type_check
 def search_gradients(
     dy, C, n, m, outputs, flag, faults,
-    S, N, H, gb, gs, gh, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CELLS: tl.constexpr,
+    S, N, H, gb, gs, gh, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, CELLS: tl.constexpr,
 ):
     """Find undefined gradients of outputs and last states, with the programs of `search`.
 
@@ -217,7 +218,7 @@ def search_gradients(
 def _copy_rows(
     x, clean, n, t, is_t, faults, H, xb, xs, xh, D: tl.constexpr, KIND: tl.constexpr, BD: tl.constexpr
 ):
-    """Copy D features of tokens t, with zeros for faults, and for all of a token where `faults`, if given, has a mark."""
+    """Copy D features of tokens t, with zeros for faults, and for all of a token that `faults`, if given, marks."""
     B: tl.constexpr = 1 if D == 1 else BD
     rows = _rows(0, n, t, H, xb, xs, xh)
     for first in range(0, D, B):
@@ -311,7 +312,8 @@ def _fill_states(C, n, m, at, K: tl.constexpr, V: tl.constexpr, CELLS: tl.conste
 @no_type_check
 def spread(
     flag, faults, resets, y, C, n, m,
-    S, H, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CELLS: tl.constexpr,
+    S, H, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, CELLS: tl.constexpr,
 ):
     """If there are faults, fill the outputs and the last states that depend on them with NaN. A program per head."""
     if tl.load(flag) != 0:
@@ -421,7 +423,7 @@ class Inputs(NamedTuple):
         cells = ceil_div(self.q.shape[3] * self.v.shape[3], CELLS) if states else 0
         return self.heads * (ceil_div(self.v.shape[1], TOKENS) + cells)
 
-    def searched(self, state: tuple[Maybe, Maybe, Maybe], resets: Tensor, faults: Tensor) -> Found:
+    def searched(self, state: tuple[Maybe, ...], resets: Tensor, faults: Tensor) -> Found:
         """Search the inputs and the initial C, n, m, and fill `faults`."""
         faults.zero_()
         S, H = self.v.shape[1:3]
@@ -433,7 +435,7 @@ class Inputs(NamedTuple):
         return self._copied(found, None)
 
     def searched_with_gradients(
-        self, dy: Tensor, dlast: tuple[Maybe, Maybe, Maybe], faults: Tensor, reverse: bool
+        self, dy: Tensor, dlast: tuple[Maybe, ...], faults: Tensor, reverse: bool
     ) -> Found:
         """Search the gradients of the outputs and of the last states. faults: those of the forward pass."""
         S, H = self.v.shape[1:3]
@@ -454,7 +456,7 @@ class Inputs(NamedTuple):
         )
         return Found(*found[:3], *copies)
 
-    def spread(self, found: Found, y: Tensor, last: tuple[Maybe, Maybe, Maybe], reverse: bool) -> None:
+    def spread(self, found: Found, y: Tensor, last: tuple[Maybe, ...], reverse: bool) -> None:
         """Fill the outputs and last states that depend on faults with NaN, and mark those outputs."""
         S, H = self.v.shape[1:3]
         spread[(self.heads,)](
@@ -462,7 +464,7 @@ class Inputs(NamedTuple):
         )
 
     def fill(
-        self, found: Found, grads: tuple[Maybe, ...], dstate: tuple[Maybe, Maybe, Maybe], reverse: bool,
+        self, found: Found, grads: tuple[Maybe, ...], dstate: tuple[Maybe, ...], reverse: bool,
         places: int = 0,
     ) -> None:
         """Fill undefined gradients of q, k, v, g, x, the bonus and the initial states with NaN."""
@@ -494,7 +496,7 @@ def twins(tensors: tuple[Maybe, ...]) -> tuple[Maybe, ...]:
 
     Those of views of one tensor share memory likewise.
     """
-    spans: dict[Any, tuple[int, int]] = {}
+    spans: dict[Any, tuple[Any, Any]] = {}
     for x in tensors:
         if x is not None:
             first, end = spans.get(_place(x), (x.storage_offset(), 0))

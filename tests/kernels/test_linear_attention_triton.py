@@ -171,7 +171,9 @@ def test_a_reset_stops_nan_without_a_check_of_results(rule: str, reverse: bool) 
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
-@pytest.mark.parametrize("rule", ["head", *(pytest.param(x, marks=pytest.mark.slow) for x in ("key", "bonus", "delta"))])
+@pytest.mark.parametrize(
+    "rule", ["head", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("key", "bonus", "delta"))]
+)
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_depends_on_a_fault_is_what_the_torch_implementation_finds(rule: str, reverse: bool) -> None:
     """Faults in all inputs and gradients, in sequences of a few tokens over two chunks: the same values are NaN."""

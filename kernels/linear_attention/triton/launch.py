@@ -209,7 +209,7 @@ def chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
     reverse: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y and the last state, and for the backward pass states per chunk, a delta rule's v - S'^T k, and faults."""
+    """Return y, the last state, and for the backward pass states per chunk, a delta rule's v - S'^T k, and faults."""
     q, k, v, decay, bonus, state = _laid_out((q, k, v, decay), (bonus, state))
     results = _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
     y, last, C, errors, faults = results
@@ -300,7 +300,8 @@ def chunks_backward(
         dbonus = None if bonus is None else plan.empty(tiles, plan.K, dtype=wide)
         backward.key_gradients[(tiles * columns,)](
             q, k, v, dy, dv, decay, beta, bonus, found.resets, *sums, errors, C, dC, of_queries, of_keys,
-            dq, dk, dbonus, reads, writes, found.q, found.k, found.v, found.dy, found.g, found.x, found.flag, *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
+            dq, dk, dbonus, reads, writes, found.q, found.k, found.v, found.dy, found.g, found.x, found.flag,
+            *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
             **of_weights, **size,
         )
         if decay is not None:

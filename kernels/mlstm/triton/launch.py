@@ -125,12 +125,14 @@ class Plan:
             rows, columns = (planes.new_empty(self.k_tiles(size), self.N, self.places) for _ in range(2))
             backward.gradients[(self.tiles * (2 * self.k_tiles(size) + self.v_tiles(size)),)](
                 q, k, v, dh, C, norm, dC, dnorm, planes, segments, factors, dq, rows, dk, columns, dv,
-                found.q, found.k, found.v, found.dy, found.flag, *lengths, *token_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
+                found.q, found.k, found.v, found.dy, found.flag,
+                *lengths, *token_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
             )
             if df is not None:
                 backward.gate_gradients[(per_chunk,)](
                     i, f, dlast[2], planes, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
-                    found.g, found.x, found.flag, self.S, self.H, *token_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
+                    found.g, found.x, found.flag,
+                    self.S, self.H, *token_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
                     EXP=self.exp, FRESH=dC0 is None,
                     **{key: common.power_of_two(x.shape[at]) for key, x, at in (
                         ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
@@ -140,8 +142,9 @@ class Plan:
                 inputs.fill(found, (dq, dk, dv, df, di, None), (dC0, dn0, dm0), self.reverse)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor | None, f: Tensor | None) -> nonfinite.Inputs:
-        """Return the inputs of a call with resets. A closed gate (i or f of -inf) or an open one (f of inf) is valid."""
-        return nonfinite.Inputs(q, k, v, f, i, nonfinite.BELOW_INF if i is None else nonfinite.NOT_NAN, nonfinite.BELOW_INF)
+        """Return the inputs of a call with resets. Closed gates (i or f of -inf) and open ones (f of inf) are valid."""
+        kind = nonfinite.BELOW_INF if i is None else nonfinite.NOT_NAN
+        return nonfinite.Inputs(q, k, v, f, i, kind, nonfinite.BELOW_INF)
 
     def gates(
         self, i: Tensor | None, f: Tensor | None, found: nonfinite.Found, m0: Tensor | None, planes: Tensor,
@@ -153,9 +156,12 @@ class Plan:
             passages = planes.new_empty(2, self.N, self.chunks, dtype=torch.float64)
             m_enters = planes.new_empty(self.N, self.chunks + 1, dtype=torch.float64)
             gates.totals[(self.N * self.chunks,)](
-                i, f, found.resets, passages, found.g, found.x, found.flag, self.S, self.H, *token_strides(i, f), **options
+                i, f, found.resets, passages, found.g, found.x, found.flag,
+                self.S, self.H, *token_strides(i, f), **options,
             )
-            gates.entering[(self.N,)](passages, m0, m_enters, found.flag, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1)
+            gates.entering[(self.N,)](
+                passages, m0, m_enters, found.flag, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1
+            )
         gates.gates[(self.N * self.chunks if each else self.N,)](
             i, f, found.resets, m0, m_enters, planes, segments, m_out, found.g, found.x, found.flag,
             self.S, self.N, self.H, *token_strides(i, f), EACH=each, **options,
@@ -191,7 +197,7 @@ def scan(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return h, the last C, n, m (empty unless return_state), and gates, segments, C and n of the chunks, and faults."""
+    """Return h, the last C, n, m (empty unless return_state), gates, segments, C and n of the chunks, and faults."""
     q, k, v, C0, n0, m0 = _laid_out((q, k, v), (C0, n0, m0))
     results = _scan_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
     h, C_out, n_out, m_out, planes, segments, C, norm, faults = results
