@@ -88,14 +88,18 @@ class Stream:
     def select(self, index: Tensor) -> None:
         """Continue with the sequences `index` [n], in that order; duplicates are allowed. Raises RunError."""
         selected = index_select(self._state, index)
+        if self._captured and all(map(_same_shape, tree_leaves(self._state), tree_leaves(selected))):
+            overwrite(self._state, selected)
+            return
         self._captured.clear()
         self._state, self._spares = selected, Spares()
 
     def capture(self) -> None:
         """Run `step` as a CUDA graph from the next token on: one launch instead of hundreds.
 
-        The graph is recorded at the first token, again after `select`, and separately for `resets`. It reads the
-        parameters at their current addresses: modify them in place, or capture again. Raises UnavailableError if the
+        The graph is recorded at the first token, again after a `select` that changes the number of sequences, and
+        separately for `resets`. It reads the parameters at their current addresses: modify them in place, or capture
+        again. Raises UnavailableError if the
         model is not on a CUDA device; a step that cannot be captured raises RunError at the first token.
         """
         kind = next(iter(tree_leaves(self._state)), torch.empty(0)).device.type
@@ -103,3 +107,7 @@ class Stream:
             raise UnavailableError(f"capture needs a CUDA device, but this stream is on {kind}")
         self._record = RECORDERS[kind]
         self._captured.clear()
+
+
+def _same_shape(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape
