@@ -7,6 +7,7 @@ the reference implementation in float64 on the same rounded numbers.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,12 @@ COMPILED = pytest.mark.skipif(
 def on_device(test: Any) -> Any:
     """Mark a test that needs a GPU."""
     return pytest.mark.gpu(COMPILED(test))
+
+
+def of_models(name: str) -> Any:
+    """Return a module of seqblocks that needs pydantic, or skip the test: kernels run without it, on GPU machines too."""
+    pytest.importorskip("pydantic", reason="uses a part of models, which need pydantic")
+    return importlib.import_module(f"seqblocks.{name}")
 
 
 def float32_bar(length: int) -> float:
