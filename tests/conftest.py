@@ -42,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the files of tests/golden/ with what the tests see now"
     )
+    parser.addoption("--results", type=Path, metavar="FILE", help="write each result to this file as it arrives")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--results")
+    if path is not None and not IN_WORKER:
+        from tests.results import Results
+
+        config.pluginmanager.register(Results(path, config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

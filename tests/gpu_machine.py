@@ -35,7 +35,12 @@ def as_on_a_gpu_machine(root: Path, folder: Path) -> dict[str, str]:
     text = HIDE.format(hidden=hidden_modules())
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
     path = f"{folder}{os.pathsep}{root}"
-    return {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1"}
+    return {**plain_environment(), "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1"}
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the variables of this process without those by which its pytest would change another."""
+    return {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
 
 
 def hidden_modules() -> set[str]:

@@ -45,7 +45,7 @@ def on_device(test: Any) -> Any:
 
 
 def of_models(name: str) -> Any:
-    """Return a module of seqblocks that needs pydantic, or skip the test: kernels run without it, on GPU machines too."""
+    """Return a module of seqblocks that needs pydantic, or skip the test: machines with a GPU may lack it."""
     pytest.importorskip("pydantic", reason="uses a part of models, which need pydantic")
     return importlib.import_module(f"seqblocks.{name}")
 

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m pytest -p tests.kernels.rehearsal tests/kernels tests/torch/test_stream.py -m gpu
 
-It finds what would stop the tests on a machine that has a GPU but not all packages: test_rehearsal.py runs it in such an
-environment. It says nothing about compiled kernels.
+It finds what would stop the tests on a machine that has a GPU but not all packages: test_rehearsal.py runs it in such
+an environment. It says nothing about compiled kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ONLY_ON_A_DEVICE = (
     "test_teams", "test_a_long_walk_of_teams_is_that_of_pieces", "test_the_same_bits_every_time_of_wide_heads",
     "test_self_check_on_device.py", "test_a_cuda_graph_gives_what_the_step_gives",
 )
-QUICK = ("causal_conv", "float32", "-gated delta-")  # in Triton's interpreter; the case with most of these words is chosen
+QUICK = ("causal_conv", "float32", "-gated delta-")  # of each test, the case with most of these words runs
 
 NARROW = {"D": 16, "E": 16, "K": 16, "V": 16}  # larger widths take minutes
 IMPLEMENTATIONS["gpu"] = replace(IMPLEMENTATIONS["gpu"], device="cpu")

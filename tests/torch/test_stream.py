@@ -14,8 +14,8 @@ from torch import Tensor
 import seqblocks
 
 pytest.importorskip("pydantic", reason="builds models, which need pydantic; the machine of a GPU may lack it")
-from seqblocks.runtime import cuda_graph  # noqa: E402
-from seqblocks.runtime.model import SequenceModel  # noqa: E402
+from seqblocks.runtime import cuda_graph
+from seqblocks.runtime.model import SequenceModel
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 NAMES = ("mlstm_small", "mamba_small", "hybrid_small")
