@@ -103,7 +103,8 @@ def main() -> None:
     if options.failed is None:
         print(summary(collected, tests))
     else:
-        print("\n".join([name for name in bad(tests) if "::" in name][: options.failed]))
+        for name in [name for name in bad(tests) if "::" in name][: options.failed]:
+            print(name)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ preserves that order under xdist.) `benchmarks/gpu.sh` runs this and then the be
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,9 +56,12 @@ def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """End the process after a device fault, which would make all its later tests fail; xdist starts another."""
+    """Record launches on request. End the process after a device fault, which would make all its later tests fail;
+    xdist starts another."""
+    folder = item.config.getoption("--record-launches")
     try:
-        return (yield)
+        with contextlib.nullcontext() if folder is None else recorded(folder, item.nodeid.rpartition("/")[2]):
+            return (yield)
     except Exception:
         if item.get_closest_marker("gpu") and _device_is_lost():
             capture = item.config.pluginmanager.getplugin("capturemanager")
@@ -67,6 +72,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(3)
         raise
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, name: str) -> Iterator[None]:
+    """Write the code and the memory of the launches inside the context to a subfolder, also if they fail."""
+    from benchmarks.launches import launches, save
+
+    with launches(memory=True) as found:
+        try:
+            yield
+        finally:
+            save(found, folder, name)
 
 
 def _device_is_lost() -> bool:
