@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                      # check and time all, within --minutes (9); the table goes to --out
     python benchmarks/gpu.py --case mlstm         # one family
+    python benchmarks/gpu.py --shapes 1           # only the first shape of each case: compiling takes most of the time
 
 A table is never overwritten: its name contains the chosen cases, and a number if the file exists already.
 
@@ -9,6 +10,10 @@ Checks come first: outputs and every gradient against the recurrent definition i
 shape, on short sequences with the same launches, within 2e-2 of the largest value in bfloat16 (float32, 1e-4, comes
 last). The timed calls are compared once more at their own shape, with the torch implementation in float32, in the first
 and the last sequence.
+
+For a wrong result the table says which numbers are wrong, and what their positions have in common. The folder
+`--failures` then gets the compiled code of the case, and the memory before and after each of its launches
+(launches.py), from which the launches can be repeated elsewhere.
 
 Times are medians of the time on the device. Calls are queued after a pause twice as long as queueing takes, with a cold
 second-level cache, so that neither Python nor the previous call counts; a star marks figures for which the pause was
@@ -19,7 +24,9 @@ of 64 tokens; an implementation with other chunks can be faster.
 Other packages that can be imported are timed after ours (mlstm_kernels, flash-linear-attention, mamba-ssm,
 causal-conv1d, flashrnn). Every check and every cell runs in a separate process, and several checks run at once, so that
 kernels compile in parallel and one that breaks the device or hangs does not affect the others. Only torch and triton
-are needed, so a checkout is sufficient. `gpu.sh` in this folder also runs the tests, and unpacks other packages:
+are needed, so a checkout is sufficient. Checks, our times, the times of others and the checks in float32 have fixed
+shares of the time (STAGES; `--stage` selects some), so that none is always cut off. `gpu.sh` in this folder calls this
+script and the tests in the best order, and unpacks other packages:
 
     PYTHONPATH=. python benchmarks/gpu.py --out FOLDER
 
@@ -47,7 +54,7 @@ from children import Late, records
 from common import versions, write
 from differences import differences
 from gpu_cases import CASES, FIRST, PEERS, Call, Case, Leaves, Peer, Shape, draw_leaves, shortened
-from launches import Launch, chunks, launches, save
+from launches import ARCHIVE, Launch, chunks, launches, save
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -388,10 +395,12 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str, failures:
         what: max((e for n, e in found.errors.items() if n.startswith(what[:-1])), default=0.0)
         for what in ("outputs", "gradients")
     }
-    if not ok and failures:
+    for short in ({}, {"S": 528, "H": 1}, {"S": 272, "H": 1}) if failures and not ok else ():
+        shorter = case._replace(short={**case.short, **(short if "H" in case.short else {})})
         with launches(memory=True) as launched, contextlib.suppress(Exception):
-            of_triton(case, dtype, device, shape)
-        save(launched, failures, name)
+            of_triton(shorter, dtype, device, shape)
+        if save(launched, failures, name) <= ARCHIVE:  # or the packed failures would not contain it
+            break
 
 
 def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[str, Any]]:

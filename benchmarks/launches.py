@@ -160,12 +160,15 @@ def save_code(found: Iterable[Launch], folder: Path) -> None:
         (folder / f"{stem}.json").write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
 
 
-def save(found: list[Launch], folder: Path, name: str) -> None:
-    """Write the code, and the memory if it was recorded, to a subfolder with this name."""
+def save(found: list[Launch], folder: Path, name: str) -> int:
+    """Write the code, and the memory if it was recorded, to a subfolder with this name. Return the bytes of the memory.
+    """
     inside = folder / re.sub(r"[^\w.]+", "-", name).strip("-")[-120:]
     save_code(found, inside)
-    if any(each.before is not None for each in found):
-        save_memory(found, inside / "launches.pkl.gz")
+    if all(each.before is None for each in found):
+        return 0
+    save_memory(found, inside / "launches.pkl.gz")
+    return (inside / "launches.pkl.gz").stat().st_size
 
 
 def pack(folder: Path, archive: Path, most: int = ARCHIVE) -> list[str]:

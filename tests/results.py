@@ -31,6 +31,9 @@ class Results:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
 
+    def pytest_unconfigure(self) -> None:
+        self.file.close()
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:  # the main process of xdist collects nothing
             self.add(collected=len(session.items))

@@ -1,12 +1,16 @@
 """Run the kernels on a device. From the root of a checkout, with torch, triton, pytest, pytest-xdist and hypothesis:
 
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 20 240 \\
-        python -m pytest tests/kernels -m gpu -vv --tb=short -p no:benchmark -n 12 --maxschedchunk 1
+        python -m pytest tests/kernels -m gpu --tb=short -p no:benchmark -n 12 --maxschedchunk 1 \\
+        --continue-on-collection-errors --results results.jsonl
 
 Nine hundred kernels are compiled, most within a second, so `-n` starts several processes that share one device. The
 check before the first use would compile as many again, and is only enabled in test_self_check_on_device.py. One case of
 every test runs first, then a second, and so on, so that an interrupted run has covered all tests. (--maxschedchunk 1
-preserves that order under xdist.) `benchmarks/gpu.sh` runs this and then the benchmark.
+preserves that order under xdist.) Results are in the file as they arrive; `python tests/results.py results.jsonl`
+prints them. `benchmarks/gpu.sh FOLDER 2` runs this, and the failing tests once more with `--record-launches`.
+
+rehearsal.py runs one case of each GPU test in the interpreter. Files with GPU tests must not need pydantic.
 """
 
 from __future__ import annotations

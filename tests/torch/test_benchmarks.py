@@ -384,6 +384,51 @@ def test_a_missing_device_is_reported(root: Path) -> None:
     assert "no CUDA device" in done.stderr
 
 
+def test_a_wrong_check_keeps_its_launches(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = gpu.CASES["conv"]
+    wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
+    shape = {"B": 1, "S": 8, "D": 16, "K": 4}
+    for name, of in (("right", case), ("wrong", wrong)):
+        monkeypatch.setitem(gpu.CASES, name, of)
+        (record,) = gpu.check_job(name, shape, torch.float32, "cpu", tmp_path)
+        assert record["ok"] == (name == "right")
+        assert bool(record["where"]) == (name == "wrong")
+    (file,) = tmp_path.rglob("launches.pkl.gz")
+    assert file.parent.name == "wrong-B-1-S-8-D-16-K-4-float32"
+    page = "\n".join(gpu._checks([{"case": "conv", "shape": shape, "dtype": "float32", **record}]))
+    assert "axis 1 of 8: all" in page
+
+
+def test_every_stage_has_its_share_of_the_time(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages end at fixed times, so that none takes the time of the next; the last one ends with the run."""
+    ends = {}
+
+    class Run:
+        began, path, results = 100.0, "", {}
+
+        def measure(self) -> None: ...
+        def check(self, dtype: torch.dtype, end: float) -> None:
+            ends[f"check {dtype}"] = end
+
+        def time(self, peers: bool, end: float) -> None:
+            ends[f"time {peers}"] = end
+
+    monkeypatch.setattr(gpu, "Run", lambda *a: Run())
+    gpu.run([], "cuda", argparse.Namespace(minutes=10.0, stage=None))
+    assert [*ends] == ["check torch.bfloat16", "time False", "time True", "check torch.float32"]
+    assert [*ends.values()] == pytest.approx([340.0, 490.0, 640.0, 700.0])
+    ends.clear()
+    gpu.run([], "cuda", argparse.Namespace(minutes=10.0, stage=["peers", "ours"]))
+    assert ends == pytest.approx({"time False": 400.0, "time True": 700.0})
+
+
+def test_first_shapes_come_first(gpu: ModuleType) -> None:
+    found = gpu.cells(["mlstm", "conv", "kda"], "cuda", 2)
+    assert [(key, shape["S"]) for key, shape in found] == [
+        ("mlstm", 2048), ("conv", 2048), ("kda", 2048), ("mlstm", 8192), ("kda", 16384)
+    ]  # fmt: skip
+
+
 STAND_IN = '#!/bin/sh\nwhile [ "$1" != "$PYTHON" ]; do shift; done\nexec "$@"\n'  # for compute-sanitizer
 
 
@@ -392,7 +437,8 @@ def first_hour(root: Path, folder: Path, part: int, *arguments: str) -> tuple[st
     pytest.importorskip("triton", reason="triton is for Linux")
     (folder / "compute-sanitizer").write_text(STAND_IN, encoding="utf-8")
     (folder / "compute-sanitizer").chmod(0o755)
-    environment = {**as_on_a_gpu_machine(root, folder), "PYTHON": sys.executable, "WORKERS": "2", "OMP_NUM_THREADS": "1"}
+    environment = as_on_a_gpu_machine(root, folder)
+    environment |= {"PYTHON": sys.executable, "WORKERS": "2", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         ["bash", "benchmarks/gpu.sh", str(folder / "out"), str(part), "--rehearse", *arguments],
