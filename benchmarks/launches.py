@@ -7,7 +7,7 @@
     python benchmarks/launches.py FOLDER ARCHIVE     packs what was saved into one file of limited size
 
 A file of `save_memory` is a gzip pickle of a list of (name, module, grid, arguments before, options, arguments after),
-one for each launch; without arguments after it if the launch failed. Tensors are ("T", dtype, shape, strides, offset,
+one for each launch; without the last if the launch failed. Tensors are ("T", dtype, shape, strides, offset,
 bytes of the whole storage as uint8), other arguments ("V", value). From it a launch can be repeated elsewhere, on
 another device or in an interpreter of PTX, and compared with what it wrote here.
 """
@@ -118,10 +118,11 @@ def chunks(found: Iterable[Launch]) -> set[int]:
 
 
 def save_memory(found: Iterable[Launch], path: Path) -> None:
-    records = [
-        (each.name, each.module, each.grid, [*each.before], each.options, [*(each.after or ())])
-        for each in found if each.before is not None
-    ]
+    records = []
+    for each in found:
+        if each.before is not None:
+            after = [] if each.after is None else [[*each.after]]
+            records.append((each.name, each.module, each.grid, [*each.before], each.options, *after))
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wb", compresslevel=1) as file:
         pickle.dump(records, file, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]
