@@ -16,7 +16,7 @@ from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, visible
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:

@@ -327,35 +327,6 @@ assert any('cannot be imported' in dispatch.why(op)[0].reason for op in registry
     )
 
 
-# ------------------------------------------------------------------------------
-# The words of faults
-
-
-@pytest.mark.parametrize("path", [path for path in CORE if room(module_name(path)) != "messages/*"], ids=relative)
-def test_the_words_of_faults_are_in_their_room(path):
-    """Only `messages/` and primitives create a Fault or Diagnostic (`errors.py` copies and converts them)."""
-    if room(module_name(path)) in ("errors", "ops/*"):
-        return
-    calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
-    wrong = [f"{relative(path)}:{call.lineno}" for call in calls if ast.unparse(call.func) in ("Fault", "Diagnostic")]
-    assert not wrong, f"{wrong}: word it in a function of seqblocks/messages"
-
-
-def test_a_valid_spec_loads_no_messages():
-    _run(
-        """
-import sys, seqblocks
-from seqblocks import messages
-from seqblocks.language.spec import bundled
-for path in bundled().values():
-    if path.parent.name == "models":
-        seqblocks.load_model(path)
-loaded = [topic for topic in messages.__all__ if f"seqblocks.messages.{topic}" in sys.modules]
-assert not loaded, loaded
-"""
-    )
-
-
 def _run(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis import copies
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.checkpoint_maps import has_sizes, read_map
@@ -15,11 +15,18 @@ from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
-from seqblocks.analysis.step_arguments import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
+from seqblocks.analysis.step_arguments import (
+    ANY_KIND,
+    add_defaults,
+    check_unrun,
+    declared_here,
+    read_passed,
+    report_no_primitive,
+)
 from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, number, size
 from seqblocks.analysis.wires import read_port, read_wires
-from seqblocks.errors import Fault, Note
+from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
@@ -53,7 +60,8 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     report_no_primitive(ctx, step, is_block=True)
     if block in ctx.callers:
         names = [caller.name for caller in ctx.callers]
-        raise messages.blocks.uses_itself(block.name, [*names[names.index(block.name) :], block.name])
+        ring = [*names[names.index(block.name) :], block.name]
+        raise Fault("E308", f"block {quote(block.name)} uses itself: {' -> '.join(ring)}")
     ctx.run.used.add(id(block))
     (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
     call = _read_call(ctx, step, block, x)
@@ -107,8 +115,9 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
 
 def _missing(block: Block, argument: Argument) -> Fault:
     if argument.type == "wire":
-        return messages.blocks.missing_wire(block.name, argument.name)
-    return messages.blocks.missing_argument(block.name, argument.name, argument.type, argument.span)
+        return Fault("E411", f"block {block.name} needs its input {quote(argument.name)}")
+    message = f"block {block.name} needs {quote(argument.name)}"
+    return Fault("E202", message, expected=f"{argument.name}: {argument.type}", notes=[declared_here(argument)])
 
 
 def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -> Any:
@@ -121,7 +130,9 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
             return argument(ctx, node, FieldKind("number", whole=declared.type == "int"))
     if not (isinstance(node, Scalar) and isinstance(node.value, int | float)):
         return argument(ctx, node, FieldKind("words"))
-    ctx.report(messages.blocks.not_a_word(block.name, declared.name, kind_of(node), declared.span), node.span)
+    message = f"argument {quote(declared.name)} of block {block.name} must be a word"
+    hint = f"`{declared.name}: int`, float or bool in `args:` declares another type"  # it may be misspelt
+    ctx.report(Fault("E208", message, found=kind_of(node), notes=[declared_here(declared)], hint=hint), node.span)
     return UNKNOWN
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from seqblocks import messages
 from seqblocks.analysis import lookahead
-from seqblocks.errors import Fault, Report, Span
+from seqblocks.errors import Fault, Note, Report, Span, listing
 from seqblocks.graph import ModelSpec, Node
 
 
@@ -33,6 +32,32 @@ def check_future(model: ModelSpec, warnings: Report, declared: Container[str] = 
 def _seen(model: ModelSpec, outputs: dict[str, int | str], path: str, node: Node) -> tuple[Fault, Span]:
     """Return the warning and its span: the step that introduces the lookahead, or the user's step around it."""
     if not node.span.source.bundled:
-        return messages.unused.not_causal(outputs, None), node.span
+        return _not_causal(outputs, None), node.span
     own = next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
-    return messages.unused.not_causal(outputs, (path, node.span)), own.span
+    return _not_causal(outputs, (path, node.span)), own.span
+
+
+def _not_causal(outputs: dict[str, int | str], inside: tuple[str, Span] | None) -> Fault:
+    """Return the warning of a model that predicts tokens which it sees.
+
+    outputs: the lookahead of each output, as `expect:` takes it, by its name, "" if it has none; inside: the step of a
+    bundled block that introduces the lookahead.
+    """
+    names = {name: f"`{name}`" if name else "an output" for name in outputs}
+    if len(set(outputs.values())) == 1 < len(names):
+        depend = f"{listing(names.values())} depend on {_later_tokens(*{*outputs.values()})}"
+    else:
+        depend = listing(f"{names[name]} depends on {_later_tokens(ahead)}" for name, ahead in outputs.items())
+    by_name = ", ".join(f"{name}: {ahead}" for name, ahead in outputs.items())
+    declared = outputs.get("", f"{{{by_name}}}")
+    declaration = f"`expect: {{lookahead: {declared}}}`"
+    return Fault(
+        "W903",
+        f"the model predicts tokens but is not causal: from here on, {depend}",
+        notes=[Note(f"the lookahead is introduced by {inside[0]}", inside[1])] if inside else [],
+        hint=f"if that is intended, as in a masked language model, declare it: {declaration}",
+    )
+
+
+def _later_tokens(ahead: int | str) -> str:
+    return f"{ahead} later token{'s' if ahead != 1 else ''}" if isinstance(ahead, int) else "the whole sequence"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, get_args
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import may_be_step
 from seqblocks.analysis.translation import HOLE, Translator, index_pattern
 from seqblocks.combinators import Order
-from seqblocks.errors import Fault
+from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph
+from seqblocks.messages.suggestions import did_you_mean, is_renamed
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 
@@ -35,7 +36,9 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:
-        ctx.report(messages.checkpoint_maps.too_many_patterns(len(patterns), count, MAX_MATCHES), table[0].span)
+        message = f"{len(patterns):,} patterns are too many for {count:,} steps and parameters"
+        expected = f"at most {MAX_MATCHES // count:,}, not counting parts that are a single index (blocks.{{layer}})"
+        ctx.report(Fault("E104", message, expected=expected), table[0].span)
         return
     top, owners = _Places([body], _inside), _Places([_names(body) if parted else {}], dict)
     composed: set[int] = set()
@@ -138,8 +141,14 @@ def _check_use(
     for entry in () if may_differ else table:
         others = instead[id(entry)]
         if id(entry) not in used and others and entry.layout == layout:
-            instead_of_it = [(other.ours, other.span) for other in others.values()]
-            ctx.report(messages.checkpoint_maps.never_applies(entry.ours, instead_of_it), entry.span)
+            ctx.report(_never_applies(entry, others.values()), entry.span)
+
+
+def _never_applies(entry: Entry, others: Iterable[Entry]) -> Fault:
+    """others: the entries of the same map that match instead."""
+    message = f"{quote(entry.ours)} never applies: other keys of this map match everything that it matches"
+    notes = [Note(f"{quote(other.ours)} is here", other.span) for other in islice(others, 3)]
+    return Fault("E314", message, hint="remove it, or make the other keys more specific", notes=notes)
 
 
 def _has_whole_numbers(entry: Entry) -> bool:
@@ -264,13 +273,20 @@ def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:
 
 
 def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places) -> None:
+    """Report a part of a key that matches no step or parameter. places: what the key matches before that part."""
     before = entry.ours[: max(start - 1, 0)]
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    fault = messages.checkpoint_maps.matches_nothing(
-        part, before, places.words, lambda: places.renamed(part), ends=not places.named
-    )
-    ctx.report(fault, span)
+
+    def expected() -> str:
+        return f"one of {listing(places.words())}" if places.named else "nothing more"
+
+    def hint() -> str | None:
+        names = places.renamed(part)
+        return is_renamed(part, names) if names else did_you_mean(part, places.words())
+
+    message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
+    ctx.report(Fault("E312", message, expected=expected, hint=hint), span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:
@@ -298,4 +314,6 @@ def _check_layout(ctx: Context, entry: Entry, places: _Places) -> None:
     """Report a `kernel` of flax or Keras that is not transposed: it is [in, out], while ours are [out, in]."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
         if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
-            ctx.report(messages.checkpoint_maps.not_transposed(theirs.official, entry.ours), node.span)
+            message = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"
+            hint = f"{{transpose: {theirs.official}}}, or {{reshape: {theirs.official}}} if it is in fact [out, in]"
+            ctx.report(Fault("E314", message, hint=hint), node.span)

@@ -38,11 +38,10 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.translation import HOLE, LAYOUTS, MAX_ALTERNATIVES, OFFICIAL
 from seqblocks.analysis.values import number
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Entry
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse
@@ -55,15 +54,18 @@ def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
     entries = _entries(ctx, node, "")
     layouts = node.get(LAYOUTS) if node else None
     if isinstance(layouts, Mapping) and len(layouts.entries) > MAX_ALTERNATIVES:
-        ctx.report(messages.checkpoint_maps.too_many_layouts(MAX_ALTERNATIVES), layouts.span)
+        ctx.report(Fault("E104", "a map has too many layouts", expected=f"at most {MAX_ALTERNATIVES}"), layouts.span)
         return tuple(entries)
     for layout, span, inside in layouts if isinstance(layouts, Mapping) else ():
         if layout == OFFICIAL:
-            ctx.report(messages.checkpoint_maps.layout_of_the_map(OFFICIAL), span)
+            fault = Fault("E210", f"the map itself is the layout {quote(OFFICIAL)}", hint="move its keys there")
+            ctx.report(fault, span)
         elif is_name(ctx.run.report, layout, span) and isinstance(inside, Mapping):
             entries += _entries(ctx, inside, layout)
         elif not isinstance(inside, Mapping):
-            ctx.report(messages.checkpoint_maps.not_a_layout(layout, kind_of(inside)), inside.span)
+            hint = f"layouts: {{{layout}: {{embed: backbone.embeddings}}}}"
+            fault = Fault("E203", "a layout must be a mapping", found=kind_of(inside), hint=hint)
+            ctx.report(fault, inside.span)
     return tuple(entries)
 
 
@@ -74,7 +76,9 @@ def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
     for entry in filter(None, [_entry(ctx, *each, layout) for each in own]):
         first = entries.setdefault(HOLE.sub("{}", entry.ours), entry)
         if first is not entry:
-            ctx.report(messages.checkpoint_maps.same_key(first.ours, entry.ours, first.span), entry.span)
+            both = f"{quote(first.ours)} and {quote(entry.ours)}"
+            message = f"{both} are the same key: the name of an index does not matter"
+            ctx.report(Fault("E210", message, notes=[Note("the first one is here", first.span)]), entry.span)
     return list(entries.values())
 
 
@@ -87,11 +91,12 @@ def _entry(ctx: Context, key: str, span: Span, node: Node, layout: str) -> Entry
     if not all(is_name(ctx.run.report, index, span) for index in indices):
         return None
     if len(set(indices)) < len(indices):
-        ctx.report(messages.checkpoint_maps.same_index_twice(key), span)
+        ctx.report(Fault("E210", f"{quote(key)} has the same index twice"), span)
         return None
     nodes = node.items if isinstance(node, Sequence) else [node]
     if not 0 < len(nodes) <= MAX_ALTERNATIVES:
-        ctx.report(messages.checkpoint_maps.number_of_alternatives(len(nodes), MAX_ALTERNATIVES), node.span)
+        message = f"a list of alternatives must have 1 to {MAX_ALTERNATIVES} official names"
+        ctx.report(Fault("E203", message, found=str(len(nodes))), node.span)
         return None
     theirs = [_alternative(ctx, item, indices) for item in nodes]
     found = tuple(each for each in theirs if each is not None)
@@ -125,7 +130,8 @@ def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
     _check_words(ctx, node, words)
     if len(kinds) != 1:
         if not node.incomplete:
-            ctx.report(messages.checkpoint_maps.not_one_kind(kinds, RECIPES), node.span)
+            message = "a recipe must have exactly one kind"
+            ctx.report(Fault("E210" if kinds else "E202", message, expected=f"one of {listing(RECIPES)}"), node.span)
         return None
     tensors = _tensors(ctx, kinds[0], node.entries[kinds[0]][1], indices)
     numbers = _numbers(ctx, kinds[0], node)
@@ -139,7 +145,8 @@ def _check_words(ctx: Context, node: Mapping, words: tuple[str, ...]) -> None:
         return
     for key, span, _ in node:
         if key not in words:
-            ctx.report(messages.checkpoint_maps.takes_only_a_name(words[0], key), span)
+            expected = f"only {words[0]}; the result has the shape of our parameter"
+            ctx.report(Fault("E201", f"{words[0]} does not take {quote(key)}", expected=expected), span)
             node.incomplete = True
 
 
@@ -149,11 +156,12 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
     pattern = node.get("pattern")
     if pattern is None:
         known_keys(ctx.run.report, node, ("rearrange", "pattern"), "a checkpoint map's recipe")
-        required(ctx.report, node, "pattern", lambda: messages.checkpoint_maps.needs_pattern(), node.span)
+        hint = 'pattern: "(head part d) gate -> gate (part head d)"'
+        required(ctx.report, node, "pattern", Fault("E202", "rearrange needs 'pattern'", hint=hint), node.span)
         return None
     try:
         if not isinstance(pattern, Scalar) or not isinstance(pattern.value, str):
-            raise messages.checkpoint_maps.pattern_is_no_text(kind_of(pattern))
+            raise Fault("E203", "a pattern must be text", found=kind_of(pattern), hint='"row column -> column row"')
         axes = {axis for group in read_pattern(pattern.value)[0] for axis in group}
     except Fault as fault:
         ctx.report(fault, pattern.span)
@@ -166,7 +174,7 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
 def _size(ctx: Context, axis: str, node: Node) -> Any:
     size = number(ctx, node, whole=True)
     if isinstance(size, int) and size < 1:
-        ctx.report(messages.checkpoint_maps.size_of_axis(axis, size), node)
+        ctx.report(Fault("E209", f"the size of {axis} is out of range", expected="1 or more", found=f"{size}"), node)
     return size
 
 
@@ -181,14 +189,15 @@ def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, Any] | None:
                 return None
         elif needed:
             if not node.incomplete:
-                ctx.report(messages.checkpoint_maps.needs_key(kind, key), node.span)
+                examples = {"split": "{split: qkv, parts: 3, part: 0}", "cut": "{cut: [q, k], start: 4, sizes: [6, 6]}"}
+                ctx.report(Fault("E202", f"{kind} needs {quote(key)}", hint=examples[kind]), node.span)
             return None
     return out if _in_range(ctx, kind, node, out) else None
 
 
 def _whole(ctx: Context, key: str, node: Node) -> int | None:
     if not isinstance(node, Scalar) or isinstance(node.value, bool) or not isinstance(node.value, int | str):
-        ctx.report(messages.checkpoint_maps.not_a_whole_number(key, kind_of(node)), node.span)
+        ctx.report(Fault("E203", f"{key} must be a whole number", found=kind_of(node)), node.span)
         return None
     value = number(ctx, node, whole=True)
     return value if isinstance(value, int) else None
@@ -196,12 +205,13 @@ def _whole(ctx: Context, key: str, node: Node) -> int | None:
 
 def _list(ctx: Context, key: str, node: Node) -> tuple[int, ...] | None:
     if not isinstance(node, Sequence) or not node.items:
-        ctx.report(messages.checkpoint_maps.not_a_list_of_sizes(key, kind_of(node)), node.span)
+        fault = Fault("E203", f"{key} must be a list of whole numbers", found=kind_of(node), hint=f"{key}: [768, 64]")
+        ctx.report(fault, node.span)
         return None
     values = [_whole(ctx, key, item) for item in node.items]
     for item, value in zip(node.items, values, strict=True):
         if value is not None and value < 1:
-            ctx.report(messages.checkpoint_maps.size_in_list(key, value), item)
+            ctx.report(Fault("E209", f"a size in {key} is out of range", expected="1 or more", found=f"{value}"), item)
             return None
     return None if None in values else tuple(filter(None, values))
 
@@ -211,7 +221,8 @@ def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, Any]) -
     for key, low, high in (("parts", 1, 10**9), ("part", 0, last), ("start", 0, 10**9), ("groups", 1, 10**9)):
         value = numbers.get(key, low)
         if not low <= value <= high:
-            fault = messages.checkpoint_maps.out_of_range(key, kind, value, low, high if key == "part" else None)
+            expected = f"from {low} to {high}" if key == "part" else f"{low} or more"
+            fault = Fault("E209", f"{quote(key)} of {kind} is out of range", expected=expected, found=f"{value}")
             ctx.report(fault, node.get(key))
             return False
     return True
@@ -223,7 +234,7 @@ def _tensors(ctx: Context, kind: str, node: Node, indices: list[str]) -> Any:
         return _name(ctx, node, indices)
     if not isinstance(node, Sequence) or not node.items:
         what = "an empty list" if isinstance(node, Sequence) else kind_of(node)
-        ctx.report(messages.checkpoint_maps.not_a_list_of_names(kind, what), node.span)
+        ctx.report(Fault("E203", f"{kind} takes a list of official names", found=what), node.span)
         return None
     names = [_name(ctx, item, indices) for item in node.items]
     return None if None in names else tuple(names)
@@ -233,11 +244,13 @@ def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
     """Return an official name, or None after a fault in it or its expressions."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         text = node.text if isinstance(node, Scalar) and node.value is not None else None
-        ctx.report(messages.checkpoint_maps.not_an_official_name(kind_of(node), text), node.span)
+        hint = f'quote it: "{text}"' if text else None
+        ctx.report(Fault("E203", "an official name must be a word", found=kind_of(node), hint=hint), node.span)
         return None
     bare = HOLE.sub(lambda hole: " " * len(hole[0]), node.value)
     if (odd := next((at for at, character in enumerate(bare) if character in "{}"), None)) is not None:
-        ctx.report(messages.checkpoint_maps.unmatched_brace(node.value, bare[odd]), node.part(odd, 1))
+        message = f"{quote(node.value)} has an unmatched '{bare[odd]}'"
+        ctx.report(Fault("E501", message, hint="blocks.{layer // 2}"), node.part(odd, 1))
         return None
     for hole in HOLE.finditer(node.value):
         start, length = hole.start(1), len(hole[1])
@@ -247,7 +260,7 @@ def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
             if isinstance(fault, NameFault):
                 start, length = start + fault.offset, len(fault.name)
                 if not indices:
-                    messages.checkpoint_maps.key_without_index(fault)
+                    fault.expected, fault.hint = "no index, since the key has none", "blocks.{layer}: layers.{layer}"
             ctx.report(fault, node.part(start, length))
             return None
     return node.value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import define_wire
 from seqblocks.analysis.step import Step
@@ -48,7 +47,9 @@ def condition(ctx: Context, step: Step) -> Any:
         known[id(step)] = argument(ctx, node, FLAG)
         entry = step.common.get("as")
         if entry and not isinstance(entry[1], Scalar):
-            ctx.report(messages.steps.condition_with_parts(), span)
+            message = "a step with a condition cannot split its output"
+            fault = Fault("E316", message, hint="split its output in a separate step: - identity: {as: [a, b]}")
+            ctx.report(fault, span)
             known[id(step)] = UNKNOWN
     return known[id(step)]
 
@@ -62,5 +63,6 @@ def _input(ctx: Context, step: Step) -> int | None:
         return None
     values = read_port(ctx, step, main) or (ctx.run.unknown(),)
     if len(values) > 1:
-        raise messages.steps.condition_with_wires()
+        message = "a step with a condition must read a single wire"
+        raise Fault("E316", message, at="from", hint="join them in a separate step above, and read its output")
     return values[0]

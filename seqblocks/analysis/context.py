@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.names import Names, names_in, names_inside, shown_value
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
@@ -166,11 +166,12 @@ def _notes(ctx: Context, node: Node | None, own: Span | None, inner: Span | None
     """Return notes on where the faulty value was written, the line of a bundled block, and the enclosing blocks."""
     trail = tuple(note for note in ctx.trail[::-1] if not inner or note.span != own)
     if len(trail) > MAX_TRAIL:
-        between = messages.blocks.in_between(len(trail) - MAX_TRAIL + 1)
+        between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks in between")
         trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
     notes = _written(ctx, node)[:MAX_WRITTEN] if node else []
     if inner and inner != own:
-        notes.append(messages.blocks.line_of_bundled(inner))
+        line = inner.source.line(inner.line).strip()
+        notes.append(Note(f"the line of the bundled block: `{line[:100]}{'…' if len(line) > 100 else ''}`", inner))
     return [*notes, *trail]
 
 
@@ -182,5 +183,7 @@ def _written(ctx: Context, node: Node) -> list[Note]:
         bare = isinstance(source, Scalar) and isinstance(source.value, str) and source.value.isidentifier()
         if value is UNKNOWN or (bare and source.span.source.bundled):
             continue
-        notes.append(messages.values.written(name, shown_value(value), source.span))
+        text = f"`{name}` is {shown_value(value)}"
+        is_override = source.span.source.is_override  # not a place in a file
+        notes.append(Note(f"{text}: {source.span.source.name}") if is_override else Note(text, source.span))
     return notes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from seqblocks import cost, graph, messages
+from seqblocks import cost, graph
 from seqblocks.analysis.blocks import file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.values import number
-from seqblocks.errors import ExpectationError, Report, SpecError, in_order
+from seqblocks.errors import ExpectationError, Fault, Report, SpecError, in_order
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
@@ -61,11 +61,15 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
             continue
         found = compute(model)
         if found is None or abs(found - expected) > tolerance * abs(expected):
-            open_context = cost.open_context(model.graph)
-            missing = open_context[0] if open_context else "the sequence"
             hint = _largest_parts(model) if key == "params" else None
-            fault = messages.expectations.figure_differs(code, key, expected, found, missing, hint)
+            shown = _unknown(model) if found is None else f"{found:,.10g} ({found - expected:+,.10g})"
+            fault = Fault(code, f"{key} differs from `expect:`", expected=f"{expected:,.10g}", found=shown, hint=hint)
             broken.fault(fault, expect.entries[key][1].span)
+
+
+def _unknown(model: ModelSpec) -> str:
+    open_context = cost.open_context(model.graph)
+    return f"unknown: the length of {open_context[0] if open_context else 'the sequence'} is open"
 
 
 def _flops(model: ModelSpec) -> float | None:
@@ -95,25 +99,32 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
         return
     if lookahead.latency(model) is None:
-        fault = messages.expectations.latency_is_undefined(expected)
+        fault = _latency(expected, "undefined: an output depends on the whole sequence")
     elif found is None:
-        fault = messages.expectations.latency_is_unknown(expected)
+        hint = "input: {features: 1, sample_rate: 16000}"
+        fault = _latency(expected, "unknown: the input has no `sample_rate`", hint)
     else:
         rate, samples = model.input.sample_rate, lookahead.latency(model)
-        fault = messages.expectations.latency_differs(expected, found, samples, rate)
+        fault = _latency(expected, f"{found:g} ({samples} samples at {rate:,g} Hz)")
     broken.fault(fault, expect.entries["latency_ms"][1].span)
+
+
+def _latency(expected: float, found: str, hint: str | None = None) -> Fault:
+    return Fault("E706", "latency_ms differs from `expect:`", expected=f"{expected:g}", found=found, hint=hint)
 
 
 def _largest_parts(model: ModelSpec) -> str:
     largest = sorted(model.graph.nodes, key=graph.count_node, reverse=True)[:3]
-    return messages.expectations.largest_parts((node.name, graph.count_node(node)) for node in largest)
+    return "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
 
 
 def _tolerance(ctx: Context, expect: Mapping) -> Any:
     tolerance = _number(ctx, expect, "tolerance", 0.0)
     if tolerance is UNKNOWN or 0 <= tolerance < 1:
         return tolerance
-    ctx.report(messages.expectations.tolerance(tolerance), expect.entries["tolerance"][1].span)
+    message, hint = "the tolerance must be a relative deviation", "0.01 accepts a deviation of one percent"
+    fault = Fault("E209", message, expected="0 or more, below 1", found=f"{tolerance:g}", hint=hint)
+    ctx.report(fault, expect.entries["tolerance"][1].span)
     return UNKNOWN
 
 
@@ -135,11 +146,13 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
     if node is None or wire is None:
         return
     if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
-        ctx.report(messages.expectations.output_is_no_list(kind_of(node)), node.span)
+        hint = "output: [batch, 1000], or {policy: [batch, 4], value: [batch, 1]} for named outputs"
+        ctx.report(Fault("E203", "the output must be a list of axes", found=kind_of(node), hint=hint), node.span)
         return
     axes = [i.value if i.text in map(str, wire.axes) else number(ctx, i) for i in node.items if isinstance(i, Scalar)]
     if UNKNOWN not in axes and tuple(axes) != wire.axes:
-        broken.fault(messages.expectations.output_differs(axes, wire), node.span)
+        fault = Fault("E704", "output differs from `expect:`", expected=str(axes).replace("'", ""), found=str(wire))
+        broken.fault(fault, node.span)
 
 
 def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
@@ -151,7 +164,9 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
         _check_ahead(ctx, node, lookahead.find(model), "", model, broken)
         return
     if not model.outputs:
-        ctx.report(messages.expectations.outputs_without_names("lookahead", "lookahead: 0"), node.span)
+        message = "lookahead has a value for each output, but the outputs of this model have no names"
+        hint = "lookahead: 0, or name the outputs: `outputs: [logits, next_logits]`"
+        ctx.report(Fault("E203", message, hint=hint), node.span)
         return
     known_keys(ctx.run.report, node, model.outputs, "lookahead")
     found = lookahead.of_outputs(model)
@@ -169,10 +184,17 @@ def _check_ahead(
     expected: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
     if expected is UNKNOWN or (ahead and shown(ahead.tokens) == expected):
         return
-    if ahead is None:
-        output = model.outputs[name] if name else model.output
-        fault = messages.expectations.no_lookahead(name, expected, model.input.kind, output)
-    else:
-        first = ahead.first and (ahead.first[0], ahead.first[1].span)
-        fault = messages.expectations.lookahead_differs(name, expected, shown(ahead.tokens), first)
-    broken.fault(fault, node.span)
+    hint = None
+    if ahead and ahead.first:
+        path, step = ahead.first
+        hint = f"the lookahead is introduced by {path} ({step.span})"
+    message = f"lookahead{f' of `{name}`' if name else ''} differs from `expect:`"
+    found = str(shown(ahead.tokens)) if ahead else _no_lookahead(model, name)
+    broken.fault(Fault("E705", message, expected=str(expected), found=found, hint=hint), node.span)
+
+
+def _no_lookahead(model: ModelSpec, name: str) -> str:
+    """Return why an output has no lookahead, for a message. name: "" for the only output."""
+    kind = {"image": "an image", "vector": "a vector"}.get(model.input.kind)
+    output = model.outputs[name] if name else model.output
+    return f"none: the input is {kind}" if kind else f"none: the output is {output}"

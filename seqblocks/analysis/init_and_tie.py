@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
 from seqblocks.analysis.values import explain_name
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
-from seqblocks.messages.suggestions import nearest
+from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint, nearest
 from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
@@ -52,7 +52,7 @@ def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
     """Report keys for parameters (E201) on a step that has none of its own."""
     for key in keys:
         if key in step.common:
-            ctx.report(messages.initialisers.no_parameters(step.verb, key), step.key_span(key))
+            ctx.report(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
 
 
 def _may_leave_out(ctx: Context, step: Step, op: Op | None, wires: Sequence[Wire | None]) -> bool:
@@ -94,7 +94,7 @@ def with_initialisers(
         if init == DEFAULT and (not absent or names is parameters or key in names):
             continue
         if absent:
-            ctx.report(messages.initialisers.no_parameter(step.verb, key, parameters, names), span)
+            ctx.report(_no_parameter(step.verb, key, parameters, names), span)
         elif key in out and init:
             out[key] = out[key]._replace(init=init)
     return out
@@ -108,13 +108,21 @@ def _report_no_mapping(ctx: Context, node: Node, parameter: str) -> None:
             text = node.text
         except Fault as fault:
             invalid = fault
-    ctx.report(messages.initialisers.not_a_mapping(parameter, kind_of(node), text, invalid), node.span)
+    notes = [] if invalid is None else [Note(_with_hint(invalid))]
+    hint = f'init: {{{parameter}: "{text or "zeros"}"}}'
+    message = "init must be a mapping of parameter: initialiser"
+    ctx.report(Fault("E203", message, found=kind_of(node), hint=hint, notes=notes), node.span)
+
+
+def _with_hint(fault: Fault) -> str:
+    return f"{fault.message}: {fault.hint}" if isinstance(fault.hint, str) else fault.message
 
 
 def _read_init(ctx: Context, node: Node) -> Init | None:
     """Return an initialiser, or None after a fault or if one of its numbers is UNKNOWN."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
-        ctx.report(messages.initialisers.not_text(kind_of(node)), node.span)
+        expected = "a name such as zeros, or name(numbers)"
+        ctx.report(Fault("E408", "invalid initialiser", expected=expected, found=kind_of(node)), node.span)
         return None
     try:
         return read_init(node.value, ctx.scope(node.value))
@@ -154,7 +162,7 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
         except Fault as fault:
             stem = tie.target.removesuffix(".bias")
             if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
-                fault.hint = messages.initialisers.no_bias_to_tie(stem)
+                fault.hint = f"set `bias: false`, or tie only the weight: `tie: {{weight: {stem}.weight}}`"
             ctx.report(fault, tie.span)
     _report_initialised(ctx, step, found)
     ctx.run.ties += len(found)
@@ -166,7 +174,8 @@ def _report_initialised(ctx: Context, step: Step, ties: dict[str, str]) -> None:
     node = step.get("init")
     for key, span, _ in node if isinstance(node, Mapping) else ():
         if key in ties:
-            ctx.report(messages.initialisers.tied_and_initialised(key, ties[key]), span)
+            message = f"{key} is tied to {ties[key]}, so it has no initial values of its own"
+            ctx.report(Fault("E322", message, hint="move the initialiser to that step, or remove the tie"), span)
 
 
 def _check_step(ctx: Context, step: Step) -> None:
@@ -185,7 +194,8 @@ def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie
         return [tie for key, span, value in node if (tie := _written_tie(ctx, step, key, span, value, parameters))]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return [_Tie(key, f"{node.value}.{key}", node.span, True) for key in parameters]
-    ctx.report(messages.initialisers.not_a_tie(kind_of(node)), node.span)
+    fault = Fault("E203", "tie must be the name of a step, or map parameters to step.parameter", found=kind_of(node))
+    ctx.report(fault, node.span)
     return []
 
 
@@ -194,19 +204,26 @@ def _written_tie(
 ) -> _Tie | None:
     """Return an entry of `tie: {weight: embed.weight}`; None after a fault."""
     if key not in parameters:
-        ctx.report(messages.initialisers.no_parameter(step.verb, key, parameters, parameters), span)
+        ctx.report(_no_parameter(step.verb, key, parameters, parameters), span)
     elif isinstance(value, Scalar) and isinstance(value.value, str):
         return _Tie(key, value.value, value.span, False)
     else:
-        ctx.report(messages.initialisers.not_a_target(kind_of(value)), value.span)
+        ctx.report(Fault("E203", "tie must name a parameter, as step.parameter", found=kind_of(value)), value.span)
     return None
+
+
+def _no_parameter(verb: str, key: str, parameters: Iterable[str], possible: Collection[str]) -> Fault:
+    """possible: those that the key may be a misspelling of, which are more with other arguments."""
+    message = f"{verb} has no parameter {quote(key)} with these arguments"
+    return Fault("E201", message, expected=f"one of {listing(parameters)}", hint=lambda: key_hint(key, possible))
 
 
 def _checked_shape(step: Step, tie: _Tie, ours: Parameter, target: tuple[str, Parameter]) -> str:
     """Return the full name of the target. Raises Fault (E409) if the shapes differ."""
     name, theirs = target
     if theirs.shape != ours.shape:
-        raise messages.initialisers.shapes_differ(step.verb, tie.ours, tie.target, ours.shape, theirs.shape)
+        message = f"{step.verb}.{tie.ours} cannot be tied to {tie.target}: their shapes differ"
+        raise Fault("E409", message, expected=f"{list(ours.shape)}", found=f"{list(theirs.shape)}")
     return name
 
 
@@ -224,11 +241,25 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
                 return item.tied or item.name, item.parameter
             if ctx.run.is_known(node):
                 names = [graph.join(first, name) for name in there]
-                raise messages.initialisers.no_target(tie.ours, tie.target, names, tie.of_step)
+                raise _no_target(tie, names)
             return None
     if may_be_step(ctx, first):
         return None
     raise _no_step(ctx, first)
+
+
+def _no_target(tie: _Tie, names: list[str]) -> Fault:
+    """Return the fault of a tie to a parameter that the step does not have. names: those that it has."""
+    written = tie.target.rpartition(".")[0] if tie.of_step else tie.target
+
+    def hint() -> str | None:
+        if tie.of_step and written in names:
+            return f"tie: {{{tie.ours}: {written}}}"
+        known = dict.fromkeys(name.rpartition(".")[0] if tie.of_step else name for name in names)
+        return did_you_mean(written, [name for name in known if name != written])
+
+    expected = f"one of {listing(names)}" if names else f"{tie.target.partition('.')[0]} has no parameters"
+    return Fault("E312", f"there is no parameter {quote(tie.target)}", expected=expected, hint=hint)
 
 
 def bodies_around(ctx: Context) -> Iterator[Body]:
@@ -270,12 +301,19 @@ def step_left_out(body: Body, name: str) -> Step | None:
 def _no_step(ctx: Context, name: str) -> Fault:
     """Return the fault of a name that is not a step above. The step may be left out."""
     if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
-        return messages.initialisers.left_out(name, absent.span)
+        message = f"{quote(name)} is left out, so it has no parameters to tie to"
+        notes = [Note("its condition is false", absent.span)]
+        return Fault("E312", message, hint="tie to a step that is present", notes=notes)
 
-    def known() -> list[str]:
-        return [each for body in bodies_around(ctx) for each in body.nodes]
+    def hint() -> str:
+        if name == "model":
+            return "leave out `model.`: names begin at this list of steps, or at an enclosing one"
+        if names := renamed_steps(ctx, name):
+            return is_renamed(name, names)
+        known = dict.fromkeys(each for body in bodies_around(ctx) for each in body.nodes)
+        return did_you_mean(name, known) or "tie to a step above this one"
 
-    return messages.initialisers.no_step(name, known, lambda: renamed_steps(ctx, name))
+    return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)
 
 
 def renamed_steps(ctx: Context, verb: str) -> list[str]:

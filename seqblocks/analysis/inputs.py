@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import may_be_name
 from seqblocks.analysis.values import number
 from seqblocks.analysis.wires import read_wires
-from seqblocks.errors import Span
+from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import known_keys, required
@@ -23,6 +23,8 @@ ALLOWED = {
 # Arguments of a model's call, which no input may be named after.
 CALL_ARGUMENTS = ("state", "return_state", "resets", "cu_seqlens", "grid", "batch_size", "device", "dtype", "batch")
 
+_KINDS = "{tokens: vocabulary}, {features: width}, {vector: width} or {image: {size: 224, channels: 3}}"  # for messages
+
 Inputs = dict[str, Wire | None]  # None where the input could not be read
 
 
@@ -32,14 +34,19 @@ def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
     An input that cannot be read is None. Empty if `inputs:` itself is invalid.
     """
     if "inputs" not in model.entries:
-        node = required(ctx.report, model, "input", lambda: messages.inputs.no_input(), span)
+        missing = Fault("E202", "the model must say what its input is", expected=_KINDS)
+        node = required(ctx.report, model, "input", missing, span)
         return {"input": _input(ctx, node, "seq")}
     key, node = model.entries["inputs"]
     if "input" in model.entries:
-        ctx.report(messages.inputs.input_and_inputs(), key)
+        message = "use either `input` or `inputs`, not both"
+        fault = Fault("E210", message, hint="use `inputs:` for several named inputs, `input:` for a single one")
+        ctx.report(fault, key)
     if not isinstance(node, Mapping) or not (node.entries or node.incomplete):
         found_there = "an empty one" if isinstance(node, Mapping) else kind_of(node)
-        ctx.report(messages.inputs.not_named(found_there), node.span)
+        hint = "inputs: {text: {tokens: 256}, image: {image: {size: 224, channels: 3}}}"
+        fault = Fault("E317", "inputs must be a mapping of names to inputs", found=found_there, hint=hint)
+        ctx.report(fault, node.span)
         return {}
     found: Inputs = {}
     for name, place, each in node:
@@ -52,7 +59,8 @@ def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
 def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
     """Report an invalid name of an input (E207, E311, E317)."""
     if name in CALL_ARGUMENTS or (name == "x" and not first):
-        ctx.report(messages.inputs.name_of_argument(name), span)
+        message = f"an input cannot be named {quote(name)}: the model's call has an argument of that name"
+        ctx.report(Fault("E317", message, hint="choose another name"), span)
     else:
         may_be_name(ctx, name, span)
 
@@ -61,14 +69,14 @@ def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
     """Return the type of an input such as `{tokens: 50304}`. axis: the name of its length if it is not fixed."""
     if not isinstance(node, Mapping):
         if node:
-            ctx.report(messages.inputs.not_an_input(), node.span)
+            ctx.report(Fault("E203", "the model must say what its input is", expected=_KINDS), node.span)
         return None
     kinds = [key for key in ALLOWED if key in node.entries]
     words = ALLOWED[kinds[0]] if len(kinds) == 1 else (*ALLOWED, "length", "grid")
     known_keys(ctx.run.report, node, words, "input")
     if len(kinds) != 1:
         if not node.incomplete:
-            ctx.report(messages.inputs.not_one_kind(), node.span)
+            ctx.report(Fault("E202", "the input must be of exactly one kind", expected=_KINDS), node.span)
         return None
     if kinds == ["vector"]:
         width = _positive(ctx, node.get("vector"))
@@ -87,7 +95,8 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
     if UNKNOWN in (features, length, grid, rate):
         return None
     if grid and length and length != grid[0] * grid[1]:
-        ctx.report(messages.inputs.not_rows_times_columns(length, *grid), node.span)
+        found = f"{length}, {grid[0]} x {grid[1]}"
+        ctx.report(Fault("E412", "length must equal rows times columns", found=found), node.span)
     if grid:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
@@ -97,10 +106,12 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
 
 def _image(ctx: Context, node: Node) -> Wire | None:
     if not isinstance(node, Mapping):
-        ctx.report(messages.inputs.not_an_image(kind_of(node)), node.span)
+        fault = Fault("E203", "an image must be a mapping such as {size: 224, channels: 3}", found=kind_of(node))
+        ctx.report(fault, node.span)
         return None
     known_keys(ctx.run.report, node, ("size", "channels"), "image")
-    given = required(ctx.report, node, "size", lambda: messages.inputs.image_without_size(), node.span)
+    missing = Fault("E202", "an image needs a size", hint="size: 224, or size: [height, width]")
+    given = required(ctx.report, node, "size", missing, node.span)
     size: Any = _grid(ctx, given) if given else UNKNOWN
     channels = _positive(ctx, node.get("channels")) if "channels" in node.entries else 3
     if size is UNKNOWN or channels is UNKNOWN:
@@ -112,7 +123,7 @@ def _positive(ctx: Context, node: Node | None) -> Any:
     assert node is not None
     value = number(ctx, node, whole=True)
     if value is not UNKNOWN and not 1 <= value <= 10**9:
-        ctx.report(messages.values.not_positive(value), node)
+        ctx.report(Fault("E209", "expected a positive number", found=str(value)), node)
         return UNKNOWN
     return value
 
@@ -121,7 +132,8 @@ def _sample_rate(ctx: Context, node: Node) -> Any:
     value = number(ctx, node)
     if value is UNKNOWN or 0 < value <= 10**9:
         return value
-    ctx.report(messages.inputs.sample_rate(value), node)
+    fault = Fault("E209", "a sample rate must be positive, in Hz", found=f"{value:g}", hint="sample_rate: 16000")
+    ctx.report(fault, node)
     return UNKNOWN
 
 
@@ -129,7 +141,9 @@ def _grid(ctx: Context, node: Node | None) -> Any:
     """Read a size: `224` or `[rows, columns]`."""
     if isinstance(node, Sequence):
         if len(node.items) != 2:
-            ctx.report(messages.inputs.not_two_numbers(len(node.items)), node.span)
+            count = len(node.items)
+            message = "a size must be one number or two, [rows, columns]"
+            ctx.report(Fault("E203", message, found=f"{count} number{'s' if count != 1 else ''}"), node.span)
             return UNKNOWN
         pair = [_positive(ctx, item) for item in node.items]
         return UNKNOWN if UNKNOWN in pair else tuple(pair)
@@ -144,22 +158,24 @@ def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
     """Record the wires in `outputs:` as the results of the model; report invalid ones (E318)."""
     if not isinstance(node, Sequence) or not node.items:
         found = "an empty list" if isinstance(node, Sequence) else kind_of(node)
-        ctx.report(messages.inputs.outputs_are_no_list(found), node.span)
+        fault = Fault("E318", "outputs must be a list of wires", found=found, hint="outputs: [logits, value]")
+        ctx.report(fault, node.span)
         return
     inputs = {ctx.body.wires[name]: name for name in ctx.body.wires if ctx.body.wires[name] in body.reads}
     listed: set[str] = set()
     for item in node.items:
         if not isinstance(item, Scalar):
-            ctx.report(messages.inputs.output_is_no_name(kind_of(item)), item.span)
+            ctx.report(Fault("E203", "an output must be the name of a wire", found=kind_of(item)), item.span)
             continue
         name = item.text
         if name in listed:
-            ctx.report(messages.inputs.output_twice(name), item.span)
+            ctx.report(Fault("E318", f"the output {quote(name)} is listed twice"), item.span)
             continue
         listed.add(name)
         (value,) = read_wires(ctx, item)
         if value in inputs:
-            ctx.report(messages.inputs.output_is_input(name), item.span)
+            message = f"{quote(name)} is an input of the model"
+            ctx.report(Fault("E318", message, expected="the output of a step, named with `as:`"), item.span)
         else:
             body.outputs[name] = value
     body.result = next(iter(body.outputs.values()), body.result)
@@ -170,4 +186,5 @@ def check_read(ctx: Context, node: Node | None, body: graph.Graph) -> None:
     read = {value for step in body.nodes for value in step.reads}
     for name, span, _ in node if isinstance(node, Mapping) else ():
         if ctx.body.wires[name] not in read:
-            ctx.report(messages.inputs.not_read(name), span)
+            hint = f"read it with `from: {name}` or by a port, or remove it"
+            ctx.report(Fault("E319", f"no step reads the input {quote(name)}", hint=hint), span)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from seqblocks import graph, messages
-from seqblocks.errors import Fault
+from seqblocks import graph
+from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.record import Record
@@ -47,21 +47,39 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
 
 def unused(node: Node, body: Graph) -> Fault:
     """Return the fault of an idle step."""
-    of_model = bool(body.outputs) and node in body.nodes
-    return messages.unused.idle_step(node.verb, node.name, graph.count_node(node), len(node.outputs), of_model)
+    what = "it" if len(node.outputs) == 1 else "one of its parts"
+    listed = f"list {what} in `outputs:`, " if body.outputs and node in body.nodes else ""
+    message = f"the output of {_shown(node)} is unused: {_owned(node)} would never be trained"
+    hint = f"{listed}read {what} in a later step, by `from:` or a port, or remove the step"
+    return Fault("E315", message, hint=hint)
 
 
 def unused_parts(node: Node, names: list[str]) -> Fault:
     """Return the fault of a step with unused outputs."""
-    return messages.unused.idle_parts(node.verb, node.name, names)
+    parts, them = ("a part", "it") if len(names) == 1 else ("parts", "them")
+    listed = f"{listing(f'`{name}`' for name in names)}, {parts} of {_shown(node)}"
+    message = f"nothing uses {listed}: the parameters that compute {them} would never be trained"
+    hint = f"read {them} in a later step, by `from:` or a port, or reduce the width of the step"
+    return Fault("W902", message, hint=hint)
 
 
 def without_gradient(node: Node, body: Graph) -> Fault:
     """Return the fault of a step that receives no gradient because of a constant output after it."""
-    constant, note = _constant_after(node, body), None
+    constant, notes = _constant_after(node, body), []
     if constant and constant.type:
-        note = messages.unused.constant_output(constant.verb, constant.name, constant.type.facts.low, constant.span)
-    return messages.unused.without_gradient(node.verb, node.name, graph.count_node(node), note)
+        value = f"{constant.type.facts.low:g}"
+        notes = [Note(f"the output of {_shown(constant)} is always {value}", constant.span)]
+    message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
+    return Fault("W902", message, notes=notes, hint="remove the step, or make that output depend on its input")
+
+
+def _owned(node: Node) -> str:
+    parameters = graph.count_node(node)
+    return f"its {parameters:,} parameters" if parameters > 1 else "its parameter" if parameters else "its parameters"
+
+
+def _shown(node: Node) -> str:
+    return node.verb if node.name == node.verb else f"{node.verb} {quote(node.name)}"
 
 
 def _constant_after(node: Node, body: Graph) -> Node | None:

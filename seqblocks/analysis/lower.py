@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis import primitives  # noqa: F401  whose function registers itself
 from seqblocks.analysis.blocks import check_unused, file_context
 from seqblocks.analysis.checkpoint_map_checks import check_map
@@ -17,7 +17,7 @@ from seqblocks.analysis.run import Run
 from seqblocks.analysis.steps import lower_steps
 from seqblocks.analysis.values import compute_let
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Report
+from seqblocks.errors import Fault, Report
 from seqblocks.language.document import Mapping, Node
 from seqblocks.language.spec import SpecFile, required
 from seqblocks.op import builtin_verbs
@@ -67,7 +67,9 @@ def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override
     model.notes = tuple(f"the override {each} has no effect: the spec already has this value" for each in same)
     for each in overrides:
         if each.node is not None and run.unread.get(id(each.node)):
-            run.warnings.fault(messages.unused.override(str(each)), each.node.span)
+            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names and the arguments of the steps"
+            fault = Fault("W901", f"the override {each} has no effect: no step uses it", hint=hint)
+            run.warnings.fault(fault, each.node.span)
 
 
 def _report_idle(run: Run) -> None:
@@ -91,7 +93,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     assert file.model is not None
     run = ctx.run
     inputs = read_inputs(ctx, file.model, file.model_span)
-    steps = required(ctx.report, file.model, "steps", lambda: messages.spec.no_steps(), file.model_span)
+    steps = required(ctx.report, file.model, "steps", Fault("E202", "the model has no steps"), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
     run.map_checks.append((ctx, table, body, run.overridden))

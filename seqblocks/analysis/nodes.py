@@ -5,16 +5,17 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.values import number
-from seqblocks.errors import Span
+from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
 from seqblocks.types import Origin, Wire
+from seqblocks.widths import ids_have_no_features
 
 # A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
 # tests/torch/test_module.py compares the list with both.
@@ -76,9 +77,11 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
 def may_be_name(ctx: Context, name: str, span: Span) -> bool:
     """Return whether a word is a valid namespace; report it if not."""
     if name == "input":
-        ctx.report(messages.steps.named_input(), span)
+        ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
     elif name in RESERVED_NAMES or name.startswith("_"):
-        ctx.report(messages.steps.reserved_name(name), span)
+        message = f"{quote(name)} is reserved: built models have an attribute of that name"
+        other = (name.strip("_0123456789") or "a") + "_step"
+        ctx.report(Fault("E311", message, hint=f"choose another name, such as {quote(other)}"), span)
     else:
         return is_name(ctx.run.report, name, span)
     return False
@@ -89,7 +92,7 @@ def _unique_name(ctx: Context, step: Step) -> str:
     name, span = step.name, step.name_span
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
-        ctx.report(messages.steps.name_is_no_word(kind_of(given[1])), given[1].span)
+        ctx.report(Fault("E203", "name must be a word", found=kind_of(given[1])), given[1].span)
     elif given and not may_be_name(ctx, name, span):
         return f"{step.verb}@{span.line}"
     clash = ctx.body.nodes.get(name)
@@ -97,7 +100,10 @@ def _unique_name(ctx: Context, step: Step) -> str:
         return name
     if not step.misspelt.isdisjoint(("name", "as")):
         return f"{name}@{span.line}:{span.column}"
-    ctx.report(messages.steps.name_twice(name, clash.span, _other_name(ctx, step, name)), step.alias or span)
+    message = f"two steps here have the name {quote(name)}"
+    hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
+    fault = Fault("E304", message, hint=hint, notes=[Note("the other step is here", clash.span)])
+    ctx.report(fault, step.alias or span)
     return f"{name}@{span.line}:{span.column}"
 
 
@@ -108,12 +114,12 @@ def _other_name(ctx: Context, step: Step, name: str) -> str:
     numbers[name] = number  # so that a third step gets a different one
     other = f"{name}_{number}"
     if step.alias:
-        return messages.steps.name_alias(other)
+        return f"an alias repeats the name too: write out the step, with `name: {other}`"
     if "name" in step.common:
-        return messages.steps.rename(other)
+        return f"write `name: {other}`"
     if step.fields or step.common:
-        return messages.steps.add_name(other)
-    return messages.steps.write_with_name(step.verb, other)
+        return f"add `name: {other}`"
+    return f"write `{step.verb}: {{name: {other}}}`"
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -134,14 +140,15 @@ def _outputs(
         define_wire(ctx, node.value, node.span)
         return [wire], [node.value], ()
     if wire and wire.kind == "tokens" and isinstance(node, Sequence | Mapping):
-        ctx.report(messages.wires.ids_have_no_features(wire, "split", "the result"), node.span)
+        ctx.report(ids_have_no_features(wire, "split", "the result"), node.span)
         wire = None
     if isinstance(node, Mapping) and node.entries:
         labels, widths = _named_widths(ctx, node, wire)
     elif isinstance(node, Sequence) and len(node.items) > 1 and all(isinstance(item, Scalar) for item in node.items):
         labels, widths = _equal_parts(ctx, node, wire)
     else:
-        ctx.report(messages.steps.not_outputs(kind_of(node)), node.span)
+        expected = "a name, a list of names (equal parts), or a mapping name: width"
+        ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
         ctx.body.incomplete = True
         return [None], ["?"], ()
     if wire is None or widths is None:
@@ -156,7 +163,7 @@ def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[
     for item in node.items:
         assert isinstance(item, Scalar)
         if item.text in defined:
-            ctx.report(messages.steps.part_twice(item.text), item.span)
+            ctx.report(Fault("E305", f"two parts are named {quote(item.text)}"), item.span)
         else:
             define_wire(ctx, item.text, item.span)
         defined.add(item.text)
@@ -165,7 +172,9 @@ def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[
         return labels, None
     width, rest = divmod(wire.features, len(labels))
     if rest:
-        ctx.report(messages.steps.no_equal_parts(wire.features, labels), node.span)
+        message = f"{wire.features} features cannot be split into {len(labels)} equal parts"
+        widths = ", ".join(f"{label}: {width + (at < rest)}" for at, label in enumerate(labels))
+        ctx.report(Fault("E405", message, hint=f"specify the widths: as: {{{widths}}}"), node.span)
         return labels, None
     return labels, [width] * len(labels)
 
@@ -178,11 +187,14 @@ def _named_widths(ctx: Context, node: Mapping, wire: Wire | None) -> tuple[list[
     if wire is None or UNKNOWN in widths or node.incomplete:
         return labels, None
     if sum(widths) != wire.features:
-        ctx.report(messages.steps.widths_do_not_add_up(widths, wire), node)
+        message, expected = "the widths must add up to the number of features", str(wire.features)
     elif min(widths) < 1:
-        ctx.report(messages.steps.empty_part(widths, wire), node)
+        message, expected = "each part needs at least one feature", "1 or more each"
     else:
         return labels, widths
+    note = wire.origin_note("the result")
+    found = f"{' + '.join(map(str, widths))} = {sum(widths)}"
+    ctx.report(Fault("E405", message, expected=expected, found=found, notes=[note] if note else []), node)
     return labels, None
 
 
@@ -192,5 +204,6 @@ def define_wire(ctx: Context, name: str, span: Span) -> str:
         ctx.body.incomplete = True
     elif name in ctx.body.wires:
         maker = ctx.run.makers.get(ctx.body.wires[name])
-        ctx.report(messages.steps.wire_twice(name, maker.span if maker else None), span)
+        notes = [Note("it is defined here", maker.span)] if maker and maker.span else []
+        ctx.report(Fault("E305", f"there is already a wire {quote(name)}", notes=notes), span)
     return name

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import find_ties, initialised
 from seqblocks.analysis.nodes import make_node
@@ -15,7 +15,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import files_of_blocks, lowers
 from seqblocks.analysis.values import read_arguments
 from seqblocks.analysis.wires import broadcast, check_lengths, read_port, wire_at
-from seqblocks.errors import Fault
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared
 from seqblocks.parameters import Parameter
@@ -41,7 +41,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
         if port.length:
             ctx.run.may_look_ahead = True
     if "from" in step.common and not any(port.main for port in cls.ports):
-        ctx.report(messages.steps.no_from(step.verb, [port.name for port in cls.ports]), step.key_span("from"))
+        message = f"{step.verb} has no `from`: its inputs have names"
+        ctx.report(Fault("E201", message, expected=listing(port.name for port in cls.ports)), step.key_span("from"))
     agree = check_lengths(ctx, step, cls.ports, wires)
     known = agree and len(inputs) + wires.count(None) == len(wires)
     seen = broadcast(cls.ports, wires)
@@ -101,10 +102,12 @@ def _declare(ctx: Context, step: Step, op: Op, wires: list[Wire | None]) -> _Dec
             check_declared(cls, made, parameters, states, macs, facts)
         for name, parameter in parameters.items():
             if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
-                raise messages.steps.parameter_too_large(step.verb, name, numbers)
+                message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
+                raise Fault("E504", message, expected="at most 10^18")
         for name, state in states.items():
             if (numbers := math.prod(state.shape)) > MAX_STATE:
-                raise messages.steps.state_too_large(step.verb, name, numbers)
+                message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers per sequence"
+                raise Fault("E504", message, expected="at most 10^12")
         if made.facts is not facts:
             made = made.with_facts(facts)
         return _Declared(made, parameters, states, macs, op.calls(*wires))
@@ -138,5 +141,14 @@ def _report_no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> tup
 def _no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> Fault:
     needed = [each.name for each in cls.ports if not (each.main or each.optional)]
     if len(needed) == 1 or any(name in step.fields for name in needed):
-        return messages.steps.missing_input(step.verb, port.name, ctx.body.wires)
-    return messages.steps.missing_inputs(step.verb, needed, lambda: files_of_blocks().get(f"{step.verb}_layer"))
+        name = port.name
+        written = f"{name}: {name}" if name in ctx.body.wires else f"add `{name}: WIRE`, the name of the wire to read"
+        return Fault("E411", f"{step.verb} needs its input {quote(name)}", hint=written)
+
+    def hint() -> str:
+        names = f"name the wires: {step.verb}: {{{', '.join(f'{name}: …' for name in needed)}}}"
+        layer = f"{step.verb}_layer"
+        file = files_of_blocks().get(layer)  # of a block that computes the inputs
+        return f"`{layer}` (`use: [{file}]`) computes them from one wire; or {names}" if file else names
+
+    return Fault("E411", f"{step.verb} needs its inputs {listing(needed)}", hint=hint)

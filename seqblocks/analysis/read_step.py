@@ -6,15 +6,14 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
 
-from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.step import Entries, Step, Verb, find_verb, passed_verb
 from seqblocks.analysis.values import effort
 from seqblocks.combinators import Combinator
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
-from seqblocks.messages.suggestions import missing_colon, nearest
+from seqblocks.messages.suggestions import key_hint, missing_colon, nearest, why_needless
 from seqblocks.op import Op
 
 MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
@@ -49,17 +48,19 @@ def _read(ctx: Context, item: Node) -> Step:
             _report_several_verbs(ctx, item)
             return Step("?", item.span, {}, {}, possible_wires=("?",), unreadable=True)
         case _:
-            ctx.report(messages.steps.not_a_step(kind_of(item)), item.span)
+            ctx.report(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
     return Step("?", item.span, {}, {}, unreadable=True)
 
 
 def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     first, *others = item.entries
-    hint = messages.steps.ONE_VERB
+    hint = "one verb per step"
     if found := _find_verb(ctx, first):
         steps = [other for other in others if other not in found.keys and _find_verb(ctx, other)]
-        hint = messages.steps.separate_steps(steps) if steps else _long_form(item, found) or _move_inside(item)
-    ctx.report(messages.steps.several_keys(list(item.entries), hint), item.entries[others[0]][0])
+        separate = f"put '- ' before {listing(steps)}: this is a separate step" if steps else None
+        hint = separate or _long_form(item, found) or _move_inside(item)
+    message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
+    ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
 
 
 def _long_form(item: Mapping, found: Verb) -> str | None:
@@ -69,16 +70,17 @@ def _long_form(item: Mapping, found: Verb) -> str | None:
     if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
         key = found.required[0]
     if any(name == key for name, *_ in others):
-        return messages.steps.argument_twice(verb, _shown(only), key or "")
+        return f"`{verb}: {_shown(only)}` sets {key}: remove one of the two"
     rest = ((name, _shown(node)) for name, _, node in others)
-    return key and messages.steps.long_form(verb, [(key, _shown(only)), *rest])
+    return key and _written(verb, [(key, _shown(only)), *rest])
 
 
 def _move_inside(item: Mapping) -> str:
     (verb, _, arguments), *others = item
     span = arguments.span
     has_braces = isinstance(arguments, Mapping) and span.source.line(span.line)[span.column - 1] == "{"
-    return messages.steps.keys_outside(verb, [name for name, *_ in others], has_braces)
+    shown = listing(name for name, *_ in others)
+    return f"move {shown} into the braces after `{verb}:`" if has_braces else f"indent {shown} below `{verb}:`"
 
 
 def _shown(node: Node) -> str:
@@ -117,7 +119,7 @@ def _without_arguments(ctx: Context, verb: str, span: Span, found: Verb | None) 
     first = verb.partition(" ")[0]
     if first == verb or not _find_verb(ctx, first):
         return Step(verb, span, {}, {}, found=found)
-    ctx.report(messages.steps.verb_with_argument(verb), span.within(0, len(first)))
+    ctx.report(Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb)), span.within(0, len(first)))
     return Step(verb, span, {}, {}, unreadable=True)
 
 
@@ -129,15 +131,21 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
     if len(found.required) == 1 and not found.steps and isinstance(node, Scalar) and not colon:
         return found.required[0]
     if not found.keys:
-        hint = messages.steps.takes_none(verb)
+        hint = f"remove the value: `{verb}` has no arguments"
     elif found.steps:
-        hint = messages.steps.takes_steps(verb, _shown(node))
+        hint = f"{verb}: [{_shown(node)}]"
     elif found.required:
-        hint = messages.steps.long_form(verb, [(key, "…") for key in found.required])
+        hint = _written(verb, [(key, "…") for key in found.required])
     else:
-        hint = messages.steps.takes_named(verb, found.own)
-    ctx.report(messages.steps.no_arguments(verb, kind_of(node), colon or hint), node.span)
+        hint = f"name the argument: {verb} takes {listing(found.own)}"
+    fault = Fault("E203", f"the arguments of {quote(verb)} must be a mapping", found=kind_of(node), hint=colon or hint)
+    ctx.report(fault, node.span)
     return None
+
+
+def _written(verb: str, arguments: Iterable[tuple[str, str]]) -> str:
+    """Return a step as text. arguments: keys, and their values as shown."""
+    return f"{verb}: {{{', '.join(f'{key}: {shown}' for key, shown in arguments)}}}"
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -192,10 +200,18 @@ def _takes_words(found: Verb) -> bool:
 
 def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
     if isinstance(found.meaning, Argument):
-        return messages.steps.unknown_key_of_argument(step.verb, key, words, found.meaning.span)
-    if isinstance(found.meaning, Block):
-        return messages.steps.unknown_key_of_block(step.verb, key, words, found.meaning.span)
-    return messages.steps.unknown_key(step.verb, key, words)
+        message = f"{step.verb} runs the steps passed to the block, and does not take {quote(key)}"
+        notes = [Note("the argument is declared here", found.meaning.span)]
+    elif isinstance(found.meaning, Block):
+        message = f"block {step.verb} has no argument {quote(key)}"
+        notes = [Note("the block is defined here", found.meaning.span)]
+    else:
+        message, notes = f"unknown key {quote(key)} in {step.verb}", []
+
+    def hint() -> str | None:
+        return (None if notes else why_needless(key)) or key_hint(key, words)
+
+    return Fault("E201", message, expected=f"one of {listing(words, 16)}", hint=hint, notes=notes)
 
 
 def _words(key: str, node: Node) -> list[str]:

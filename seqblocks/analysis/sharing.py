@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
 from seqblocks.analysis.step import Step
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
+from seqblocks.messages.suggestions import did_you_mean, is_renamed
+
+MAX_DIFFERENCES = 3  # number of parameters listed in a message
 
 Table = dict[str, Named]  # parameters by their relative names in a step or a layer
 
@@ -30,7 +33,8 @@ def read_share(ctx: Context, step: Step) -> str:
     node = step.common["share"][1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return node.value
-    ctx.report(messages.sharing.not_a_name(kind_of(node)), node.span)
+    message, found = "share must be the name of a step", kind_of(node)
+    ctx.report(Fault("E203", message, found=found, hint="share: attention"), node.span)
     return ""
 
 
@@ -48,7 +52,9 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     """Raise Fault (E312, E320 to E322)."""
     for key in {"op": ("init", "tie"), "scan": ("init",)}.get(node.kind, ()):  # other steps have neither
         if key in step.common:
-            ctx.report(messages.sharing.nothing_left(key), step.key_span(key))
+            message = f"a step with `share` has no parameters to {key}"
+            hint = f"move `{key}` to the step that owns the parameters, or remove `share`"
+            ctx.report(Fault("E322", message, hint=hint), step.key_span(key))
     owner = _find_owner(ctx, step, node, written)
     if owner is None or not ctx.run.is_known(node):
         return
@@ -57,7 +63,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     if not own:
         if node.kind == "repeat" and not node.bodies:  # without layers
             return
-        raise messages.sharing.none_of_its_own(step.verb)
+        raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
     ctx.run.effort += (len(own) + len(owner.parameters)) // 16
     _check_alike(own, owner.parameters, (step.name, step.span), (written, owner.span))
     _check_free(step, name, own, owner.parameters)
@@ -82,8 +88,10 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
     for body in bodies_around(ctx):
         found = body.nodes.get(first)
         if found is node or _is_open(body, ctx.body, first):
-            around = None if body is ctx.body else first
-            raise messages.sharing.with_itself(step.name, around, renamed_steps(ctx, first))
+            renamed = renamed_steps(ctx, first)
+            hint = is_renamed(first, renamed) if renamed else "name a step above"
+            what = "itself" if body is ctx.body else f"{quote(first)}, which contains it"
+            raise Fault("E320", f"{step.name} cannot share parameters with {what}", at="share", hint=hint)
         if found:
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
@@ -102,16 +110,24 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
     if not path:
         if table:
             return _Owner(node, node.span, table)
-        raise messages.sharing.no_parameters(node.name, node.span)
+        message = f"{node.name} has no parameters to share"
+        raise Fault("E320", message, at="share", notes=[_is_here(node.name, node.span)])
     ctx.run.effort += len(table) // 16  # counted as steps, because a large step may be searched often
     inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
     if inside:
         found = _step_at(node, path.split("."))
         return _Owner(found, found.span, inside)
     if path in table:
-        raise messages.sharing.names_a_parameter(f"{node.name}.{path}")
-    paths = [graph.join(node.name, each) for each in _steps_of(table)]
-    raise messages.sharing.no_step_inside(graph.join(node.name, path), paths)
+        whole = f"{node.name}.{path}"
+        hint = f"tie: {{{path.rpartition('.')[2]}: {whole}}}"
+        raise Fault("E320", f"share must name a step, and {whole} is a parameter", at="share", hint=hint)
+    raise _no_step_inside(graph.join(node.name, path), [graph.join(node.name, each) for each in _steps_of(table)])
+
+
+def _no_step_inside(path: str, known: list[str]) -> Fault:
+    """known: the paths of the steps with parameters, inside the named step."""
+    message, expected = f"there is no step {quote(path)} with parameters", f"one of {listing(known)}" if known else None
+    return Fault("E312", message, at="share", expected=expected, hint=lambda: did_you_mean(path, known))
 
 
 def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
@@ -140,15 +156,22 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
     for body in bodies_around(ctx):
         same = step_called(body, name)
         if same and step_left_out(body, name):
-            return messages.sharing.left_out(name, step.name, same.span)
+            message = f"{quote(name)} is left out, so its parameters cannot be shared"
+            other = f"give {step.name} the same `when`, or share with a step that is present"
+            return Fault("E320", message, at="share", hint=other, notes=[Note("its condition is false", same.span)])
         if same:
-            return messages.sharing.below(name, step.name, same.span)
+            message, other = f"{quote(name)} is below {step.name}", "move `share` to the second of the two steps"
+            return Fault("E320", message, at="share", hint=other, notes=[_is_here(name, same.span)])
 
-    def known() -> list[str]:
+    def hint() -> str:
+        if renamed := renamed_steps(ctx, name):
+            return is_renamed(name, renamed)
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
-        return [*dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx))), *words]
+        known = [*dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx))), *words]
+        inside = "steps of a block can only share with steps of the same block"
+        return did_you_mean(name, known) or (inside if ctx.callers else "name a step above this one")
 
-    return messages.sharing.no_step(name, known, lambda: renamed_steps(ctx, name), in_block=bool(ctx.callers))
+    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=hint)
 
 
 # --- comparing declarations -------------------------------------------------------------------------------------------
@@ -162,25 +185,53 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
     names = [name for name in (owned if own.keys() == owned.keys() else {**owned, **own}) if _differ(name, own, owned)]
     if not names:
         return
-    sharing, owner = (
-        messages.sharing.Declarations(*side, {name: _declared(table, name) for name in names})
-        for side, table in ((ours, own), (theirs, owned))
+    raise _declarations_differ(names, _Side(*ours, own), _Side(*theirs, owned))
+
+
+class _Side(NamedTuple):
+    """One of two steps, or layers, whose declarations differ."""
+
+    label: str
+    span: Span
+    parameters: Table
+
+    def declared(self, names: Iterable[str]) -> str:
+        return listing(self._declared(name) for name in names)
+
+    def _declared(self, name: str) -> str:
+        if name not in self.parameters:
+            return f"no {name}"
+        parameter = self.parameters[name].parameter
+        return f"{name} {list(parameter.shape)}{' in float32' if parameter.full_precision else ''}"
+
+
+def _declarations_differ(names: list[str], sharing: _Side, owner: _Side) -> Fault:
+    """names: the parameters that differ; sharing: the step that has `share:`."""
+    more = len(names) - MAX_DIFFERENCES
+    also = f" ({more} more differ)" if more > 0 else ""
+    places = {owner.span: _is_here(owner.label, owner.span), sharing.span: None}
+    for side in (owner, sharing):
+        if item := side.parameters.get(names[0]):
+            span = item.node.span
+            places.setdefault(span, Note(f"the {names[0]} of {side.label} is declared here", span))
+    return Fault(
+        "E321",
+        f"{sharing.label} cannot share the parameters of {owner.label}: their declarations differ",
+        at="share",
+        expected=f"{owner.declared(names[:MAX_DIFFERENCES])}, as in {owner.label}",
+        found=f"{sharing.declared(names[:MAX_DIFFERENCES])}{also}",
+        notes=[note for note in places.values() if note],
     )
-    raise messages.sharing.declarations_differ(names, sharing, owner)
+
+
+def _is_here(name: str, span: Span) -> Note:
+    return Note(f"{name} is here", span)
 
 
 def _differ(name: str, *tables: Table) -> bool:
     found = [table[name].parameter for table in tables if name in table]
     facts = {(parameter.shape, parameter.full_precision) for parameter in found}
     return len(found) < len(tables) or len(facts) > 1
-
-
-def _declared(table: Table, name: str) -> tuple[tuple[int, ...], bool, Span] | None:
-    """Return the shape of a parameter, whether it is kept in float32, and where it is declared, for a message."""
-    item = table.get(name)
-    if item is None:
-        return None
-    return item.parameter.shape, item.parameter.full_precision, item.node.span
 
 
 def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
@@ -191,7 +242,10 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
         inside = item.tied[len(name) + 1 :] if item.tied.startswith(f"{name}.") else ""
         source = (owned[inside].tied or owned[inside].name) if inside else item.tied
         if source != (owned[key].tied or owned[key].name):
-            raise messages.sharing.already_shared(key, step.name, item.tied, owned[key].name, item.node.span)
+            already = f"{key} of {step.name} is already shared with {item.tied}"
+            message, hint = f"{already}, and cannot be shared with {owned[key].name}", "remove one `share` or `tie`"
+            notes = [Note("the step with the parameter is here", item.node.span)]
+            raise Fault("E322", message, at="share", notes=notes, hint=hint)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -229,6 +283,11 @@ def owner_of(name: str, shared: Table) -> str | None:
     return next((each.tied for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
 
 
+def name_the_owner(name: str, owner: str) -> str:
+    """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
+    return f"{name} uses the parameters of another step: name their owner ({owner})"
+
+
 def _named_by(
     ctx: Context, step: Step, layers: dict[str, Table], names: list[str], others: Table
 ) -> dict[str, Table]:
@@ -242,9 +301,20 @@ def _named_by(
     missing = requested.difference(*found.values())
     for name in names:
         if name in missing:
-            fault = messages.sharing.not_in_layers(name, list(known), _steps_of(known), owner_of(name, others))
-            ctx.report(fault, step)
+            ctx.report(_not_in_layers(name, list(known), owner_of(name, others)), step)
     return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
+
+
+def _not_in_layers(name: str, known: list[str], owner: str | None) -> Fault:
+    """known: the parameters of the layers; owner: of `name`, if a layer shares it."""
+    return Fault(
+        "E312",
+        f"no layer of this repeat has a parameter {quote(name)}",
+        at="share",
+        entry=name,
+        expected=f"one of {listing(known)}" if known else "the layers have no parameters",
+        hint=name_the_owner(name, owner) if owner else lambda: did_you_mean(name, [*known, *_steps_of(known)]),
+    )
 
 
 def _layer_span(step: Step, node: graph.Node, label: str) -> Span:

@@ -6,7 +6,7 @@ wire that they can read is the one that the block passes in.
 
 from __future__ import annotations
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.bodies import lower_once
 from seqblocks.analysis.context import Body, Context, Passed
 from seqblocks.analysis.copies import words_in
@@ -15,7 +15,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_steps, lowers, spend
 from seqblocks.analysis.values import size
 from seqblocks.analysis.wires import read_port
-from seqblocks.errors import Note
+from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Argument, Block
 from seqblocks.op import Port
@@ -27,9 +27,15 @@ def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> P
     """Return the steps passed for an argument."""
     if not isinstance(node, Sequence):
         word = node.text if isinstance(node, Scalar) and isinstance(node.value, str) else None
-        ctx.report(messages.blocks.not_steps(block.name, declared.name, kind_of(node), word, declared.span), node.span)
+        message = f"{quote(declared.name)} of block {block.name} must be a list of steps"
+        hint = f"{declared.name}: [{word or 'layer_norm, silu'}]"
+        ctx.report(Fault("E203", message, found=kind_of(node), notes=[declared_here(declared)], hint=hint), node.span)
         return Passed(declared)
     return Passed(declared, node, ctx, _key(ctx, node))
+
+
+def declared_here(argument: Argument) -> Note:
+    return Note("the argument is declared here", argument.span)
 
 
 def add_defaults(ctx: Context, block: Block) -> None:
@@ -82,7 +88,10 @@ def report_no_primitive(ctx: Context, step: Step, is_block: bool) -> None:
     """Report `init` and `tie` on a step that is not a primitive."""
     for key in ("init", "tie"):
         if key in step.common:
-            ctx.report(messages.blocks.no_primitive(step.verb, key, is_block), step.key_span(key))
+            what = "is a block" if is_block else "stands for several steps"
+            instead = "; to share all parameters, use `share: STEP`" if key == "tie" else ""
+            message = f"`{key}` applies to the parameters of a primitive, but {step.verb} {what}"
+            ctx.report(Fault("E201", message, hint=f"move `{key}` to a step inside{instead}"), step.key_span(key))
 
 
 def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple[Context, graph.Graph]:

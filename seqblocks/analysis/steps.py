@@ -12,17 +12,19 @@ from collections.abc import Callable, Container
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.conditions import is_absent, is_known
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.read_step import read_step
 from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Fault
+from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Argument, bundled
+from seqblocks.language.files import bundled
+from seqblocks.language.spec import Argument
+from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
 MAX_STEPS = 50_000
@@ -108,7 +110,8 @@ def lower_steps(
         out.nodes.append(body.last)
     out.result = body.value
     if body.last and len(body.last.outputs) > 1 and not has_outputs:
-        ctx.report(messages.steps.last_has_several(len(body.last.outputs)), body.last.span)
+        fault = Fault("E313", f"the last step has {len(body.last.outputs)} outputs, but must have one")
+        ctx.report(fault, body.last.span)
         out.result = run.unknown()
     out.captures = _captures(out, first, {x, *(ports or {}).values()})
     return out
@@ -116,7 +119,10 @@ def lower_steps(
 
 def _report_no_list(ctx: Context, steps: Node) -> None:
     found, keys = kind_of(steps), steps.entries if isinstance(steps, Mapping) else ()
-    ctx.report(messages.steps.not_a_list(found, keys, is_empty=found == "nothing"), steps.span)
+    hint = "indent its items at least as far as the key: `- silu`" if found == "nothing" else "- silu"
+    if keys:
+        hint = f"each step is an item of a list: put '- ' before {listing(keys)}"
+    ctx.report(Fault("E203", "steps must be a list", found=found, hint=hint), steps.span)
 
 
 def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
@@ -186,7 +192,8 @@ def _report_no_verb(ctx: Context, step: Step) -> None:
     """Report an unknown verb, unless an unreadable part of the file may define it."""
     if ctx.file.incomplete:
         return
-    ctx.report(messages.steps.no_verb(step.verb, lambda: _verb_hint(ctx, step.verb), load_plugins()), step)
+    message, notes = f"there is no verb {quote(step.verb)}", [Note(text) for text in load_plugins()]
+    ctx.report(Fault("E301", message, hint=lambda: _verb_hint(ctx, step.verb), notes=notes), step)
 
 
 def _verb_hint(ctx: Context, verb: str) -> str:
@@ -194,28 +201,34 @@ def _verb_hint(ctx: Context, verb: str) -> str:
     if ctx.callers and verb in ctx.callers[-1].args:
         return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
-    return _bundled_hint(verb, ctx.file.visible) or messages.steps.similar_verb(verb, verbs, files_of_blocks())
+    if found := _bundled_hint(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs):
+        return found
+    files = files_of_blocks()
+    if block := nearest(verb, files):
+        return f"did you mean '{block}'? add `use: [{files[block]}]`"
+    return "`seqblocks ops` lists the verbs; your own primitives must be imported first (--import my_ops.py)"
 
 
 def _argument_hint(argument: Argument) -> str:
     """Return a hint if the unknown verb is the name of an argument."""
     if argument.type == "steps":
-        return messages.steps.ARGUMENT_IN_DEFAULT
-    return messages.steps.argument_is_no_steps(argument.name)
+        return "default steps can use numbers and words among the arguments, but cannot run arguments of type `steps`"
+    return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
 
 
 def _bundled_hint(verb: str, visible: Container[str]) -> str | None:
     """Return a hint if a bundled file or one of its blocks has this name."""
     files = files_of_blocks()
     if verb in files:
-        return messages.steps.block_of_file(files[verb])
+        return f"add `use: [{files[verb]}]`"
     path = bundled().get(verb)
     if path is None:
         return None
     if path.parent.name == "models":
-        return messages.steps.complete_model(verb)
+        return f"{verb} is a complete model: `seqblocks build {verb}`"
     blocks = [block for block, file in files.items() if file == verb]
-    return messages.steps.file_of_blocks(verb, blocks, in_use=all(block in visible for block in blocks))
+    in_use = all(block in visible for block in blocks)
+    return f"`use: [{verb}]` {'is in use, and its blocks are' if in_use else 'brings in'} {listing(blocks)}"
 
 
 @lru_cache(maxsize=1)
@@ -241,10 +254,10 @@ def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
     run.deepest = max(run.deepest, ctx.depth + height)
     if run.deepest > MAX_NESTING:
         run.full = True
-        raise messages.steps.too_deep(MAX_NESTING)
+        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} levels")
     if run.steps > MAX_STEPS:
         run.full = True
-        raise messages.steps.too_many(MAX_STEPS)
+        raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
 
 
 def spend(ctx: Context, effort: int) -> None:
@@ -253,4 +266,5 @@ def spend(ctx: Context, effort: int) -> None:
     run.effort += effort
     if run.effort > MAX_EFFORT and not run.full:
         run.full = True
-        raise messages.steps.too_long_to_analyse()
+        message = "the model's layers take too long to analyse"
+        raise Fault("E104", message, hint="use fewer layers or shorter expressions")

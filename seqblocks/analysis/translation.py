@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.errors import Fault, RunError, UsageError, listing
 from seqblocks.graph import Entry, Graph, ModelSpec
 from seqblocks.language.expressions import parse
@@ -57,7 +57,7 @@ class _Match(Record):
         """Return all combinations of the entry's alternatives with these. Raises Fault."""
         pairs = list(product(self.entry.theirs, after))
         if len(pairs) > MAX_ALTERNATIVES:
-            raise messages.checkpoint_maps.too_many_alternatives(MAX_ALTERNATIVES)
+            raise Fault("E314", f"a parameter has more than {MAX_ALTERNATIVES} alternative names")
         return [_placed(theirs, self.values, rest) for theirs, rest in pairs]
 
 
@@ -179,5 +179,5 @@ def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
     if isinstance(rest, Name):
         return theirs.renamed(lambda text: fill(text, rest.official))
     if not isinstance(theirs, Name):
-        raise messages.checkpoint_maps.recipe_of_recipe()
+        raise Fault("E314", "a recipe cannot be applied to a recipe in the map of a block")
     return rest.renamed(lambda text: fill(theirs.official, text))

@@ -15,19 +15,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from seqblocks import messages
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
 from seqblocks.language.spec import DEPTH, is_name
-from seqblocks.messages.suggestions import nearest
+from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, including nested lists
-_TRUTHS = ("true", "yes", "on", "y", "false", "no", "off", "n")  # where they are not booleans of YAML 1.2
+# Where they are not booleans of YAML 1.2.
+_TRUTHS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}
 
 
 # --- all arguments of a step ------------------------------------------------------------------------------------------
@@ -83,10 +83,16 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
     if item["type"] == "missing":
         info = field_infos(cls).get(key or "")
         if not step.incomplete:
-            ctx.report(messages.values.missing(step.verb, key or "?", info and info.description), step.span)
+            name = key or "?"
+            hint = f"{name}: {info and info.description}"
+            ctx.report(Fault("E202", f"{step.verb} needs {quote(name)}", hint=hint), step.span)
         return
-    found = str(item["input"])[:60]
-    ctx.report(messages.values.invalid(step.verb, key, item["msg"], item["type"], found), step)
+    text = item["msg"][0].lower() + item["msg"][1:]
+    text = text.removeprefix("input should be ").removeprefix("value error, ")
+    text = text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    code = "E203" if "type" in item["type"] or "parsing" in item["type"] else "E209"
+    message = f"{quote(key) if key else 'an argument'} of {step.verb} must be {text}"
+    ctx.report(Fault(code, message, at=key, found=str(item["input"])[:60]), step)
 
 
 # --- one argument -----------------------------------------------------------------------------------------------------
@@ -125,19 +131,22 @@ def _report_not_a_number(ctx: Context, node: Node, value: Any) -> None:
     """Report an argument that is not a number, or an expression whose value is not."""
     if isinstance(node, Scalar) and isinstance(node.value, str) and value != node.value:
         word = value.partition("*")[0] if isinstance(value, str) else ""  # it may be a misspelt name in `let:`
-        ctx.report(messages.values.value_is_no_number(node.value, shown_value(value), word, ctx.names), node)
+        found = f"{quote(node.value)}, which is {shown_value(value)}"
+        hint = (lambda: did_you_mean(word, ctx.names)) if word else None
+        ctx.report(Fault("E203", "expected a number", found=found, hint=hint), node)
     else:
-        ctx.report(messages.values.not_a_number(kind_of(node)), node.span)
+        ctx.report(Fault("E203", "expected a number or an expression", found=kind_of(node)), node.span)
 
 
 def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
     """Return a number; report it if it is too large, or if it must be whole and is not."""
     if isinstance(value, float) and not math.isfinite(value):
-        fault = messages.values.not_finite(value)
+        fault = Fault("E203", "expected a finite number", found=f"{value:g}")
     elif abs(value) > MAX_MAGNITUDE:
-        fault = messages.values.too_large()
+        fault = Fault("E504", "the number is too large", expected="at most 10^18")
     elif whole and value != int(value):
-        fault = messages.values.not_whole(value)
+        hint = "use ceil(…), floor(…) or // to get a whole number"
+        fault = Fault("E503", "expected a whole number", found=f"{value:g}", hint=hint)
     else:
         return int(value) if whole else value
     ctx.report(fault, node)
@@ -156,7 +165,8 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
     except NameFault as fault:
         explain_name(ctx, fault)
         if instead and fault.name == text:
-            messages.values.unknown_word(fault, text, instead, ctx.names)
+            fault.expected = lambda: f"one of {listing([*instead, *sorted(ctx.names)])}"
+            fault.hint = lambda: did_you_mean(text, [*instead, *ctx.names])
         ctx.report(fault, node.part(fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
@@ -166,11 +176,12 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
 def explain_name(ctx: Context, fault: NameFault) -> None:
     """Add a hint to the fault of an unknown name: it is a verb here, or `depth`."""
     if fault.name in ctx.passed:
-        fault.hint = messages.values.steps_in_expression(fault.name)
+        fault.hint = f"it is an argument of type `steps`, which is used as a verb: `- {fault.name}`"
     elif fault.name == DEPTH:
-        fault.hint = messages.values.NO_DEPTH
+        fault.hint = "`depth` is the number of layers around a step: define your own in `let:` to use it here"
     elif ctx.layers is not None:
-        messages.values.may_be_depth(fault, fault.name)
+        hint = fault.hint
+        fault.hint = lambda: (hint() if callable(hint) else hint) or did_you_mean(fault.name, [DEPTH])
 
 
 def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
@@ -180,13 +191,23 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if isinstance(node.value, str):
             text = node.text.strip()
             if text.lower() in _TRUTHS and text not in ctx.names:
-                ctx.report(messages.values.flag_as_text(text, kind_of(node)), node.span)
+                ctx.report(_flag_as_text(text, kind_of(node)), node.span)
                 return UNKNOWN
             value = text if _is_pattern(text) else evaluate(ctx, text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
-    ctx.report(messages.values.not_a_flag(kind_of(node)), node)
+    ctx.report(Fault("E203", "true or false is needed here", found=kind_of(node)), node)
     return UNKNOWN
+
+
+def _flag_as_text(text: str, found: str) -> Fault:
+    """Return the fault of a text that means true or false: in quotes, in other letters, or a word of YAML 1.1."""
+    word = text.lower()
+    if text in (word, word.upper(), word.title()) and word in ("true", "false"):
+        found, hint = "text in quotes", f"remove the quotes: {word}"
+    else:
+        hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
+    return Fault("E203", "true or false is needed here", found=found, hint=hint)
 
 
 def _words(ctx: Context, node: Node, kind: FieldKind) -> Any:
@@ -201,7 +222,8 @@ def _words(ctx: Context, node: Node, kind: FieldKind) -> Any:
 def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     """Return an allowed word, or the value of a name."""
     if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
-        ctx.report(messages.values.not_a_word(kind.choices, kind.open, kind_of(node)), node.span)
+        fault = Fault("E203", "expected a word", expected=_one_of(kind.choices, kind.open), found=kind_of(node))
+        ctx.report(fault, node.span)
         return UNKNOWN
     text = node.text.strip()  # a block scalar ends with a newline
     if node.value is None or text in kind.choices:
@@ -210,7 +232,9 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
         return _named_word(ctx, node, text, kind)
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
-    ctx.report(messages.values.word_not_allowed(text, kind.choices, kind.open, ctx.names), node.span)
+    message = f"{quote(text)} is not allowed here"
+    expected = _one_of(kind.choices, kind.open)
+    ctx.report(Fault("E208", message, expected=expected, hint=lambda: _near(text, kind.choices, ctx.names)), node.span)
     return UNKNOWN
 
 
@@ -224,8 +248,21 @@ def _named_word(ctx: Context, node: Scalar, name: str, kind: FieldKind) -> Any:
         return value
     word = value if isinstance(value, str) else None
     choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, name))))
-    ctx.report(messages.values.value_not_allowed(name, shown_value(value), word, choices, kind.open), node)
+    message = f"{shown_value(value)} is not an allowed value of {name}"
+    hint = None if word is None else lambda: _near(word, choices)
+    ctx.report(Fault("E208", message, expected=_one_of(choices, kind.open), hint=hint), node)
     return UNKNOWN
+
+
+def _one_of(choices: Collection[str], is_open: bool) -> str:
+    """Return the words that an argument accepts, for a message. is_open: whether it accepts names too."""
+    return f"one of {listing(choices)}{', or a name' if is_open else ''}" if choices else "a word"
+
+
+def _near(word: str, choices: Collection[str], names: Iterable[str] = ()) -> str | None:
+    if word.lower() in ("bidirectional", "bidirection", "bidir", "bi", "both") and "reverse" in choices:
+        return "use [forward, reverse] for both directions"
+    return did_you_mean(word, [*choices, *names])
 
 
 def _compared_words(ctx: Context, name: str) -> list[str]:
@@ -256,7 +293,8 @@ def free_value(ctx: Context, node: Node) -> Any:
     if isinstance(node, Sequence):
         values = Values(free_value(ctx, item) for item in node.items)
         if values.size > MAX_VALUES or values.depth > MAX_DEPTH:
-            ctx.report(messages.values.list_too_large(MAX_VALUES, MAX_DEPTH), node.span)
+            expected = f"at most {MAX_VALUES:,} values, nested at most {MAX_DEPTH} deep"
+            ctx.report(Fault("E104", "the list is too large", expected=expected), node.span)
             return UNKNOWN
         return values
     if isinstance(node, Mapping):
@@ -314,7 +352,7 @@ def _computed(ctx: Context, span: Span, node: Node) -> Compute:
             return free_value(ctx, node)
         nodes = (ctx.names.written[name][0] for name in ring)
         overridden = next((each.span for each in nodes if each.span.source.is_override), None)
-        ctx.report(messages.values.circular(ring), overridden or span)
+        ctx.report(Fault("E505", f"circular definition in let: {' -> '.join(ring)}"), overridden or span)
         return UNKNOWN
 
     return compute

@@ -10,7 +10,7 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, Fault, Report, Source, Span, SpecError
-from seqblocks.language.spec import locate
+from seqblocks.language.files import locate
 
 FAULTS = Path(__file__).parent / "faults"
 GOLDEN = Path(__file__).parent.parent / "golden" / "faults"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import with_initialisers
@@ -10,7 +10,7 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts
-from seqblocks.errors import Fault
+from seqblocks.errors import Fault, Note, quote
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire
 
@@ -19,7 +19,9 @@ from seqblocks.types import Wire
 def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
     """Return the node. Raises Fault (E209) if routing fails; reports steps mixing tokens (E417, E418)."""
     if arguments.top > arguments.count:
-        raise messages.combinators.top_above_count(arguments.top, arguments.count)
+        message = "a token cannot go to more experts than there are"
+        expected = f"at most {arguments.count}, the count"
+        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
     if caution := _untrained(arguments):
         ctx.report(caution, step)
     wire = ctx.run.types[x]
@@ -39,11 +41,15 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
 def _untrained(arguments: Experts) -> Fault | None:
     """Return a warning (W905) if the weight of a token's expert is always 1, or None."""
     if arguments.count == 1 and arguments.score == "softmax":
-        return messages.combinators.score_of_only_expert()
+        message = "the score of the only expert is always 1 and the router is never trained"
+        return Fault("W905", message, at="count", hint="use more experts, or write the steps without `experts`")
     if arguments.count == 1 and arguments.normalize:
-        return messages.combinators.weight_of_only_expert()
+        message = "the normalised weight of the only expert is always 1 and the router is never trained"
+        return Fault("W905", message, at="count", hint="use more experts, or set `normalize: false`")
     if arguments.top == 1 and arguments.normalize:
-        return messages.combinators.weight_of_single_choice()
+        message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
+        hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
+        return Fault("W905", message, at="normalize", hint=hint)
     return None
 
 
@@ -80,25 +86,27 @@ def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
     """Report the first step of an expert that cannot process tokens one by one."""
     for node in graph.walk(body):
         if why := _mixes_tokens(node, x):
-            ctx.report(messages.combinators.mixes_tokens(node.name, why, step.span), node.span)
+            notes = [Note("the experts are here", step.span)]
+            hint = "move the step out of the experts, which process tokens one by one"
+            ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=notes, hint=hint), node.span)
             return
 
 
 def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
     """Return why a step cannot process tokens one by one, or None if it can."""
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
-        return messages.combinators.READS_EARLIER
+        return "reads earlier tokens"
     if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
-        return messages.combinators.changes_tokens(x, node.type)
+        return f"changes the tokens: {x} becomes {node.type}"
     if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return messages.combinators.reads_in_orders(node.arguments.orders)
+        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
     if node.type and node.type.context and not x.context:
-        return messages.combinators.SAME_FOR_ALL
+        return "does not depend on its token"
     if node.op is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
     if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
-        return messages.combinators.READS_OTHERS
+        return "reads other tokens"
     return None
 
 
@@ -107,6 +115,9 @@ def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
     for value in body.captures:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
         if wire and (wire.kind, wire.places) != (x.kind, x.places):
-            ctx.report(messages.combinators.other_tokens(label, wire, x), step)
+            message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
+            expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
+            notes = [note] if note else []
+            ctx.report(Fault("E418", message, at="steps", expected=expected, found=f"{wire}", notes=notes), step)
             return False
     return True

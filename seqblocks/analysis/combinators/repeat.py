@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Names
@@ -14,10 +14,11 @@ from seqblocks.analysis.steps import lower_inside
 from seqblocks.analysis.values import argument
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat
-from seqblocks.errors import Fault
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
 
 Layer = tuple[str, Node]
@@ -88,15 +89,26 @@ def _check_words(ctx: Context, step: Step, pattern: str | None, words: dict[str,
     node = step.get("pattern")
     chosen = node is not None and (node.span.source.is_override or plain(node) != pattern)
     if not pattern:  # the other keys may be words of a misspelt pattern
-        words = {word: node for word, node in words.items() if messages.combinators.is_misspelt_pattern(word)} or words
+        words = {word: node for word, node in words.items() if did_you_mean(word, ("pattern",))} or words
     for word, steps in words.items():
         if word not in used and not (chosen and pattern):
-            if pattern:
-                fault = messages.combinators.word_not_in_pattern(word, pattern, used)
-            else:
-                fault = messages.combinators.unknown_key_of_repeat(word, holds_steps=isinstance(steps, Sequence))
+            fault = _not_in_pattern(word, pattern, used) if pattern else _unknown_key(word, isinstance(steps, Sequence))
             ctx.report(fault, step.key_span(word))
             step.incomplete = True
+
+
+def _not_in_pattern(word: str, pattern: str, words: set[str]) -> Fault:
+    return Fault("E603", f"{quote(word)} is not in the pattern", found=pattern, hint=lambda: did_you_mean(word, words))
+
+
+def _unknown_key(key: str, holds_steps: bool) -> Fault:
+    known = ("times", "steps", "pattern", "index", "share", "name", "from", "as", "when")
+
+    def hint() -> str | None:
+        a_kind_of_layer = f"if {key} is a kind of layer, add a pattern, such as `pattern: {key}*6`"
+        return did_you_mean(key, known) or (a_kind_of_layer if holds_steps else None)
+
+    return Fault("E201", f"unknown key {quote(key)} in repeat", hint=hint)
 
 
 def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> bool:
@@ -110,17 +122,24 @@ def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list
     """Return the word and the steps of each layer."""
     if arguments.pattern is None:
         if arguments.steps is None:
-            raise messages.combinators.no_layers()
+            raise Fault("E202", "repeat takes either `steps` or `pattern`", hint="times: 12 with steps: […]")
         return [("steps", arguments.steps)] * arguments.times
     if arguments.steps is not None:
-        raise messages.combinators.steps_and_pattern()
+        hint = "use `times` and `steps`, or a pattern and the steps of each of its words: m: […]"
+        raise Fault("E210", "repeat takes either `steps` or `pattern`", at="steps", hint=hint)
     layers: list[Layer] = []
     for word, count in pattern:
         if word not in words:
-            raise messages.combinators.word_without_steps(word, words)
+            raise Fault(
+                "E602",
+                f"the pattern's word {quote(word)} has no steps",
+                at="pattern",
+                expected=f"one of {listing(words)}" if words else "a key that holds its steps",
+                hint=did_you_mean(word, words) or f"add `{word}: [steps]` next to the pattern",
+            )
         layers += [(word, words[word])] * count
         if len(layers) * arguments.times > MAX_REPEATS:
-            raise messages.combinators.too_many_layers(MAX_REPEATS)
+            raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
     return layers * arguments.times
 
 
@@ -130,8 +149,10 @@ def _read_pattern(pattern: str) -> Pattern:
     for text in pattern.split():
         match = re.match(_WORD, text)
         if not match or match[2] == "0":
-            raise messages.combinators.not_a_word_of_a_pattern(text)
+            message = f"{quote(text)} is not a word of a pattern"
+            hint = "a pattern has no parentheses: use `times:` to repeat it" if "(" in text or ")" in text else None
+            raise Fault("E601", message, at="pattern", expected="m, or m*7", hint=hint)
         found.append((match[1], int(match[2] or 1)))
     if not found:
-        raise messages.combinators.empty_pattern()
+        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
     return found

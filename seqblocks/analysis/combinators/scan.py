@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, chain
 
-from seqblocks import graph, messages
+from seqblocks import graph
 from seqblocks.analysis.combinators.common import combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.init_and_tie import with_initialisers
@@ -13,6 +13,8 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
 from seqblocks.types import UNBOUNDED, Wire
 from seqblocks.widths import must_have_grid
@@ -44,20 +46,21 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
 def _check_orders(arguments: Scan, wire: Wire | None) -> None:
     orders = arguments.orders
     if not orders:
-        raise messages.combinators.no_orders()
+        raise Fault("E208", "the list of orders is empty", at="order", hint="for instance [forward, reverse]")
     if twice := next((order for at, order in enumerate(orders) if order in orders[:at]), None):
-        raise messages.combinators.order_twice(twice, orders)
+        raise Fault("E208", "an order appears twice", at="order", entry=twice, found=listing(orders))
     over_grid = [order for order in orders if order in GRID_ORDERS]
     if wire and over_grid:
         first = over_grid[0]
         must_have_grid(wire, f"order {first}", at="order", instead="forward or reverse", entry=first)
     if arguments.own not in ("none", []) and len(orders) < 2:
-        raise messages.combinators.own_needs_orders()
+        raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
 
 
 def _check_length(wire: Wire | None, result: Wire | None) -> None:
     if result and wire and (result.kind, result.length) != (wire.kind, wire.length):
-        raise messages.combinators.scan_changes_length(wire, result)
+        message = "the output of a scan must be a sequence of the same length as its input"
+        raise Fault("E406", message, at="steps", expected=f"{wire.with_features(result.features)}", found=str(result))
 
 
 # --- column orders --------------------------------------------------------------------------------------------------
@@ -73,11 +76,32 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
         return
     for node in graph.walk(body):
         if node.op and node.type and node.op.is_upright(*node.wires):
-            raise messages.combinators.upright_step(node.verb, order, node.span)
+            message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
+            notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
+            raise Fault("E407", message, at="order", entry=order, notes=notes, hint=hint)
     for value in body.captures:
         other = ctx.run.types[value]
         if other and other.kind in ("sequence", "tokens") and (other.grid, other.places) != (wire.grid, wire.places):
-            raise messages.combinators.other_image(order, wire, other, ctx.run.labels[value])
+            raise _other_image(order, wire, other, ctx.run.labels[value])
+
+
+def _other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:
+    """Return the fault of a wire from outside a scan of columns, whose tokens are not those of its input, `wire`."""
+    note = other.origin_note(f"`{label}`")
+    return Fault(
+        "E407",
+        f"order {order} reorders every sequence that its steps read, "
+        f"but {quote(label)} does not have the rows and columns of its input",
+        at="order",
+        entry=order,
+        expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
+        found=f"{other}, {_rows_by_columns(other)}",
+        notes=[note] if note else [],
+    )
+
+
+def _rows_by_columns(wire: Wire) -> str:
+    return f"{wire.grid[0]} x {wire.grid[1]}" if wire.grid else "without rows and columns"
 
 
 # --- parameters owned by each order -----------------------------------------------------------------------------------
@@ -104,21 +128,38 @@ def _named_by(ctx: Context, step: Step, arguments: Scan, body: graph.Graph, name
                 below[prefix].append(name)
     unnamed = [name for name in own if not below[name]]
     if unnamed and all(node.type for node in graph.walk(body)):  # otherwise a faulty step may own the missing parameter
-        from seqblocks.analysis.sharing import owner_of  # only for the message
-
         shared = {item.name: item for item in graph.parameters(body, shared=True) if item.shared}
         for name in unnamed:
-            ctx.report(messages.combinators.nothing_to_own(name, names, owner_of(name, shared)), step)
+            ctx.report(_nothing_to_own(name, names, shared), step)
     return set(chain.from_iterable(below.values()))
+
+
+def _nothing_to_own(name: str, names: list[str], shared: dict[str, graph.Named]) -> Fault:
+    """names: the parameters in the scan. shared: those that steps inside only share."""
+    from seqblocks.analysis.sharing import name_the_owner, owner_of  # few specs need it
+
+    owner = owner_of(name, shared)
+    steps = {each.rpartition(".")[0] for each in names}
+    return Fault(
+        "E312",
+        f"there is no parameter {quote(name)} inside this scan",
+        at="own",
+        entry=name,
+        expected=f"one of {listing(names)}" if names else "the steps have no parameters",
+        hint=name_the_owner(name, owner) if owner else lambda: did_you_mean(name, [*names, *steps]),
+    )
 
 
 def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None:
     """Raise Fault (E208) if a nested scan owns parameters too, or if a tie shares them."""
     for node in graph.walk(body) if owned else ():
         if node.directions and node.owned and owned != set(names):
-            raise messages.combinators.two_scans_own()
+            message = "a scan that owns some parameters cannot contain another that does"
+            hint = "use `own: all`, or let only one of the two scans own parameters"
+            raise Fault("E208", message, at="own", hint=hint)
         if node.ties:
-            raise messages.combinators.tied_and_owned(node.name)
+            message = f"{node.name} is tied, so a direction cannot own its parameters"
+            raise Fault("E208", message, at="own", hint="tie outside the scan, or set `own: none`")
 
 
 def _starts(
@@ -130,6 +171,8 @@ def _starts(
     table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
     known = ctx.run.types[body.result] is not None and all(node.type for node in graph.walk(body))
     if "init" in step.common and known and not table:
-        ctx.report(messages.combinators.orders_own_nothing(arguments.orders), step.key_span("init"))
+        hint = f"{'set `own: all`, or ' if len(arguments.orders) > 1 else ''}use `init` of the step inside"
+        fault = Fault("E201", "no order of this scan owns parameters to initialise", hint=hint)
+        ctx.report(fault, step.key_span("init"))
     given = with_initialisers(ctx, step, table, known)
     return {name: given[name].init for name in table if given[name] is not table[name]}
