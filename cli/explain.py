@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
 from seqblocks.analysis.lower import is_builtin
-from seqblocks.analysis.steps import files_of_blocks
+from seqblocks.analysis.steps.steps import files_of_blocks
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch

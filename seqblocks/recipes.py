@@ -2,7 +2,7 @@
 
 A plain name reads one tensor unchanged; other recipes join, split or rearrange tensors. Each kind is a class that
 checks itself against the shape of a parameter, computes the parameter, and converts it back.
-`seqblocks/analysis/checkpoint_maps.py` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is
+`seqblocks/analysis/checkpoint_maps/` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is
 imported only when a recipe is applied, because graphs contain recipes and must not need torch.
 """
 

@@ -26,7 +26,8 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 
 # The files and folders of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import what is
-# above the folder, and other files of the folder unless that creates an import cycle.
+# above the folder, and other files of the folder unless that creates an import cycle. A folder in it may have a row of
+# its own.
 ROOMS = """
     _version
     errors
@@ -43,6 +44,10 @@ ROOMS = """
     ops/*
     graph
     cost
+    analysis/scope/*
+    analysis/checkpoint_maps/*
+    analysis/steps/*
+    analysis/passes/*
     analysis/*
     report/*
     ------ torch begins
@@ -148,6 +153,8 @@ def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
 def room(module: str) -> str:
     """Return the row of the table for a module of seqblocks (not of kernels/ or cli/)."""
     first, *rest = module.split(".")[1:] or ["__init__"]
+    if rest and (inner := f"{first}/{rest[0]}/*") in PLACE:
+        return inner
     return f"{first}/*" if rest or (ROOT / "seqblocks" / first).is_dir() else first
 
 

@@ -122,7 +122,7 @@ def check_text(
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
     if report and file.expect is not None:
-        from seqblocks.analysis.expectations import check_numbers
+        from seqblocks.analysis.passes.expectations import check_numbers
 
         check_numbers(file, report)
     file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
@@ -130,7 +130,7 @@ def check_text(
         model.warnings = file.warnings
         model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
-            from seqblocks.analysis.expectations import check_expectations  # only specs that have it need it
+            from seqblocks.analysis.passes.expectations import check_expectations  # only specs that have it need it
 
             check_expectations(model, file)
     return file, model

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import LAYOUTS
+from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.language.files import bundled
 from seqblocks.language.spec import (

@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any
 
 import seqblocks
-from seqblocks.analysis import check, steps
+from seqblocks.analysis import check
+from seqblocks.analysis.steps import steps
 
 ROOT = Path(seqblocks.__file__).parent
 TEXT = """
@@ -58,7 +59,7 @@ def test_a_step_reaches_its_node_in_few_calls() -> None:
     with recorded_calls("mlstm") as calls:
         check.load_text(TEXT)
     path = "\n".join(f"{file}  {name}" for file, name in calls)
-    assert calls[0] == ("analysis/steps.py", "lower_step")
+    assert calls[0] == ("analysis/steps/steps.py", "lower_step")
     assert ("ops/mlstm.py", "shape") in calls
     assert len(calls) <= MAX_CALLS, path
     assert sum(one[0] != other[0] for one, other in pairwise(calls)) <= MAX_CHANGES, path

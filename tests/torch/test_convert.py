@@ -16,7 +16,7 @@ from torch import Tensor
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import layouts
+from seqblocks.analysis.checkpoint_maps.translation import layouts
 from seqblocks.checkpoint import convert
 from seqblocks.checkpoint.convert import official_weights
 from seqblocks.checkpoint.official import translated

@@ -15,13 +15,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.names import Compute, shown_value
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.names import Compute, Names, shown_value
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
-from seqblocks.language.spec import DEPTH, is_name
+from seqblocks.language.spec import DEPTH, SpecFile, is_name
 from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
@@ -331,6 +332,16 @@ def _is_new_word(text: str, names: Collection[str]) -> bool:
     if star and (not count.strip("0") or keyword.iskeyword(word) or not isinstance(resolve(word), str)):
         return False
     return (text.isidentifier() or _is_word(text)) and word not in names and not (star and nearest(word, names))
+
+
+def file_context(run: Run, file: SpecFile) -> Context:
+    """Return the outermost context of a file, with the names of its `let:`."""
+    known = run.top_names.get(id(file))
+    names = run.top_names[id(file)] = known if known is not None else Names()
+    ctx = Context(run, file, names, Body({}))
+    if known is None:
+        add_let(ctx, file.let)
+    return ctx
 
 
 def add_let(ctx: Context, let: Mapping | None) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.conditions import condition
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.conditions import condition
 from seqblocks.language import document
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.spec import Block

@@ -6,9 +6,9 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
 
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.step import Entries, Step, Verb, find_verb, passed_verb
-from seqblocks.analysis.values import effort
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Entries, Step, Verb, find_verb, passed_verb
+from seqblocks.analysis.scope.values import effort
 from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of

@@ -7,14 +7,14 @@ wire that they can read is the one that the block passes in.
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.bodies import lower_once
-from seqblocks.analysis.context import Body, Context, Passed
-from seqblocks.analysis.copies import words_in
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import lower_steps, lowers, spend
-from seqblocks.analysis.values import size
-from seqblocks.analysis.wires import read_port
+from seqblocks.analysis.scope.context import Body, Context, Passed
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import size
+from seqblocks.analysis.scope.wires import read_port
+from seqblocks.analysis.steps.bodies import lower_once
+from seqblocks.analysis.steps.copies import words_in
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import lower_steps, lowers, spend
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Argument, Block

@@ -38,9 +38,9 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.translation import HOLE, LAYOUTS, MAX_ALTERNATIVES, OFFICIAL
-from seqblocks.analysis.values import number
+from seqblocks.analysis.checkpoint_maps.translation import HOLE, LAYOUTS, MAX_ALTERNATIVES, OFFICIAL
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Entry
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of

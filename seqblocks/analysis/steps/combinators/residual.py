@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import combines
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import lower_inside
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.residual import Residual
 from seqblocks.errors import Fault
 from seqblocks.types import UNBOUNDED, Wire

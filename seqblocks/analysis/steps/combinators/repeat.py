@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import combines
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.names import Names
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import lower_inside
-from seqblocks.analysis.values import argument
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import argument
+from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault, listing, quote
@@ -71,7 +71,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
 
 def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], share: str | list[str]) -> None:
     """Share the parameters of the first layer of each word, or those of another step, with the layers."""
-    from seqblocks.analysis.sharing import share_layers, share_parameters  # few specs need it
+    from seqblocks.analysis.steps.sharing import share_layers, share_parameters  # few specs need it
 
     if isinstance(share, str) and share != "all":
         share_parameters(ctx, step, node, share)

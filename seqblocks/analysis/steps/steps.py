@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from seqblocks import graph
-from seqblocks.analysis.conditions import is_absent, is_known
-from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.names import Names
-from seqblocks.analysis.read_step import read_step
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.conditions import is_absent, is_known
+from seqblocks.analysis.steps.read_step import read_step
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
@@ -52,7 +52,7 @@ def lowers(meaning: type) -> Callable[[L], L]:
 
 def _lowering(meaning: type) -> Lowering:
     if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
-        importlib.import_module(f"seqblocks.analysis.combinators.{meaning.verb}")  # type: ignore[attr-defined]
+        importlib.import_module(f"seqblocks.analysis.steps.combinators.{meaning.verb}")  # type: ignore[attr-defined]
     return LOWERINGS[meaning]
 
 
@@ -153,7 +153,7 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
                 kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
                 if node := _lowering(kind)(ctx, step, meaning):
                     if "share" in step.common:
-                        from seqblocks.analysis.sharing import read_share, share_parameters  # few specs need it
+                        from seqblocks.analysis.steps.sharing import read_share, share_parameters  # few specs need it
 
                         share_parameters(ctx, step, node, read_share(ctx, step))
                     return node

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean

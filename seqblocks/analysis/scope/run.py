@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.names import Names
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Report
 from seqblocks.types import Origin, Wire
 

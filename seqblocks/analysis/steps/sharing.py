@@ -7,9 +7,9 @@ from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of

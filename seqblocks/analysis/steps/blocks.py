@@ -5,17 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis import copies
-from seqblocks.analysis.bodies import lower_once
-from seqblocks.analysis.checkpoint_maps import has_sizes, read_map
-from seqblocks.analysis.context import Body, Context, Passed
-from seqblocks.analysis.copies import Original
-from seqblocks.analysis.init_and_tie import initialised
-from seqblocks.analysis.names import Names
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.step_arguments import (
+from seqblocks.analysis.checkpoint_maps.reading import has_sizes, read_map
+from seqblocks.analysis.scope.context import Body, Context, Passed
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import (
+    add_let,
+    argument,
+    compute_let,
+    effort,
+    file_context,
+    free_value,
+    number,
+    size,
+)
+from seqblocks.analysis.scope.wires import read_port, read_wires
+from seqblocks.analysis.steps import copies
+from seqblocks.analysis.steps.bodies import lower_once
+from seqblocks.analysis.steps.copies import Original
+from seqblocks.analysis.steps.init_and_tie import initialised
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.step_arguments import (
     ANY_KIND,
     add_defaults,
     check_unrun,
@@ -23,13 +34,11 @@ from seqblocks.analysis.step_arguments import (
     read_passed,
     report_no_primitive,
 )
-from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
-from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, number, size
-from seqblocks.analysis.wires import read_port, read_wires
+from seqblocks.analysis.steps.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.language.spec import Argument, Block
 from seqblocks.op import FieldKind
 from seqblocks.record import Record
 
@@ -42,16 +51,6 @@ class BlockUse(Record):
     ports: dict[str, int]  # its wire arguments
     written: dict[str, tuple[Node, Names]]
     passed: dict[str, Passed]  # its arguments that are steps
-
-
-def file_context(run: Run, file: SpecFile) -> Context:
-    """Return the outermost context of a file, with the names of its `let:`."""
-    known = run.top_names.get(id(file))
-    names = run.top_names[id(file)] = known if known is not None else Names()
-    ctx = Context(run, file, names, Body({}))
-    if known is None:
-        add_let(ctx, file.let)
-    return ctx
 
 
 @lowers(Block)

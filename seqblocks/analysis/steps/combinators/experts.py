@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import combines
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.init_and_tie import with_initialisers
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import count_steps, lower_inside
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.init_and_tie import with_initialisers
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.ops.router import Router

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.nodes import define_wire
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.values import argument
-from seqblocks.analysis.wires import read_port
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import argument
+from seqblocks.analysis.scope.wires import read_port
+from seqblocks.analysis.steps.nodes import define_wire
 from seqblocks.errors import Fault
 from seqblocks.language.document import Scalar
 from seqblocks.language.expressions import UNKNOWN

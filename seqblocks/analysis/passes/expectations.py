@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from seqblocks import cost, graph
-from seqblocks.analysis.blocks import file_context
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.values import number
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.values import file_context, number
 from seqblocks.errors import ExpectationError, Fault, Report, SpecError, in_order
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
@@ -18,7 +17,7 @@ from seqblocks.language.spec import SpecFile, known_keys
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
-    from seqblocks.analysis.lookahead import Ahead
+    from seqblocks.analysis.passes.lookahead import Ahead
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
@@ -93,7 +92,7 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     expected, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
     if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
         return
-    from seqblocks.analysis import lookahead  # few specs expect a latency or a lookahead
+    from seqblocks.analysis.passes import lookahead  # few specs expect a latency or a lookahead
 
     found = lookahead.latency_ms(model)
     if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
@@ -158,7 +157,7 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
 def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
     if node is None:
         return
-    from seqblocks.analysis import lookahead
+    from seqblocks.analysis.passes import lookahead
 
     if not isinstance(node, Mapping):
         _check_ahead(ctx, node, lookahead.find(model), "", model, broken)
@@ -179,7 +178,7 @@ def _check_ahead(
     ctx: Context, node: Node, ahead: Ahead | None, name: str, model: ModelSpec, broken: Report
 ) -> None:
     """Check the lookahead of one output, or the largest of all."""
-    from seqblocks.analysis.lookahead import shown
+    from seqblocks.analysis.passes.lookahead import shown
 
     expected: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
     if expected is UNKNOWN or (ahead and shown(ahead.tokens) == expected):

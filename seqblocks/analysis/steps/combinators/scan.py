@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import accumulate, chain
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import combines
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.init_and_tie import with_initialisers
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import count_steps, lower_inside
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.init_and_tie import with_initialisers
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan
 from seqblocks.errors import Fault, Note, listing, quote
@@ -136,7 +136,7 @@ def _named_by(ctx: Context, step: Step, arguments: Scan, body: graph.Graph, name
 
 def _nothing_to_own(name: str, names: list[str], shared: dict[str, graph.Named]) -> Fault:
     """names: the parameters in the scan. shared: those that steps inside only share."""
-    from seqblocks.analysis.sharing import name_the_owner, owner_of  # few specs need it
+    from seqblocks.analysis.steps.sharing import name_the_owner, owner_of  # few specs need it
 
     owner = owner_of(name, shared)
     steps = {each.rpartition(".")[0] for each in names}

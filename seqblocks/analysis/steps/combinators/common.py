@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.init_and_tie import report_no_parameters
-from seqblocks.analysis.names import Names
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import lower_inside, lowers
-from seqblocks.analysis.values import read_arguments
-from seqblocks.analysis.wires import read_port, wire_at
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import read_arguments
+from seqblocks.analysis.scope.wires import read_port, wire_at
+from seqblocks.analysis.steps.init_and_tie import report_no_parameters
+from seqblocks.analysis.steps.steps import lower_inside, lowers
 from seqblocks.combinators import Combinator
 from seqblocks.language.document import Node, Sequence
 from seqblocks.language.expressions import UNKNOWN

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.init_and_tie import find_ties, initialised
-from seqblocks.analysis.nodes import make_node
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import files_of_blocks, lowers
-from seqblocks.analysis.values import read_arguments
-from seqblocks.analysis.wires import broadcast, check_lengths, read_port, wire_at
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import read_arguments
+from seqblocks.analysis.scope.wires import broadcast, check_lengths, read_port, wire_at
+from seqblocks.analysis.steps.init_and_tie import find_ties, initialised
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import files_of_blocks, lowers
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from seqblocks import graph
-from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.step import Step, find_verb
-from seqblocks.analysis.values import explain_name
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_left_out
+from seqblocks.analysis.scope.values import explain_name
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
-from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint, nearest
+from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint
 from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
 from seqblocks.record import Record
@@ -262,42 +263,6 @@ def _no_target(tie: _Tie, names: list[str]) -> Fault:
     return Fault("E312", f"there is no parameter {quote(tie.target)}", expected=expected, hint=hint)
 
 
-def bodies_around(ctx: Context) -> Iterator[Body]:
-    """Yield this body, then the enclosing ones."""
-    body: Body | None = ctx.body
-    while body:
-        yield body
-        body = body.outer
-
-
-def may_be_step(ctx: Context, name: str) -> bool:
-    """Return whether a step above may have this name: one has, or one that could not be read may have it."""
-    return any(
-        body.incomplete or name in body.nodes or _has_misspelt_verb(ctx, body, name) for body in bodies_around(ctx)
-    )
-
-
-def _has_misspelt_verb(ctx: Context, body: Body, name: str) -> bool:
-    """Return whether a step without a name has an unknown verb that may be a misspelling of `name`."""
-    unknown = (node.verb for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
-    close = [verb for verb in unknown if name in verb.lower() or nearest(verb, (name,))]
-    return any(verb not in ctx.passed and find_verb(ctx.file, verb) is None for verb in close)
-
-
-def step_called(body: Body, name: str) -> Step | None:
-    """Return the step with this name in a list of steps, except the current one."""
-    if not body.named:
-        body.named = {each.name: each for each in reversed(body.steps)}
-    found = body.named.get(name)
-    return None if found is body.current else found
-
-
-def step_left_out(body: Body, name: str) -> Step | None:
-    """Return the step with this name whose condition is false, or None if there is none."""
-    found = step_called(body, name)
-    return found if found and body.conditions.get(id(found)) is False else None
-
-
 def _no_step(ctx: Context, name: str) -> Fault:
     """Return the fault of a name that is not a step above. The step may be left out."""
     if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
@@ -314,9 +279,3 @@ def _no_step(ctx: Context, name: str) -> Fault:
         return did_you_mean(name, known) or "tie to a step above this one"
 
     return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)
-
-
-def renamed_steps(ctx: Context, verb: str) -> list[str]:
-    """Return the names of the steps above that have this verb, but another name."""
-    nodes = (node for body in bodies_around(ctx) for node in body.nodes.values())
-    return [node.name for node in nodes if node.verb == verb != node.name]

@@ -6,10 +6,10 @@ from itertools import count
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.step import Step
-from seqblocks.analysis.values import number
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN

@@ -8,9 +8,9 @@ from itertools import chain, islice
 from typing import Any, get_args
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.init_and_tie import may_be_step
-from seqblocks.analysis.translation import HOLE, Translator, index_pattern
+from seqblocks.analysis.checkpoint_maps.translation import HOLE, Translator, index_pattern
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.steps_above import may_be_step
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import Fault, Note, Report, Span, listing
 from seqblocks.graph import ModelSpec, Node
 

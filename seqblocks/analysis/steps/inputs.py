@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.nodes import may_be_name
-from seqblocks.analysis.values import number
-from seqblocks.analysis.wires import read_wires
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.values import number
+from seqblocks.analysis.scope.wires import read_wires
+from seqblocks.analysis.steps.nodes import may_be_name
 from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN

@@ -7,9 +7,9 @@ from dataclasses import field
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.names import Names, names_in, names_inside, shown_value
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.step import Step
+from seqblocks.analysis.scope.names import Names, names_in, names_inside, shown_value
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, Span
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.steps import count_steps, spend
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.steps.steps import count_steps, spend
 
 
 def lower_once(ctx: Context, key: tuple[Any, ...], lower: Callable[[], tuple[Context, graph.Graph]]) -> graph.Graph:
