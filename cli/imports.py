@@ -103,8 +103,9 @@ def _module(request: Request) -> ModuleType:
     sys.path.append(str(folder.resolve()))  # last, so that installed modules take precedence
     try:
         module = _from_file(request) if is_file else importlib.import_module(name)
-        if getattr(module, "__file__", name) is None and Path(name).is_dir():  # to Python, a package without code
-            raise UsageError(f"{request}: {_folder_hint(request)}")
+        package = Path(*name.split("."))
+        if getattr(module, "__file__", name) is None and package.is_dir():  # to Python, a package without code
+            raise UsageError(f"{request}: {_folder_hint(package)}")
         return module
     except SeqblocksError:
         raise
@@ -126,7 +127,7 @@ def _module(request: Request) -> ModuleType:
 def _from_file(request: Request) -> ModuleType:
     path = Path(request.name).resolve()
     if path.is_dir():
-        raise UsageError(f"{request}: {_folder_hint(request)}")
+        raise UsageError(f"{request}: {_folder_hint(Path(request.name))}")
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
         where = near or f"looked at {visible(str(path))}"
@@ -162,15 +163,14 @@ def _import_hint(request: Request) -> str:
     if Path(f"{request.name}.py").is_file():
         return f"there is no such module; write a file with its extension: {request}.py"
     if request.name and Path(request.name).is_dir():
-        return _folder_hint(request)
+        return _folder_hint(Path(request.name))
     if Path(request.name).is_file():
         return "a file must be Python code, with the extension .py"
     where = "searched the current folder and installed modules"
     return f"there is no such module; {where}; to import a file, write its path, such as my_ops.py"
 
 
-def _folder_hint(request: Request) -> str:
-    folder = Path(request.name)
+def _folder_hint(folder: Path) -> str:
     file = min((file.name for file in folder.glob("*.py") if file.is_file()), default="my_ops.py")
     return f"this is a folder; write the path of a file in it, such as {visible(str(folder / file))}"
 

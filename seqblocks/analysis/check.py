@@ -38,12 +38,14 @@ Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def names_overrides(function: F) -> F:
-    """Have a function report an unknown keyword argument as a UsageError that says where values of a spec go."""
+    """Have a function report unknown arguments as a UsageError that says where values of a spec go."""
     code = function.__code__
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
     @wraps(function)
     def call(*given: Any, **keywords: Any) -> Any:
+        if len(given) > code.co_argcount:
+            raise UsageError(_too_many(function.__name__, code.co_varnames[: code.co_argcount], known))
         for name in keywords:
             if name not in known:
                 raise UsageError(_unknown_keyword(function.__name__, name, keywords[name], known))
@@ -55,11 +57,18 @@ def names_overrides(function: F) -> F:
 def _unknown_keyword(function: str, name: str, value: Any, known: Sequence[str]) -> str:
     from seqblocks.messages.suggestions import did_you_mean
 
+    if name == "set":
+        return f"{function} has no argument 'set': pass it to load_model"
     plain = isinstance(value, bool | int | float | str) and len(str(value)) < 40
     change = f"set={{{name!r}: {value!r}}}" if plain else f"set={{{name!r}: …}}"
     override = change if "set" in known else f"{change} to load_model"
     hint = did_you_mean(name, known) or f"to change a value of the spec, pass {override}".replace("'", '"')
     return f"{function} has no argument {quote(name)}: {hint}"
+
+
+def _too_many(function: str, first: Sequence[str], known: Sequence[str]) -> str:
+    others = ", ".join(f"{name}=…" for name in known if name not in first)
+    return f"{function} takes only {', '.join(first)} without a name: pass the others as {others}"
 
 
 @names_overrides

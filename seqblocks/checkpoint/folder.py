@@ -118,7 +118,7 @@ def _write_extra(file: Path, extra: dict[str, Any]) -> None:
     try:
         with file.open("wb") as stream:
             torch.save(extra, stream)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"extra cannot be stored: {error}") from None
     except RuntimeError as error:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None  # as torch hides it
@@ -243,6 +243,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 
+@check.names_overrides
 def load(
     path: str | os.PathLike[str],
     *,

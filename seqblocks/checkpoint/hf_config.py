@@ -19,6 +19,10 @@ CAUSAL_LM, IMAGE_CLASSIFICATION, FEATURES = (
 )  # fmt: skip
 
 
+# Entries of the config of a model with experts: whether a call returns the routers' outputs, and weights of losses.
+ROUTERS: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0}
+
+
 def hub_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of a model: its spec with all files in use, and the entries that transformers needs."""
     source = spec.source
@@ -33,6 +37,7 @@ def hub_config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": True,  # transformers then applies the ties of the spec
         **sizes(spec),
         **({ORIGIN: source.origin} if source.origin else {}),
+        **(ROUTERS if any(node.kind == "experts" for node in graph.walk(spec.graph)) else {}),
     }
 
 

@@ -34,8 +34,8 @@ HERE = -100  # AT_FDCWD of Linux
 def target_of(path: Path, replace: bool = True) -> Path:
     """Return the folder to write, which need not exist, with symbolic links resolved.
 
-    Raises UsageError if the path cannot be a folder, or is the name of a weights file. Without `replace`, an existing
-    folder must be empty.
+    Raises UsageError if the path cannot be a folder, or is the working directory or the name of a weights file. Without
+    `replace`, an existing folder must be empty.
     """
     mode = 0
     try:
@@ -50,21 +50,14 @@ def target_of(path: Path, replace: bool = True) -> Path:
         raise UsageError(f"{path} is not a folder; save needs one")
     if not mode and path.suffix in ENDINGS:
         raise UsageError(f"a folder is written, but {path} is the name of a file. Use {path.with_suffix('')}")
+    if mode and os.path.samefile(os.curdir, target):  # processes, such as a shell, would stay in the old folder
+        raise UsageError(f"{path} is the working directory, which cannot be replaced. Write to a folder in it")
     names = os.listdir(target) if mode else []
     if names and not replace:
         raise UsageError(f"{path} is not empty; use a new folder")
-    if not all(map(_is_own, names)):
-        _check_replaceable(path, target)
-    return target
-
-
-def _check_replaceable(path: Path, target: Path) -> None:
-    """Raise UsageError unless another folder, with the files of others, can take the place of a target."""
-    if os.path.samefile(os.curdir, target):
-        what = f"{path} is the working directory, and has files that save did not write"
-        raise UsageError(f"{what}: it cannot be replaced. Save to a folder in it")
-    if not os.access(target, os.W_OK):
+    if not (all(map(_is_own, names)) or os.access(target, os.W_OK)):  # it takes the files of others out of the target
         raise UsageError(f"{path} cannot be written: {os.strerror(errno.EACCES)}")
+    return target
 
 
 def own_files(target: Path) -> list[str]:

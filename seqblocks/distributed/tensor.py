@@ -78,8 +78,8 @@ class Exchanging(Primitive):
     _exchange: Exchange
     _group: Any
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         exchange = self._exchange
         entered = []
         for tensor, what in zip(tensors, exchange.enter, strict=True):

@@ -18,7 +18,7 @@ from collections.abc import Mapping as MappingABC
 from itertools import islice
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, Report, Source, Span, clip, listing, quote
+from seqblocks.errors import Fault, Report, Source, Span, UsageError, clip, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.messages.suggestions import did_you_mean, is_renamed
@@ -52,11 +52,24 @@ class Slot(NamedTuple):
             self.items[self.at] = self.holder
 
 
+def _plain(value: Any) -> Any:
+    """Return a number or array of another library as Python's own; other values as they are."""
+    convert = getattr(value, "tolist", None) or getattr(value, "item", None)
+    if isinstance(value, type) or not callable(convert):
+        return value
+    try:
+        found = convert()
+        return float(found) if type(found) is type(value) else found  # numpy.longdouble
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"a value of `set` cannot be read: {error}") from None
+
+
 def as_text(value: Any) -> str:
-    """Return a Python value as YAML, also numbers and arrays of numpy, torch and other libraries."""
-    for method in ("tolist", "item"):
-        if callable(convert := getattr(value, method, None)):
-            return as_text(convert())
+    """Return a Python value as YAML, also numbers and arrays of numpy, torch and other libraries.
+
+    Raises UsageError for an array that has no values, such as a tensor on "meta".
+    """
+    value = _plain(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):

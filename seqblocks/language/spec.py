@@ -491,10 +491,10 @@ class Reader:
         if not has_syntax(node.value):
             return
         try:
-            needed = parse(node.value).names
+            needed = {name for name, _ in parse(node.value).names}
         except Fault:  # not an expression, so a plain word
             return
-        if needed and all(name in names for name, _ in needed):
+        if needed.intersection(names) and needed <= {*names, DEPTH}:
             hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
             fault = Fault("E203", f"a default must be a value, but {quote(node.value)} is an expression", hint=hint)
             self.report.fault(fault, node.span)

@@ -55,7 +55,7 @@ def called_elsewhere(word: str) -> list[str]:
 
 def instead_of(word: str) -> str | None:
     """Return what to use instead of a feature that seqblocks does not have, as a hint."""
-    return vocabulary().instead.get(word)
+    return vocabulary().instead.get(word.lower())
 
 
 def why_needless(key: str) -> str | None:

@@ -189,6 +189,8 @@ def _character(line: str, column: int) -> str | None:
     name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
     if before.endswith("$") and name:
         return f"write the name without braces: `{name[1]}`"
+    if line.startswith("%YAML"):
+        return "remove the line: specs are YAML 1.2"
     if at and at in "%@`":
         return f"a value cannot begin with '{at}': remove it, or quote the value"
     for left, right in ("{}", "[]"):

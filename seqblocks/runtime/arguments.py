@@ -103,6 +103,16 @@ def check_no_context(given: dict[str, Any]) -> None:
         raise RunError(f"the state already depends on {next(iter(given))}: pass either that input or the state")
 
 
+def report_extra(inputs: dict[str, Wire], given: dict[str, Any]) -> None:
+    """Raise RunError for named arguments that a step does not take; there must be at least one."""
+    _check_names(inputs, given, "model.step(x, state)")
+    first, *others = inputs
+    if first in given:
+        raise RunError(f"pass the input {first} by position: model.step(x, state)")
+    begin = f"model.init_state(batch, {', '.join(f'{name}=…' for name in others)})"
+    raise RunError(f"a step does not take {next(iter(given))}, which belongs to the state: state = {begin}")
+
+
 def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
     """Raise RunError unless resets or cu_seqlens are valid for x."""
     for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):

@@ -137,8 +137,8 @@ class Body(StepModule):
         self._phases = _phases(body, self._plan) if place.streams else None
         self._in_parts = long_sequences.find(body, place)
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.errors import RunError, UsageError
+from seqblocks.errors import RunError, UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
@@ -55,6 +56,7 @@ def generate(
     The model must map tokens to logits, and stream. Call `model.eval()` first. Raises UsageError and RunError.
     """
     _check_model(model)
+    _check_names(model.spec, inputs)
     _check_output(model.spec, output)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
@@ -147,6 +149,14 @@ def _check_model(model: Any) -> None:
         raise RunError(f"{spec.name} reads {spec.input}, not token ids, so it cannot generate")
     if model.frame_size > 1:
         raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
+
+
+def _check_names(spec: ModelSpec, inputs: Iterable[str]) -> None:
+    for name in inputs:
+        if name not in spec.inputs:
+            _, _, *own, _ = inspect.signature(generate).parameters  # without the model, the prompt and the inputs
+            known = listing([*own, *[*spec.inputs][1:]], len(own) + len(spec.inputs))
+            raise RunError(f"the model has no input {quote(name)}, and generate no such argument: it takes {known}")
 
 
 def _check_output(spec: ModelSpec, output: str | None) -> None:

@@ -31,6 +31,7 @@ from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.runtime.traced import TracedStepper, is_traceable
+from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
 
 
@@ -46,6 +47,7 @@ class SequenceModel(Body):
 
     _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -110,7 +112,8 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
-        routed: dict[str, list[Routed]] | None = {} if self._has_experts and self.training else None
+        keeps = self._has_experts and (self.training or self._keeps_routing)
+        routed: dict[str, list[Routed]] | None = {} if keeps else None
         if self._has_experts:
             self._routed = routed
         call = Call(
@@ -219,7 +222,9 @@ class SequenceModel(Body):
             if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
                 raise RunError(reason)
 
-    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Tensor, States]:
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, States]:
         """Run one token: x [batch, features] (or token ids [batch]) -> (y [batch, features], state).
 
         resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
@@ -227,7 +232,11 @@ class SequenceModel(Body):
         A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or token ids [batch,
         frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
         resets.
+
+        Raises RunError for other arguments, and for a token or state that does not fit.
         """
+        if others:
+            arguments.report_extra(self.spec.inputs, others)
         return self._step(x, state, resets)
 
     def _step_reusing(self, x: Tensor, state: States, resets: Tensor | None, spares: Spares) -> tuple[Tensor, States]:
@@ -388,14 +397,14 @@ class SequenceModel(Body):
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Return two parameter groups for an optimiser: those with weight decay, and the others.
 
-        Raises UsageError.
+        A parameter that is parametrised or pruned stays in its group. Raises UsageError.
         """
         if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
             raise UsageError(f"weight_decay must be a number, at least 0, not {weight_decay!r}")
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph) if not item.tied}
+        rules = decay_rules(self, self.graph)
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.named_parameters():
-            groups[decays.get(name, True)].append(parameter)
+        for parameter in self.parameters():
+            groups[rules.get(id(parameter), True)].append(parameter)
         return [
             {"params": groups[True], "weight_decay": weight_decay},
             {"params": groups[False], "weight_decay": 0.0},

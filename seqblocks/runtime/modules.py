@@ -130,9 +130,9 @@ def _wrong_result(name: str, found: Any) -> str:
     return f"{what}. The hook's argument `output` is this pair: return for instance (2 * output[0], output[1])"
 
 
-def within_model(module: StepModule, call: Call | None) -> Call:
-    """Return the call that a module runs in. Raises RunError if there is none, because a user called the module."""
-    if call is None:
+def within_model(module: StepModule, call: Call | None, others: Mapping[str, Any]) -> Call:
+    """Return the call that a module runs in. Raises RunError if a user called the module, with `others` or without."""
+    if call is None or others:
         name = module._get_name()
         raise RunError(
             f"{name} is a step of a model, which passes it more than tensors: it cannot be called by itself. Call the "

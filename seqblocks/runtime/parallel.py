@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ class Parallel(StepModule):
         for label, body in node.bodies.items():
             self._modules[label] = Body(body, place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         values = dict(zip(self._reads, tensors, strict=True))
         results, states = [], {}
         for label, captures in self._captures.items():

@@ -81,8 +81,8 @@ class Primitive(StepModule, Holder):
             found |= shared_parameters(holder)
         return found
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         parameters, inputs = self._arguments(tensors, call)
         if self._draws:
             call = call.in_mode(self.training)

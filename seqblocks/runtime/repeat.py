@@ -33,8 +33,8 @@ class Repeat(StepModule):
         for label, body in bodies:
             self._modules[label] = Body(body, place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         values = dict(zip(self._reads, tensors, strict=True))
         x, states = tensors[0], {}
         for at, (label, captures) in enumerate(self._captures.items()):

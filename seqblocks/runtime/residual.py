@@ -33,8 +33,8 @@ class Residual(Body):
         x = added_up(inputs[0])
         return (Sum(x, y) if leaves else x + y), states
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         y, states = super().forward(*tensors, call=call)
         if call.phase == "context":
             return y, states

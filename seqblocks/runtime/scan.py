@@ -45,8 +45,8 @@ class Scan(Body):
         self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
         self._in_place = _is_reversible(node.bodies[""])
 
-    def forward(self, *tensors: Tensor, call: Call | None = None) -> tuple[Tensor, States]:
-        call = within_model(self, call)
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         results: list[Tensor] = []
         states: States = {}
         if call.phase == "context":

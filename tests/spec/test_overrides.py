@@ -194,10 +194,24 @@ class Width(enum.IntEnum):
         (np.float64(0.5), "0.5"), (np.float32(0.5), "0.5"), (np.bool_(True), "true"), (np.int64(3), "3"),
         (np.array(3), "3"), (np.array([1, 2]), "[1, 2]"), ({"a": [np.int8(1)]}, "{a: [1]}"), (Scalar(7), "7"),
         (Scalar(False), "false"), (Width.SMALL, "5"), (np.str_("x"), '"x"'),
+        (np.longdouble(0.5), "0.5"),  # whose `item` returns a longdouble
     ],
 )  # fmt: skip
 def test_numbers_of_other_libraries(value: object, text: str) -> None:
     assert overrides.as_text(value) == text
+
+
+class Unknown:
+    """Like a tensor on "meta": it has no value."""
+
+    def tolist(self) -> Any:
+        raise NotImplementedError("no data")
+
+
+@pytest.mark.parametrize("value", [Unknown(), np.float32])
+def test_values_that_an_override_cannot_have(value: object) -> None:
+    with pytest.raises((UsageError, SpecError), match=r"a value of `set` cannot be read: no data|is not a valid expr"):
+        check.load_model("mamba_small", {"depth": value})
 
 
 @pytest.mark.parametrize(

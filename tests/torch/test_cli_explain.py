@@ -100,6 +100,8 @@ def test_json(run_main: Run) -> None:
         (["vil_tiny", "--arch", "hopper"], {}, 2, "--arch takes an architecture"),
         (["vil_tiny", "--dtype", "int8"], {}, 2, "--dtype int8"),
         (["vil_tinny"], {}, 2, "did you mean 'vil_tiny'?"),
+        (["mlstn"], {}, 2, "did you mean the verb mlstm? `seqblocks ops mlstm` describes it"),
+        (["attn"], {}, 2, "did you mean the verb attention? `seqblocks ops attention` describes it"),
         (["vil"], {}, 1, ""),
         (["E999"], {}, 2, "there is no code E999"),
         (["e401"], {}, 0, "E401: does not divide"),

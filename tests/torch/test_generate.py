@@ -311,8 +311,15 @@ def test_inputs_that_a_state_contains_are_refused() -> None:
     state = model.init_state(1, image=image)
     with pytest.raises(RunError, match="the state already depends on image: pass either that input or the state"):
         seqblocks.generate(model, [1], 3, state=state, image=image)
-    with pytest.raises(RunError, match="the model has no input 'images'"):
+    with pytest.raises(RunError, match=r"no input 'images', and generate no such argument: it takes .*, image$"):
         seqblocks.generate(model, [1], 3, state=state, images=image)
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "max_length"])
+def test_arguments_of_other_libraries(name: str) -> None:
+    message = f"the model has no input '{name}', and generate no such argument: it takes max_new_tokens, .*, output$"
+    with pytest.raises(RunError, match=message):
+        seqblocks.generate(build("mlstm_small"), [1], 3, **{name: 5})
 
 
 def test_bytes_are_the_prompt_of_a_model_of_bytes() -> None:

@@ -50,7 +50,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save needs a model from seqblocks.build, not Linear"),
         (lambda: checkpoint.save(torch.compile(small()), "x"), "save the model in it, model.get_submodule"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "a folder is written, but no/such/folder/x.pt"),
-        (lambda: checkpoint.save(small(), "."), r"\. is the working directory, and has files that save did not write"),
+        (lambda: checkpoint.save(small(), "."), r"\. is the working directory, which cannot be replaced\. Write"),
         (lambda: small().init_state("x"), "batch_size must be a number of sequences, not 'x'"),
         (lambda: small().stream(torch.ones(2, 3)), "batch_size must be a number of sequences, not Tensor$"),
         (lambda: small().init_state(2.0), "not 2.0"),
@@ -65,6 +65,9 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build("mamba_small", dim=64), r'^build has no argument .dim.: .* pass set={"dim": 64}$'),
         (lambda: seqblocks.build("mamba_small", sed=1), "build has no argument 'sed': did you mean 'seed'"),
         (lambda: seqblocks.build_model(small().spec, dim=6), r'build_model .* set={"dim": 6} to load_model$'),
+        (lambda: seqblocks.build_model(small().spec, set={}), "has no argument 'set': pass it to load_model$"),
+        (lambda: seqblocks.build("mamba_small", {"dim": 6}), r"^build takes only spec without a name: .* set=…, dev"),
+        (lambda: seqblocks.load(".", dim=64), r'^load has no argument .dim.: to change .* pass set={"dim": 64}$'),
         (lambda: seqblocks.from_pretrained(".", dim=64), r'from_pretrained .* pass set={"dim": 64}$'),
         (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs an official state dict"),
     ],
@@ -150,9 +153,27 @@ KINDS = ["linear", "residual", "repeat", "parallel", "scan", "experts"]
 def test_a_step_cannot_be_called_by_itself(name: str) -> None:
     """Its arguments are not those of an ordinary module."""
     module = seqblocks.build_text(STEPS).get_submodule(name)
-    for given in ([torch.zeros(1, 3, 4)], [torch.zeros(1, 3, 4), torch.zeros(1)]):
+    x = torch.zeros(1, 3, 4)
+    for given, named in (([x], {}), ([x, x[0]], {}), ([x], {"state": None}), ([], {"x": x})):
         with pytest.raises(RunError, match=r"is a step of a model.*cannot be called by itself. Call the model"):
-            module(*given)
+            module(*given, **named)
+
+
+@pytest.mark.parametrize("name", ["done", "attention_mask", "reset", "sate"])
+def test_unknown_arguments_of_streams(name: str) -> None:
+    model, x = small().eval(), torch.zeros(1, 4)
+    hint = r": (pass resets|call model)"
+    for call in (model.step, model.stream(1).step, lambda x, **named: model.stream(1).read(x[None], **named)):
+        with pytest.raises(RunError, match=f"the model has no input '{name}'{hint}"):
+            call(x, **{name: torch.zeros(1)})
+
+
+def test_a_step_takes_no_context() -> None:
+    text = "{seqblocks: 1, model: {inputs: {q: {features: 4}, m: {features: 4}}, steps: [%s]}}"
+    model = seqblocks.build_text(text % "cross_attention: {q: q, k: m, v: m, heads: 2}")
+    for name, message in (("m", r"does not take m, .* = model.init_state\(batch, m=…\)$"), ("q", "q by position")):
+        with pytest.raises(RunError, match=message):
+            model.step(torch.zeros(1, 4), **{name: torch.zeros(1, 2, 4)})
 
 
 @pytest.mark.parametrize("result", [lambda y: y[0], lambda y: [*y], lambda y: (y[0],)])

@@ -161,12 +161,44 @@ def test_files_of_others_stay(path: Path, replacement: str, links: bool, monkeyp
         assert names(path.parent) == ["m"]
         assert [(path / name).stat().st_ino for name in ("optimizer.pt", "runs")] == numbers, "moved, not copied"
     monkeypatch.chdir(path)
-    with pytest.raises(seqblocks.UsageError, match=r"^\. is the working directory, and has files that save did not w"):
+    with pytest.raises(seqblocks.UsageError, match=r"^\. is the working directory, which cannot be replaced"):
         save(model(), ".")
     monkeypatch.chdir(path / "runs")
     save(model(4), "..")
     assert same(load(".."), model(4))
     assert Path("events").read_text() == "log", "the working directory is still the same folder"
+
+
+def test_files_of_others_are_never_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the new folder takes the place of the old one, it has them already."""
+    save(model(), path)
+    put_others(path)
+    place, found = writing._place, []
+
+    def placed(folder: Path, target: Path, prefix: str) -> None:
+        found.extend(names(folder))
+        place(folder, target, prefix)
+
+    monkeypatch.setattr(writing, "_place", placed)
+    save(model(1), path)
+    files = {name for name in OTHERS if "/" not in name}
+    assert files
+    assert files <= {*found}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_working_directory_is_not_replaced(saved: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it has no files of others."""
+    if saved:
+        save(model(), path)
+    else:
+        path.mkdir()
+    monkeypatch.chdir(path)
+    for same_folder in (".", path, "../m"):
+        with pytest.raises(seqblocks.UsageError, match="is the working directory, which cannot be replaced"):
+            save(model(1), same_folder)
+    assert Path.cwd() == path.resolve()
+    assert names(path) == (WHOLE if saved else [])
 
 
 def test_models_of_others_are_not_replaced(path: Path) -> None:
@@ -224,7 +256,10 @@ def test_extra_belongs_to_the_model(path: Path) -> None:
     again.load_state_dict(found["optimizer"])
     pairs = zip(again.state.values(), optimizer.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in pairs)
-    for wrong in ({"f": lambda: 3}, {"file": (x for x in [1])}):
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    for wrong in ({"f": lambda: 3}, {"file": (x for x in [1])}, {"deep": deep}):
         with pytest.raises(seqblocks.UsageError, match="extra cannot be stored"):
             save(model(1), path, extra=wrong)
     with pytest.raises(seqblocks.UsageError, match="extra must be a mapping, such as"):

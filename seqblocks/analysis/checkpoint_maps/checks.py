@@ -240,7 +240,6 @@ class _Places:
         layers = any(isinstance(member, graph.Node) and member.kind == "repeat" for member in self.members)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
-
     def renamed(self, verb: str) -> list[str]:
         """Return the names of the steps here that have this verb, for a message."""
         below = (child for members in self.named.values() for child in members.values())

@@ -192,7 +192,7 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if isinstance(node.value, str):
             text = node.text.strip()
             if text.lower() in _TRUTHS and text not in ctx.names:
-                ctx.report(_flag_as_text(text, kind_of(node)), node.span)
+                ctx.report(_flag_as_text(text, node), node.span)
                 return UNKNOWN
             value = text if _is_pattern(text) else evaluate(ctx, text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
@@ -201,13 +201,14 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
     return UNKNOWN
 
 
-def _flag_as_text(text: str, found: str) -> Fault:
-    """Return the fault of a text that means true or false: in quotes, in other letters, or a word of YAML 1.1."""
-    word = text.lower()
-    if text in (word, word.upper(), word.title()) and word in ("true", "false"):
+def _flag_as_text(text: str, node: Scalar) -> Fault:
+    """Return the fault of a text that means true or false: a block of text, quoted, or not a boolean of YAML 1.2."""
+    word, span = text.lower(), node.span
+    found, hint = kind_of(node), f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
+    if span.source.line(span.line)[span.column - 1 : span.column] in ("|", ">"):
+        found, hint = "a block of text", f"write {_TRUTHS[word]} on the line of its key"
+    elif text in (word, word.upper(), word.title()) and word in ("true", "false"):
         found, hint = "text in quotes", f"remove the quotes: {word}"
-    else:
-        hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
     return Fault("E203", "true or false is needed here", found=found, hint=hint)
 
 
