@@ -42,9 +42,11 @@ def recorded_calls(verb: str) -> Iterator[list[tuple[str, str]]]:
         if frame.f_code is steps.lower_step.__code__ and frame.f_locals["step"].verb == verb:
             inside = event != "return"
         path = Path(frame.f_code.co_filename)
-        special = frame.f_code.co_name.startswith("__")  # constructing or comparing values does not count as a call
+        name = frame.f_code.co_name
+        # constructing or comparing values is no call, nor is a comprehension from Python 3.12 on
+        special = name.startswith("__") or name in ("<listcomp>", "<dictcomp>", "<setcomp>")
         if event == "call" and inside and path.is_relative_to(ROOT) and not special:
-            calls.append((str(path.relative_to(ROOT)), frame.f_code.co_name))
+            calls.append((str(path.relative_to(ROOT)), name))
 
     before = sys.getprofile()
     sys.setprofile(record)
