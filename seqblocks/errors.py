@@ -15,7 +15,7 @@
     PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
-`Diagnostic`. The words of faults are in seqblocks/messages; those of a primitive are in its own file.
+`Diagnostic`. Its message is written where the fault is found.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seqblocks import messages
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter
 from seqblocks.state_layout import State
@@ -542,7 +541,7 @@ def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: I
     if count == 1:
         return []
     if count % ranks:
-        raise messages.steps.ranks_do_not_divide(what, count, ranks)
+        raise Fault("E401", f"{what} {count} cannot be split evenly over {ranks} ranks", at=what)
     local = op.model_copy(update={what: count // ranks} if count else {})
     parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
     return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]

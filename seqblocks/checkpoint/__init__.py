@@ -1,6 +1,6 @@
 """Save and load models, and read official weights through the `checkpoint:` map of a spec."""
 
-from seqblocks.analysis.translation import official_name
+from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint.convert import convert
 from seqblocks.checkpoint.folder import load, save
 from seqblocks.checkpoint.official import load_official

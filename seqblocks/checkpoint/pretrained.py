@@ -12,7 +12,7 @@ import torch
 
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import OURS
+from seqblocks.analysis.checkpoint_maps.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
 from seqblocks.checkpoint.hf_config import MODEL_TYPE, original, with_origin
