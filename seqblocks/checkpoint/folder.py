@@ -74,7 +74,8 @@ def save(
     """
     _check_model(model)
     if model.spec.source is None:
-        raise UsageError("the model was built without the text of its spec, so it cannot be saved")
+        what = "the model was built without the text of its spec, so it cannot be saved as a folder"
+        raise UsageError(f"{what}; torch.save(model.state_dict(), …) saves any module, such as a block as a layer")
     limit = checked_size(shard_size)
     if not isinstance(extra, Mapping | None):
         raise UsageError(f'extra must be a mapping, such as {{"step": 1000}}, not {type(extra).__name__}')

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         expressions,
         initialisers,
         inputs,
+        layers,
         recipes,
         sharing,
         spec,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "blocks", "checkpoint_maps", "combinators", "document", "expectations", "expressions", "initialisers", "inputs",
-    "recipes", "sharing", "spec", "steps", "unused", "values", "wires", "yaml_syntax",
+    "layers", "recipes", "sharing", "spec", "steps", "unused", "values", "wires", "yaml_syntax",
 ]  # fmt: skip
 
 
