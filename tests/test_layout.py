@@ -32,6 +32,7 @@ ROOMS = """
     errors
     record
     types
+    markup
     state_layout
     messages/*
     widths
