@@ -19,6 +19,7 @@ from seqblocks.graph import ModelSpec, Node
 from seqblocks.language import document
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import (
+    STEP_KEYS,
     Block,
     Reader,
     SpecFile,
@@ -134,6 +135,8 @@ def _layer(text: _Text, name: str, given: Mapping[str, Any], ends: Ends, allow_u
     block = file.visible.get(name)
     if block is None:
         raise _error(messages.layers.no_block_in_file(name, text.shown, [*{**file.blocks, **file.visible}]))
+    if key := next((key for key in given if key in STEP_KEYS), None):
+        raise _error(messages.layers.key_of_a_step(name, key))
     wires = _wires(block, given, ends)
     root = document.parse(_use_of(block, given, ends, wires), report)
     report.raise_if_any()

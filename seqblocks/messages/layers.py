@@ -24,6 +24,11 @@ def no_block_in_file(name: str, file: str, known: Sequence[str]) -> Fault:
     return Fault("E301", f"{file} has no block {quote(name)}", expected=expected, hint=hint)
 
 
+def key_of_a_step(block: str, key: str) -> Fault:
+    message = f"block {block} has no argument {quote(key)}"
+    return Fault("E201", message, hint=f"`{key}:` belongs to a step of a spec, and a layer is a block by itself")
+
+
 def no_width(block: str, wires: bool) -> Fault:
     hint = "features=64" + (', or input={"image": {"size": 32}}' if not wires else "")
     return Fault("E202", f"the arguments of {block} do not give the width of its input", hint=f"pass {hint}")

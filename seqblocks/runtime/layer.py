@@ -103,7 +103,8 @@ def _ends(features: Any, input: Any, outputs: Any) -> Ends:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
-        raise UsageError(f"the name of a block is a string, not {type(name).__name__}")
+        what = f"the name of a block is a string, not {type(name).__name__}"
+        raise UsageError(f'{what}; arguments are passed by name: block("mlstm_block", dim=64)')
     return name
 
 
@@ -124,6 +125,10 @@ class WiredLayer(SequenceModel):
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer.spec)
         self._widths = layer.wires
+
+    def __repr__(self) -> str:
+        wires = ", ".join(f"{name} {width}" for name, width in self._widths.items())
+        return f"{super().__repr__()[:-1]}, input joined with {wires}>"
 
     def forward(  # type: ignore[override]  # as in SequenceModel
         self,

@@ -152,6 +152,7 @@ def test_wires_are_read_with_each_token(name: str) -> None:
 
 def test_wires_keep_their_order() -> None:
     layer = seqblocks.block_text(OWN, "gated", features=4, by=4, clip=4)
+    assert repr(layer).endswith(" on cpu, input joined with by 4, clip 4>")
     x, by, clip = torch.randn(3, 2, 5, 4).unbind()
     assert torch.equal(layer(x, clip=clip, by=by), x * by + clip)
 
@@ -405,6 +406,9 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "number": (lambda: seqblocks.block(3), "block takes a name"),
     "text": (lambda: seqblocks.block_text(3, "a"), "expected the text of a spec"),
     "name": (lambda: seqblocks.block_text(OWN, 3), "the name of a block is a string"),
+    "by position": (lambda: seqblocks.block("mlstm_block", 64), r"by name: block\("),
+    "key of a step": (lambda: seqblocks.block("mingru_mixer", dim=8, when=False), "E201.*'when'.*belongs to a step"),
+    "another one": (lambda: seqblocks.block("mingru_mixer", dim=8, args={"from": "x"}), "E201.*'from'.*belongs to"),
 }  # fmt: skip
 
 
