@@ -33,6 +33,7 @@ ROOMS = """
     errors
     record
     types
+    markup
     state_layout
     messages/*
     widths

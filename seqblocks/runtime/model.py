@@ -337,6 +337,18 @@ class SequenceModel(Body):
             return None
         return stepper(self, self.spec, self._declared_state, stream)
 
+    def __repr__(self) -> str:
+        """Return the model in one line; `print(model)` shows its modules."""
+        like = self._some_tensor()
+        return f"<{self.spec.title}, {str(self._own_dtype()).removeprefix('torch.')} on {like.device}>"
+
+    __str__ = nn.Module.__repr__
+
+    def _repr_html_(self) -> str:
+        from seqblocks.report.summary import summarise  # only needed in a notebook
+
+        return summarise(self)._repr_html_()
+
     def _start_stream(self) -> None:
         """Make the next step compute values derived from parameters again. Compiled code does so at each step."""
         if not torch.compiler.is_compiling():

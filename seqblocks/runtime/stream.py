@@ -48,6 +48,13 @@ class Stream:
         """Return what copies and pickles contain: not the memory of earlier states."""
         return {**self.__dict__, "_spares": Spares()}
 
+    def __repr__(self) -> str:
+        tensors = [x for x in tree_leaves(self._state) if isinstance(x, Tensor)]
+        size = sum(x.numel() * x.element_size() for x in tensors)
+        sequences = f"{tensors[0].shape[0]} sequences, " if tensors else ""
+        place = f" on {tensors[0].device}" if tensors else ""
+        return f"<Stream of {getattr(self._model, '_label', 'a model')}: {sequences}{size:,} bytes of state{place}>"
+
     @property
     def state(self) -> States:
         return tree_map(torch.clone, self._state) if self._captured else self._state
