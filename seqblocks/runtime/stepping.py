@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.kernels.products import MOST_COPIED, Matrix, of_model, prepare_joined
+from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
@@ -82,7 +82,6 @@ class Stepper:
         self._made_after = (Updates.latest, stream)  # the update and stream before which values were derived
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
-        self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
         self.dtype = self._parameters[0].dtype
         self._types = spec.types
         self._frames = Frames(spec.graph, spec.types)
@@ -97,10 +96,9 @@ class Stepper:
         self._guard.note_owner(model)
         self._source = StepperSource()
         self._source.unpack(declared, (), self.dtype)
-        with of_model(self._bytes):
-            y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
-            if not spec.graph.outputs:
-                y = self._output({spec.graph.result: y}, spec.graph.result)
+        y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
+        if not spec.graph.outputs:
+            y = self._output({spec.graph.result: y}, spec.graph.result)
         compiled = self._source.function_of_frame if self._frames.have_several_tokens else self._source.function
         self._make_run = compiled(y, declared)
         self._make_reading = cache(partial(self._source.function_of_several, y, declared))  # few models read prompts
@@ -122,8 +120,7 @@ class Stepper:
         made_after = (Updates.latest, stream)
         if [_memory(x) for x in self._parameters] != self._memory:
             return None
-        with of_model(self._bytes):
-            values = self._source.prepared_again()
+        values = self._source.prepared_again()
         if values is None:
             return None
         found = copy(self)
@@ -261,11 +258,9 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
-        earlier: list[Tensor] = []
-
         def prepare() -> Callable[[Tensor], Tensor] | None:
             matrices = [_matrix(child, node, call) for child, node in children]
-            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix], earlier)
+            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix])
 
         run = self._source.prepared(prepare)
         assert run is not None
