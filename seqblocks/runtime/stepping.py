@@ -43,7 +43,7 @@ from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.source import Path, StepperSource, Values
 from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
-from seqblocks.state import States, dtype_of
+from seqblocks.state import States
 from seqblocks.state_layout import State
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
@@ -71,8 +71,7 @@ def stepper(
 class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x, spares=None) returns (y, state), or None if the state does not match its declaration. With `spares`
-    (`seqblocks/runtime/reused_memory.py`), large parts of the new state are written to the memory of earlier ones.
+    run(state, x) returns (y, state), or None if the state does not match its declaration.
 
     If the model changes the rate of its tokens, x is a frame [batch, frame, features] or ids [batch, frame], and y has
     the output tokens of that frame.
@@ -396,22 +395,16 @@ class Stepper:
         is_row = self._frames.is_rowwise(node)
         whole = None if is_row and (made or is_pointwise(op)) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
-        derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
+        derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
             made = partial(op.forward, parameters, self._call) if is_row and is_pointwise(op) else whole
             if made is None:
                 return None
             run = self._source.constant(made)
         self._note_parameters(module, derived)
-        size = self._bytes_of_first(node) if takes_out else None
         several = self._frames.several(node, made, self._source.constant(whole.several) if whole else "")
         self._source.splits &= several is None or several.is_possible
-        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, several)
-
-    def _bytes_of_first(self, node: Node) -> int | None:
-        """Return the bytes of the first part of a step's state for one sequence, or None if there are none."""
-        first = next(iter(node.state.values()), None)
-        return None if first is None else first.numel * dtype_of(first, self.dtype).itemsize or None
+        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], several)
 
     def _of_sequences(self, module: Any, node: Node) -> Any:
         """Return a function that runs a primitive's `forward` on sequences of one token; None if the module must run.

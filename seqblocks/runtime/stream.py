@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from seqblocks.errors import UnavailableError
 from seqblocks.runtime.cuda_graph import RECORDERS, CapturedStep, Recorder, overwrite
-from seqblocks.runtime.reused_memory import Spares
 from seqblocks.state import States, index_select
 
 
@@ -23,28 +22,18 @@ class Streams(Protocol):
 
     def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Any, States]: ...
 
-    def _step_reusing(
-        self, x: Tensor, state: States, resets: Tensor | None, spares: Spares
-    ) -> tuple[Any, States]: ...
-
 
 class Stream:
     """Run a model over `batch_size` sequences as their tokens arrive, without gradients.
 
     `state` is the current state: it can be read, saved, and replaced by one for the same number of sequences. It is a
-    value: no later step changes it, although large states are written to the memory of earlier ones that nothing
-    refers to any more. Outputs and states are inference tensors, which cannot be used with autograd.
+    value: no later step changes it. Outputs and states are inference tensors, which cannot be used with autograd.
     """
 
     def __init__(self, model: Streams, state: States) -> None:
         self._model, self._state = model, state
-        self._spares = Spares()
         self._record: Recorder | None = None  # records the steps, if they are captured
         self._captured: dict[bool, CapturedStep] = {}  # by whether the step takes resets; all write to `_state`
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles contain: not the memory of earlier states."""
-        return {**self.__dict__, "_spares": Spares()}
 
     @property
     def state(self) -> States:
@@ -56,14 +45,14 @@ class Stream:
         if self._captured:
             overwrite(self._state, state)
         else:
-            self._state, self._spares = state, Spares()
+            self._state = state
 
     @torch.inference_mode()
     def step(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
         """Return the output for one token of each sequence; arguments as in `model.step`."""
         if self._record:
             return self._step_captured(x, resets, self._record)
-        y, self._state = self._model._step_reusing(x, self._state, resets, self._spares)
+        y, self._state = self._model.step(x, self._state, resets=resets)
         return y
 
     def _step_captured(self, x: Tensor, resets: Tensor | None, record: Recorder) -> Any:
@@ -83,9 +72,8 @@ class Stream:
     @torch.inference_mode()
     def select(self, index: Tensor) -> None:
         """Continue with the sequences `index` [n], in that order; duplicates are allowed. Raises RunError."""
-        selected = index_select(self._state, index)
+        self._state = index_select(self._state, index)
         self._captured.clear()
-        self._state, self._spares = selected, Spares()
 
     def capture(self) -> None:
         """Run `step` as a CUDA graph from the next token on: one launch instead of hundreds.
