@@ -223,9 +223,6 @@ class Op(BaseModel):
         are valid until a parameter changes; the function is then prepared again. A subclass that replaces `forward`
         does not inherit this.
 
-        The function may have a keyword parameter `out=None`: memory for the new first part of the state, a contiguous
-        tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
-
         It may have an attribute `several`, which does the same for several tokens: a function of the batch size, the
         state and inputs [seq * batch, features], the first token of each sequence, then the second of each. It is used
         for short prompts and for frames (`SequenceModel.step`); without it, tokens are computed one after another. For

@@ -37,7 +37,6 @@ from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 
@@ -303,7 +302,6 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
             if name in weights.headers:  # tied parameters are not in the file
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
-    request_huge_pages(model)
     fill(model, weights.headers, weights.read)
     return model
 

@@ -14,7 +14,6 @@ from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
-from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
 
 
@@ -79,7 +78,6 @@ def made(make: Callable[[], SequenceModel], device: Any, dtype: torch.dtype | st
     with torch.device("meta"):
         module = make()
     _allocate(module, kind, device)
-    request_huge_pages(module)
     module.reset_parameters(seed)
     return module
 

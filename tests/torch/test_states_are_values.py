@@ -1,11 +1,9 @@
-"""States that reuse memory (seqblocks/runtime/reused_memory.py): the same numbers, and no change of anything in use."""
+"""States are values: no later step, interrupt, hook, copy or other stream changes a state that something holds."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
-from seqblocks.runtime import reused_memory, source
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.stream import Stream
 from tests.torch import planned
 from tests.torch.planned import LINEAR, linear_attention
@@ -28,11 +24,6 @@ MLSTMS = [
     f"mlstm: {{q: q, k: k, v: v, i: i, f: f, heads: 2, {options}}}"
     for options in ("eps: 1e-5", "input_gate: sigmoid", "input_gate: sigmoid, normalize: false")
 ]
-
-
-@pytest.fixture(autouse=True)
-def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "LARGE", 1)
 
 
 def language_model() -> SequenceModel:
@@ -71,26 +62,15 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(one, other)
 
 
-def addresses(stream: Stream) -> list[int]:
-    """Return the addresses of the parts of the state that are written to spares."""
-    states = torch.utils._pytree.tree_flatten_with_path(stream.state)[0]
-    return [x.data_ptr() for path, x in states if path[-1].key in ("C", "S", "h")]
-
-
 @pytest.mark.parametrize("mixer", [*MIXERS, *MLSTMS, ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_same_numbers_as_in_new_memory(mixer: str, dtype: torch.dtype) -> None:
+def test_the_same_numbers_as_steps_of_the_model(mixer: str, dtype: torch.dtype) -> None:
     made = mlstm if "mlstm" in mixer else linear_attention
     model = (made(mixer) if mixer else language_model()).to(dtype)
-    stream, used = model.stream(BATCH), []
+    stream = model.stream(BATCH)
     for x, (y, state) in zip(inputs(model), by_hand(model), strict=True):
         assert_same(stream.step(x), y)
         assert_same(stream.state, state)
-        used.append(addresses(stream))
-    for part in zip(*used, strict=True):
-        assert len({*part}) == 2  # those of the last step and of the one before
-        assert [*part[::2]] == [part[0]] * len(part[::2])
-    assert used[0]
 
 
 def test_resets_and_other_batches() -> None:
@@ -105,87 +85,11 @@ def test_resets_and_other_batches() -> None:
             index = torch.tensor(rows)
             state = seqblocks.state.index_select(state, index)
             stream.select(index)
-            assert not stream._spares._held
             for t in range(3):
                 tokens = x[t][:1].expand(len(rows))
                 y, state = model.step(tokens, state)
                 assert_same(stream.step(tokens), y)
         assert_same(stream.state, state)
-
-
-def _capsule(x: Tensor) -> Callable[[], Tensor]:
-    capsule = torch.utils.dlpack.to_dlpack(x)
-    return lambda: torch.utils.dlpack.from_dlpack(capsule)
-
-
-def _storage(x: Tensor) -> Callable[[], Tensor]:
-    storage, shape, dtype = x.untyped_storage(), x.shape, x.dtype
-    return lambda: torch.empty(0, dtype=dtype).set_(storage, 0, shape)
-
-
-def _memory(x: Tensor) -> Callable[[], Tensor]:
-    memory, shape, dtype = memoryview(x.numpy()), x.shape, x.dtype
-    return lambda: torch.frombuffer(memory, dtype=dtype).view(shape).clone()
-
-
-def _shared(x: Tensor) -> Callable[[], Tensor]:
-    """Move the tensor to shared memory, as for another process, and map it a second time, as that process does."""
-    shape, dtype = x.shape, x.dtype
-    mapped = torch.UntypedStorage._new_shared_fd_cpu(*x.untyped_storage()._share_fd_cpu_())
-    return lambda: torch.empty(0, dtype=dtype).set_(mapped, 0, shape)
-
-
-def _unpickled(x: Tensor) -> Callable[[], Tensor]:
-    pickled = pickle.dumps(x)
-    return lambda: pickle.loads(pickled)
-
-
-def _held(hold: Callable[[Tensor], Any], read: Callable[[Any], Tensor] = lambda held: held) -> Any:
-    def make(x: Tensor) -> Callable[[], Tensor]:
-        held = hold(x)
-        return lambda: read(held)
-
-    return make
-
-
-HOLDERS = {
-    "variable": _held(lambda x: x), "list": _held(lambda x: [x], lambda held: held[0]),
-    "view": _held(lambda x: x[1:]), "strides": _held(lambda x: x.as_strided((4,), (1,))),
-    "bytes": _held(lambda x: x.view(torch.uint8)), "detach": _held(Tensor.detach), "data": _held(lambda x: x.data),
-    "copy": _held(copy.copy), "parameter": _held(lambda x: torch.nn.Parameter(x, requires_grad=False)),
-    "set": _held(lambda x: torch.empty(0, dtype=x.dtype).set_(x)), "deepcopy": _held(copy.deepcopy),
-    "numpy": _held(Tensor.numpy, torch.from_numpy), "numpy of a view": _held(lambda x: x[1:].numpy(), torch.from_numpy),
-    "memoryview": _memory, "capsule": _capsule, "dlpack": _held(torch.from_dlpack), "storage": _storage,
-    "pickle": _unpickled, "process": _shared,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-@pytest.mark.filterwarnings("ignore:.*buffer is not writable")
-def test_what_is_held_never_changes(name: str) -> None:
-    model = mlstm(MLSTMS[0])
-    stream, held = model.stream(BATCH), []
-    for x in inputs(model):
-        stream.step(x)
-        C = stream.state["mlstm"]["C"]
-        held.append([HOLDERS[name](each) for each in (C, C.clone())])
-        del C
-    stream.step(x)
-    assert all(torch.equal(read(), expected()) for read, expected in held)
-
-
-def test_tensors_are_new() -> None:
-    """Their memory is used again, but not what Python holds about them."""
-    model = mlstm(MLSTMS[0])
-    stream, seen = model.stream(BATCH), []
-    for x in inputs(model):
-        stream.step(x)
-        C = stream.state["mlstm"]["C"]
-        assert not hasattr(C, "mark")
-        C.mark = "mine"
-        seen.append(weakref.ref(C))
-        del C
-    assert [each() is None for each in seen] == [True] * (TOKENS - 1) + [False]
 
 
 def test_a_state_that_was_set_never_changes() -> None:
@@ -223,8 +127,6 @@ def test_copies_of_a_stream_continue_by_themselves(duplicate: Callable[[Stream],
     other = duplicate(stream)
     assert type(other) is Named
     assert other.name == "first"
-    assert stream._spares._held
-    assert not other._spares._held
     for t in range(4, TOKENS):
         for each in (stream, other):
             assert_same(each.step(x[t]), expected[t][0])
@@ -289,27 +191,6 @@ def test_two_streams_of_a_model() -> None:
     assert_same(one.state, other.state)
 
 
-def test_threads_never_get_the_same_memory() -> None:
-    pool, like, wrong = Spares(), torch.empty(64), []
-
-    def work(number: int) -> None:
-        held = []
-        with torch.inference_mode():
-            for n in range(300):
-                memory = pool.take(0, like)
-                assert memory is not None
-                memory.fill_(number)
-                held = [*held[-(n % 3) :], memory]
-                wrong.extend(x for x in held if not bool((x == number).all()))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_generate_from_a_cached_prefix() -> None:
     model = language_model()
     prefix = inputs(model).t()
@@ -338,46 +219,3 @@ def test_a_replaced_step_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "step", lambda *args, **options: calls.append(1) or step(*args, **options))
     assert_same(model.stream(BATCH).step(inputs(model)[0]), by_hand(model)[0][0])
     assert len(calls) == 1 + TOKENS
-
-
-def test_only_large_states_use_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "LARGE", 2 * 4 * 4 * 4 * 5)  # bytes of C for 5 sequences
-    model = mlstm(MLSTMS[0])
-    for batch, places in ((4, 0), (5, 1)):
-        stream = model.stream(batch)
-        stream.step(torch.zeros(batch, 6))
-        assert len(stream._spares._held) == places
-
-
-def test_a_plugin_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions without `out` allocate."""
-    model = mlstm(MLSTMS[0])
-    prepare = type(model.mlstm.op).prepare_step
-
-    def plain(self: Any, p: Any) -> Any:
-        run = prepare(self, p)
-        return lambda *given: run(*given)
-
-    monkeypatch.setattr(type(model.mlstm.op), "prepare_step", plain)
-    stream = model.stream(BATCH)
-    for x, (y, _) in zip(inputs(model), by_hand(model), strict=True):
-        assert_same(stream.step(x), y)
-    assert not stream._spares._held
-
-
-def test_without_counts_nothing_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both functions are private to torch: without them, or if they do not count a holder, states are allocated."""
-    assert reused_memory.sees_holders()
-    detect = reused_memory.sees_holders.__wrapped__
-    with monkeypatch.context() as context:
-        context.setattr(reused_memory, "count_uses", None)
-        assert not detect()
-    with monkeypatch.context() as context:
-        context.setattr(reused_memory, "holders", lambda held: reused_memory._alone())
-        assert not detect()
-    monkeypatch.setattr(reused_memory, "sees_holders", lambda: False)
-    model = mlstm(MLSTMS[0])
-    stream = model.stream(BATCH)
-    for x, (y, state) in zip(inputs(model), by_hand(model), strict=True):
-        assert_same((stream.step(x), stream.state), (y, state))
-    assert not stream._spares._held
