@@ -11,7 +11,8 @@ constants and alignments that triton would derive from the arguments.
 
 A line has the case, the kernel, the architecture, the launch, registers per thread, bytes of local memory per thread
 (spills and indexed arrays), bytes of shared memory per program, and machine instructions, counting loops once. Where no
-device measures time, growing kernels show here.
+device measures time, growing kernels show here. A line `fault: ...` follows each kernel that the compiler got wrong in
+one of the ways that `compiler_faults.py` finds.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from seqblocks.kernels.mlstm import triton as mlstm_triton
 from seqblocks.kernels.residual_norm import triton as residual_norm_triton
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from seqblocks.kernels.slstm.triton import launch as slstm_triton
+from tests.triton.compiler_faults import overwritten, unwritten
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (
@@ -93,8 +95,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target:
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
 
 
-def usage(binary: Any) -> dict[str, int]:
-    """Return registers per thread, bytes of local memory per thread, shared bytes per program, and instructions."""
+def usage(binary: Any) -> dict[str, Any]:
+    """Return registers per thread, bytes of local memory per thread, shared bytes per program, instructions, and
+    faults of the compiler."""
     shared = binary.metadata.shared
     if "amdgcn" in binary.asm:
         text = binary.asm["amdgcn"]
@@ -102,7 +105,7 @@ def usage(binary: Any) -> dict[str, int]:
             "vgpr_count", "agpr_count", "private_segment_fixed_size")}
         count = len(re.findall(r"^\t(?:v|s|ds|global|buffer|flat)_", text, re.MULTILINE))
         used = {"registers": found["vgpr_count"], "local": found["private_segment_fixed_size"]}
-        return {**used, "shared": shared, "instructions": count}
+        return {**used, "shared": shared, "instructions": count, "faults": []}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -113,7 +116,8 @@ def usage(binary: Any) -> dict[str, int]:
         )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
     count = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?!NOP)\S", code, re.MULTILINE))
-    return {"registers": int(registers), "local": int(stack), "shared": shared, "instructions": count}
+    used = {"registers": int(registers), "local": int(stack), "shared": shared, "instructions": count}
+    return {**used, "faults": [*overwritten(binary.asm["ttgir"]), *unwritten(code)]}
 
 
 # ------------------------------------------------------------------------------
@@ -331,6 +335,7 @@ def rows(words: list[str]) -> Iterator[str]:
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
                 yield " | ".join([f"{name:<44}", f"{kernel:<16}", f"{arch:<6}", f"{tile:<32}", *(
                     f"{found[key]:>6}" for key in ("registers", "local", "shared", "instructions"))])
+                yield from (f"fault: {name} | {kernel} | {arch}: {fault}" for fault in found["faults"])
 
 
 def main(words: list[str]) -> None:

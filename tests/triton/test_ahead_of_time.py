@@ -1,4 +1,5 @@
-"""Every kernel compiles for GPUs that are not present, fits into shared memory, and keeps its values in registers.
+"""Every kernel compiles for GPUs that are not present, fits into shared memory, keeps its values in registers, and has
+none of the compilers' faults that are known.
 
 `ahead_of_time.py` compiles in a separate process. tests/golden/triton/<op>.txt is its output with the Triton version in
 the first line. Other versions are checked against the bounds, and for the same launches.
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,12 +38,39 @@ def table(words: list[str], root: Path, cache: Path) -> list[str]:
 def hold(lines: list[str]) -> None:
     assert len(lines) > 1
     for line in lines[1:]:
+        assert not line.startswith("fault: "), line
         _, _, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
         registers, local, shared, instructions = map(int, numbers)
         assert instructions > 10, line
         assert local <= LOCAL, line
         assert shared <= SHARED[arch], line
         assert registers <= REGISTERS[arch], line
+
+
+def test_a_fault_of_the_compiler_fails() -> None:
+    row = "mlstm D=16 bf16 | gates | sm_90 | BT=64 num_warps=1 | 64 | 0 | 0 | 539"
+    hold(["triton 3.9.0", row])
+    with pytest.raises(AssertionError, match="UR42"):
+        hold(["triton 3.9.0", row, "fault: mlstm D=16 bf16 | gates | sm_90: UR42 is read"])
+
+
+def test_every_kernel_is_searched_for_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.triton import ahead_of_time  # it needs Triton
+
+    binary = SimpleNamespace(asm={"ttgir": "tiles", "cubin": b""}, metadata=SimpleNamespace(shared=0))
+    for name, value in {
+        "cases": lambda: [("case", None)],
+        "launches": lambda arch, call: [("kernel", None, (), {})],
+        "compiled": lambda *args: binary,
+        "overwritten": lambda ttgir: [f"found in {ttgir}"],
+        "unwritten": lambda code: [f"found in {code}"],
+    }.items():
+        monkeypatch.setattr(ahead_of_time, name, value)
+    output = SimpleNamespace(stdout="REG:8 STACK:0")
+    monkeypatch.setattr(ahead_of_time.subprocess, "run", lambda *args, **options: output)
+    row, *faults = ahead_of_time.rows(["case | sm_90"])
+    assert row.split("|")[1].strip() == "kernel"
+    assert faults == [f"fault: case | kernel | sm_90: found in {x}" for x in ("tiles", "REG:8 STACK:0")]
 
 
 def golden(root: Path, op: str) -> list[str]:

@@ -187,6 +187,13 @@ def weight_gradients(
     read = tl.zeros((L, L), tl.float32)
     keys = tl.zeros((L, L), tl.float32)
     own = tl.zeros((L,), tl.float32)
+    if beta is not None:  # a loop of its own: docs/kernels/compiler_faults.md
+        for first in range(0, V, BV):
+            d = first + tl.arange(0, BV)
+            is_d = inside(d, V, BV)
+            x = load_tile(errors + at * L * V, d, j * V, is_d, is_t)
+            of_x = load_tile(dx + at * L * V, d, j * V, is_d, is_t)
+            own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         is_d = inside(d, V, BV)
@@ -198,8 +205,6 @@ def weight_gradients(
             b = load_rows(dv, n, H, c, S, eb, es, eh, d, is_t, is_d, REVERSE, L)
             b = operand(b, DOT, PRECISION)
             keys += tl.dot(b, operand(x, DOT, PRECISION), input_precision=PRECISION)
-            of_x = load_tile(dx + at * L * V, d, j * V, is_d, is_t)
-            own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
         read += tl.dot(operand(a, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
     read = tl.where(t >= s, read * gain[None, :] * scale, 0.0)
     tl.store(of_queries + place, operand(read, of_queries.dtype.element_ty, PRECISION))
