@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any, no_type_check
 
@@ -39,10 +39,13 @@ def constexpr(value: float) -> Any:
 
 
 class Kernel:
-    """A Triton function launched from Python as `kernel[grid](...)`, with the options common to all launches."""
+    """A Triton function launched from Python as `kernel[grid](...)`, with the options common to all launches.
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    general: names of arguments for whose values Triton does not compile anew.
+    """
+
+    def __init__(self, function: Any, general: Collection[str] = ()) -> None:
+        self.function, self.general = function, general
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return partial(self.function[grid], **launch_options())
@@ -50,7 +53,7 @@ class Kernel:
 
 def kernel(**options: Any) -> Callable[[Any], Kernel]:
     """Return a decorator for kernels, with these options of `triton.jit`. Functions that kernels call use `jit`."""
-    return lambda function: Kernel(jit(function, **options))
+    return lambda function: Kernel(jit(function, **options), options.get("do_not_specialize", ()))
 
 
 @cache

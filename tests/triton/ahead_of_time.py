@@ -252,6 +252,12 @@ def cases_of_linear_attention() -> Iterator[tuple[str, Callable[[], None]]]:
         256, torch.bfloat16, "head", True, values=512, reverse=True, resets=True)
     yield "linear_attention D=128 bf16 delta per key", lambda: linear_attention(128, torch.bfloat16, "key", True)
     yield "linear_attention D=64 fp32 delta", lambda: linear_attention(64, torch.float32, delta=True)
+    # Widths of which some versions of Triton keep values outside of registers, see SPILLS in test_ahead_of_time.py
+    yield "linear_attention D=128 to 256 bf16 delta per head", lambda: linear_attention(
+        128, torch.bfloat16, "head", True, values=256)
+    yield "linear_attention D=128 bf16 delta per key resets", lambda: linear_attention(
+        128, torch.bfloat16, "key", True, resets=True)
+    yield "linear_attention D=256 bf16 delta per key", lambda: linear_attention(256, torch.bfloat16, "key", True)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -304,6 +310,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "mlstm D=512 bf16 many heads", lambda: mlstm(512, torch.bfloat16, batch=4)
     yield "mlstm D=256 to 512 bf16 many heads", lambda: mlstm(
         256, torch.bfloat16, values=512, batch=8)
+    yield "mlstm D=1024 bf16", lambda: mlstm(1024, torch.bfloat16)
     yield "mlstm step D=128 bf16", lambda: mlstm_step(128, torch.bfloat16)
     for width in (32, 64, 128, 256, 512, 1024):
         yield f"slstm D={width} bf16", lambda n=width: slstm(n, torch.bfloat16)

