@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,12 @@ def draw_leaves(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Le
         return {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in case.draw(shape).items()}
 
 
+@cache
+def packed(batch: int, length: int, device: torch.device) -> Tensor:
+    """Return the resets of sequences of 300 tokens, packed into rows."""
+    return (torch.arange(length, device=device) % 300 == 0).repeat(batch, 1)
+
+
 def shortened(case: Case, shape: Shape) -> Shape:
     return {name: min(size, case.short.get(name, size)) for name, size in shape.items()}
 
@@ -92,6 +99,10 @@ def draw_mlstm(s: Shape) -> Leaves:
 
 def ours_mlstm(x: Leaves, backend: str | None) -> Any:
     return kernels.mlstm(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def ours_mlstm_packed(x: Leaves, backend: str | None) -> Any:
+    return kernels.mlstm(**x, resets=packed(*x["q"].shape[:2], x["q"].device), backend=backend)  # type: ignore[arg-type]
 
 
 def heads_first(x: Leaves) -> Leaves:
@@ -160,6 +171,11 @@ def draw_linear_attention(s: Shape) -> Leaves:
 
 def ours_linear_attention(x: Leaves, backend: str | None) -> Any:
     return kernels.linear_attention(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def ours_linear_attention_packed(x: Leaves, backend: str | None) -> Any:
+    resets = packed(*x["q"].shape[:2], x["q"].device)
+    return kernels.linear_attention(**x, resets=resets, backend=backend)  # type: ignore[arg-type]
 
 
 def fla_chunks(x: Leaves) -> Any:
@@ -420,6 +436,14 @@ CASES = {
         {"B": 2, "S": 1040, "H": 2},
         draw_mlstm, ("q", "k", "v"), ours_mlstm, traffic_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
     ),
+    "mlstm_packed": Case(
+        "the mLSTM of a 1.3B model, packed sequences of 300 tokens (resets)",
+        [{"B": 8, "S": 8192, "H": 4, "DK": 256, "DV": 512}], {"B": 1, "S": 1040, "H": 2},
+        draw_mlstm, ("q", "k", "v"), ours_mlstm_packed, traffic_mlstm, products=products_mlstm,
+    ),
+    "gated_delta_packed": linear_attention_case(
+        "Gated DeltaNet, 16 heads of 128, packed sequences of 300 tokens (resets)", False, True, (128, 128), 16
+    )._replace(ours=ours_linear_attention_packed, peers={}),
     "scan_once": Case(
         "selective scan of a small vision model, left to right",
         [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2},

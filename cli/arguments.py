@@ -252,13 +252,17 @@ def _count(text: str) -> int:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Raise UsageError for a wrong dash, an option before the verb, or an unknown verb."""
+    """Raise UsageError for a missing or unknown verb, a wrong dash, or an option before the verb."""
     dashes = next((w for w in words if w.startswith(("–", "—", "−"))), None)
     if dashes:
         raise UsageError(
             f"'{visible(dashes)}' begins with a different dash character; options begin with two hyphens: --"
         )
-    first = words[0] if words else ""
+    if not words:
+        width = max(map(len, VERBS))
+        lines = (f"  {name:<{width}}  {verb.about}" for name, verb in VERBS.items())
+        raise UsageError("\n".join(["a verb is missing:", *lines, "`seqblocks VERB --help` lists what it takes"]))
+    first = words[0]
     if first.startswith("-") and not any(own.startswith(first) for own in ("-h", "--help", "--version")):
         hint = _near(first, ("--help", "--version")) or "options follow the verb, as in `seqblocks list -q`"
         raise UsageError(f"seqblocks itself has no option {visible(first)}: {hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from seqblocks._version import __version__
 from seqblocks.cli import output
@@ -10,18 +11,23 @@ from seqblocks.cli.check import overrides
 from seqblocks.cli.imports import import_torch
 from seqblocks.errors import visible
 
+NO_CONFIG = "there is no config.json, because none came with the weights. Other software needs one of the model"
+
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print a summary of the files written."""
     import_torch("converting needs torch")
     from seqblocks.checkpoint.convert import convert
+    from seqblocks.checkpoint.folder import CONFIG
 
     more = {"spec": options.spec, "set": overrides(options), "shard_size": options.shard_size}
     written = convert(options.path, options.to, options.out, **more)
     size = sum(header.nbytes for header in written.headers.values())
     facts = {"version": __version__, "ok": True, "out": options.out, "layout": options.to}
+    remarks = [] if (Path(options.out) / CONFIG).exists() else [NO_CONFIG]
+    output.notes(remarks, options)
     if options.format == "json":
-        output.dump({**facts, "tensors": len(written.headers), "bytes": size})
+        output.dump({**facts, "tensors": len(written.headers), "bytes": size, "notes": remarks})
     elif not options.quiet:
         what = f"{len(written.headers):,} tensors as {options.to}, {output.bytes_of(size)}"
         output.write(f"{visible(options.out)}: written, {what}")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
+from seqblocks.analysis.steps import files_of_blocks
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
+from seqblocks.combinators import COMBINATORS
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UnavailableError, UsageError, visible
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.errors import UnavailableError, UsageError, quote, visible
+from seqblocks.language.spec import bundled, looks_like_path
+from seqblocks.messages.suggestions import did_you_mean, nearest
+from seqblocks.op import builtin_verbs
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
@@ -21,8 +26,25 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain an error code; treat any other argument as a spec."""
-    return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what, re.ASCII) else kernels(options)
+    """Explain an error code; treat any other argument as a spec. Raises UsageError for a verb."""
+    name = options.what
+    if re.fullmatch(r"[A-Za-z]\d{1,4}", name, re.ASCII):
+        return code(options)
+    if name not in bundled() and not looks_like_path(name) and not os.path.exists(name):
+        _check_no_verb(name)
+    return kernels(options)
+
+
+def _check_no_verb(name: str) -> None:
+    """Raise UsageError for the name of a verb, or a word that is closer to one than to a bundled model."""
+    verbs = [*COMBINATORS, *builtin_verbs(), *files_of_blocks()]
+    if name in verbs:
+        raise UsageError(f"{name} is a verb, and explain takes a spec or a code: `seqblocks ops {name}` describes it")
+    models = (spec for spec, path in bundled().items() if path.parent.name == "models")
+    near = nearest(name, [*models, *verbs])
+    if near in verbs:
+        what = f"there is no spec {quote(name)}, and explain takes a spec or a code"
+        raise UsageError(f"{what}: did you mean the verb {near}? `seqblocks ops {near}` describes it")
 
 
 def code(options: argparse.Namespace) -> int:

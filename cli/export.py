@@ -61,10 +61,14 @@ def _model(options: argparse.Namespace) -> Any:
     from seqblocks.checkpoint.record import RECORD
     from seqblocks.runtime.builder import build_model
 
-    dtype = dtype_named(options.dtype, "--dtype")
-    if (Path(options.spec) / RECORD).exists() and not options.weights:
-        return folder.load(options.spec, set=overrides(options), dtype=dtype)
-    spec = require_model(*load(options.spec, options, {}))
+    dtype, place = dtype_named(options.dtype, "--dtype"), Path(options.spec)
+    is_saved = (place / RECORD).exists()
+    if is_saved and not options.weights:
+        return folder.load(place, set=overrides(options), dtype=dtype)
+    if is_saved:
+        spec, _ = folder.read_model(place, place, overrides(options))
+    else:
+        spec = require_model(*load(options.spec, options, {}))
     if options.weights:
         return _with_weights(spec, options.weights, dtype)
     if not options.quiet:

@@ -102,7 +102,11 @@ def _module(request: Request) -> ModuleType:
     folder = Path(name).parent if is_file else Path()
     sys.path.append(str(folder.resolve()))  # last, so that installed modules take precedence
     try:
-        return _from_file(request) if is_file else importlib.import_module(name)
+        module = _from_file(request) if is_file else importlib.import_module(name)
+        package = Path(*name.split("."))
+        if getattr(module, "__file__", name) is None and package.is_dir():  # to Python, a package without code
+            raise UsageError(f"{request}: {_folder_hint(package)}")
+        return module
     except SeqblocksError:
         raise
     except BaseException as error:
@@ -122,6 +126,8 @@ def _module(request: Request) -> ModuleType:
 
 def _from_file(request: Request) -> ModuleType:
     path = Path(request.name).resolve()
+    if path.is_dir():
+        raise UsageError(f"{request}: {_folder_hint(Path(request.name))}")
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
         where = near or f"looked at {visible(str(path))}"
@@ -156,10 +162,17 @@ def _import_hint(request: Request) -> str:
     """Return why a module was not found, and what to write instead."""
     if Path(f"{request.name}.py").is_file():
         return f"there is no such module; write a file with its extension: {request}.py"
+    if request.name and Path(request.name).is_dir():
+        return _folder_hint(Path(request.name))
     if Path(request.name).is_file():
         return "a file must be Python code, with the extension .py"
     where = "searched the current folder and installed modules"
     return f"there is no such module; {where}; to import a file, write its path, such as my_ops.py"
+
+
+def _folder_hint(folder: Path) -> str:
+    file = min((file.name for file in folder.glob("*.py") if file.is_file()), default="my_ops.py")
+    return f"this is a folder; write the path of a file in it, such as {visible(str(folder / file))}"
 
 
 def failed_primitive(error: BaseException) -> str | None:

@@ -14,7 +14,7 @@ from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean, instead_of
 
 if TYPE_CHECKING:
     from seqblocks.report.reference import Verb
@@ -79,7 +79,11 @@ def _unknown_verb(name: str, verbs: Iterable[str]) -> UsageError:
     lists = (
         "list verbs with `seqblocks ops`, blocks of a file with `seqblocks ops my.yaml`, specs with `seqblocks list`"
     )
-    return UsageError(f"there is no verb {quote(name)}: {did_you_mean(name, [*verbs, *blocks]) or lists}")
+    hint = instead_of(name) or did_you_mean(name, [*verbs, *blocks]) or lists
+    if spec := bundled().get(name):
+        blocks_of_it = f"`seqblocks ops {name}::` lists its blocks"
+        hint = f"it is a bundled spec: {blocks_of_it if spec.parent.name == 'blocks' else f'`seqblocks show {name}`'}"
+    return UsageError(f"there is no verb {quote(name)}: {hint}")
 
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:

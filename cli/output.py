@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, render_all, visible
+from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, escape_controls, render_all
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
@@ -95,11 +95,6 @@ def _encodable(text: str, encoding: str) -> str:
     except UnicodeEncodeError:
         return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
     return text
-
-
-def escape_controls(text: str) -> str:
-    """Return text with control characters shown as escapes, except line ends."""
-    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
 
 
 def silence(stream: TextIO) -> None:

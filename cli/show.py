@@ -140,14 +140,22 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
         many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""
         yield "state", f"{found.state:,} numbers, {output.bytes_of(found.state_bytes)} per sequence{many}"
     if found.lookahead is not None:
-        many = "every later token" if found.lookahead == "all" else f"{_tokens(found.lookahead)} ahead"
-        yield "causal", f"no: an output depends on {many}, because of {found.future}" if found.lookahead else "yes"
+        yield "causal", f"no: {_depend(found)}, because of {found.future}" if found.lookahead else "yes"
     if found.sample_rate and found.lookahead is not None:
         yield "latency", _latency(found)
     how = "step by step" if found.frame_size == 1 else f"{found.frame_size} tokens at a time"
     yield "streaming", f"yes, {how}" if found.streams is None else f"no: {found.streams}"
     for note in found.notes:
         yield "note", note
+
+
+def _depend(found: Summary) -> str:
+    """Return which outputs depend on how many later tokens, as text."""
+    ahead = {name: tokens for name, tokens in found.lookaheads.items() if tokens}
+    return ", ".join(
+        f"{name} depends on {'every later token' if tokens == 'all' else f'{_tokens(tokens)} ahead'}"
+        for name, tokens in (ahead or {"an output": found.lookahead or 0}).items()
+    )
 
 
 def _latency(found: Summary) -> str:

@@ -66,7 +66,8 @@ def no_second_derivative(op: str, name: str) -> Callable[..., Any]:
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"the {name} implementation of {op} has no second derivative; use backend='reference' for it"
+            f"the {name} implementation of {op} has no second derivative: compute its outputs in a block "
+            '`with seqblocks.kernels.use_backend("reference"):`'
         )
 
     return refuse

@@ -286,11 +286,12 @@ def _is_dense(x: Tensor) -> bool:
 @contextlib.contextmanager
 def of_model(weights: int) -> Iterator[None]:
     """Prepare the products within this context for a model with this many bytes of weights."""
-    token = _weights.set(weights)
-    try:
+    before = _weights.get()
+    try:  # A signal may interrupt the next line.
+        _weights.set(weights)
         yield
     finally:
-        _weights.reset(token)
+        _weights.set(before)
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
@@ -309,6 +310,15 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     return lambda x: by_blocks(x, bias) if 0 < x.shape[0] <= FEW else linear(x, weight, bias, from_memory=True)
 
 
+class _Views(NamedTuple):
+    """Views of a matrix at an address: its blocks of rows, and the rows that remain."""
+
+    address: int
+    strides: tuple[int, ...]
+    stack: Tensor
+    remainder: Tensor
+
+
 class _Blocks:
     """A matrix [O, I] as a stack of equal blocks of rows, and the rows that remain.
 
@@ -322,23 +332,23 @@ class _Blocks:
         self.rest = rows % most if count == 1 else 0
         self.blocks, self.rows = most if self.rest else count, rows - self.rest
         self._weight = weight
-        self._make_views()
+        self._views = self._make_views()
 
-    def _make_views(self) -> None:
+    def _make_views(self) -> _Views:
         weight = self._weight.detach()
-        self._address, self._strides = weight.data_ptr(), weight.stride()
-        self._stack = weight.narrow(0, 0, self.rows).view(self.blocks, -1, self.width)
-        self._remainder = weight.narrow(0, self.rows, self.rest)
+        stack = weight.narrow(0, 0, self.rows).view(self.blocks, -1, self.width)
+        return _Views(weight.data_ptr(), weight.stride(), stack, weight.narrow(0, self.rows, self.rest))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W' + b [N, O] for x [N, I], with N at most FEW."""
-        if self._weight.data_ptr() != self._address or self._weight.stride() != self._strides:
-            self._make_views()
+        views = self._views  # another thread may replace them
+        if self._weight.data_ptr() != views.address or self._weight.stride() != views.strides:
+            views = self._views = self._make_views()
         tokens, blocks = x.shape[0], self.blocks
-        y = torch.bmm(self._stack, x.t().expand(blocks, self.width, tokens))
+        y = torch.bmm(views.stack, x.t().expand(blocks, self.width, tokens))
         y = y.view(1, -1) if tokens == 1 else y.view(-1, tokens).t().contiguous()
         if self.rest:
-            y = torch.cat([y, F.linear(x, self._remainder)], 1)
+            y = torch.cat([y, F.linear(x, views.remainder)], 1)
         return y if bias is None else y.add_(bias)
 
 
@@ -350,12 +360,12 @@ class Matrix(NamedTuple):
     blocks: int = 1
 
 
-def prepare_joined(matrices: Sequence[Matrix], memory: list[Tensor] | None = None) -> Callable[[Tensor], Tensor]:
+def prepare_joined(matrices: Sequence[Matrix], earlier: list[Tensor] | None = None) -> Callable[[Tensor], Tensor]:
     """Return f(x [N, I]) that computes several linear maps of one input and concatenates their outputs.
 
-    memory: a list for the joined weight, which later calls with matrices of the same shapes and dtype write to again.
+    earlier: a list that holds the joined weight, which a later call uses again if the matrices have the same values.
     """
-    whole = _prepare_whole(matrices, memory)
+    whole = _prepare_whole(matrices, earlier)
     blocks = matrices[0].blocks
     alike = len({matrix.weight.shape for matrix in matrices}) == 1 and all(m.blocks == blocks for m in matrices)
     if not alike or blocks == 1 or matrices[0].weight.shape[1] < NARROW * blocks or torch.compiler.is_compiling():
@@ -364,24 +374,33 @@ def prepare_joined(matrices: Sequence[Matrix], memory: list[Tensor] | None = Non
     return lambda x: (whole if x.shape[0] <= FEW_FOR_BLOCKS else by_block)(x)
 
 
-def _prepare_whole(matrices: Sequence[Matrix], memory: list[Tensor] | None) -> Callable[[Tensor], Tensor]:
+def _prepare_whole(matrices: Sequence[Matrix], earlier: list[Tensor] | None) -> Callable[[Tensor], Tensor]:
     if len(matrices) == 1:
         return prepare_linear(matrices[0].weight, matrices[0].bias)
-    return prepare_linear(_joined([matrix.weight for matrix in matrices], memory), _joined_bias(matrices))
+    return prepare_linear(_joined([matrix.weight for matrix in matrices], earlier), _joined_bias(matrices))
 
 
-def _joined(weights: Sequence[Tensor], memory: list[Tensor] | None) -> Tensor:
-    """Return the rows of several matrices as one, in the memory of an earlier result if there is one.
+def _joined(weights: Sequence[Tensor], earlier: list[Tensor] | None) -> Tensor:
+    """Return the rows of several matrices as one: an earlier result if it is large and still has their values.
 
-    The pages of new memory take longer than the copy: 3 ms for each stream of an xLSTM-large of 6 layers. A tensor made
-    under inference mode cannot be written outside of it.
+    The pages of new memory take longer than comparing the values. An earlier result is never written, since another
+    thread may be reading it.
     """
-    if memory is None or torch.compiler.is_compiling():
+    if earlier is None or torch.compiler.is_compiling() or sum(weight.numel() for weight in weights) < LARGE:
         return torch.cat([*weights])
-    if memory and memory[0].is_inference() == torch.is_inference_mode_enabled():
-        return torch.cat([*weights], out=memory[0])
-    memory[:] = [torch.cat([*weights])]
-    return memory[0]
+    for whole in [*earlier]:
+        parts = whole.split([weight.shape[0] for weight in weights])
+        if all(map(_has_same_bits, parts, weights)):
+            return whole
+    whole = torch.cat([*weights])
+    earlier[:] = [whole]
+    return whole
+
+
+def _has_same_bits(x: Tensor, y: Tensor) -> bool:
+    """Compare matrices of one float dtype and shape. As bits, equal NaNs are the same, and -0 and 0 differ."""
+    kind = torch.int64 if x.shape[-1] * x.itemsize % 8 == 0 else torch.int32  # torch compares one integer at a time
+    return torch.equal(x.view(kind), y.detach().view(kind))
 
 
 def _prepare_blocks(matrices: Sequence[Matrix], blocks: int) -> Callable[[Tensor], Tensor]:

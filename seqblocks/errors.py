@@ -2,10 +2,12 @@
 
     SeqblocksError                 base of all exceptions of seqblocks
     ├── SpecError                  the spec is invalid; has diagnostics                  exit status 1
+    │   ├── NoSpecError            the file of the spec cannot be opened                 exit status 2
     │   └── ExpectationError       the spec is valid but does not meet its `expect:`     exit status 3
     ├── UsageError                 the command or the call is invalid                    exit status 2
     ├── UnavailableError           a dependency, device or resource is missing           exit status 4
     │   └── BackendError           a requested implementation of a kernel cannot run
+    │       └── BackendNameError   there is no implementation of that name               exit status 2
     └── RunError (ValueError)      a built model was called with invalid arguments       exit status 2
 
     SpecWarning (UserWarning)      a valid spec contains a probable mistake
@@ -31,9 +33,12 @@ _WINDOW = 100  # maximum characters shown of a source line
 
 
 class SeqblocksError(Exception):
-    """Base class of all exceptions of seqblocks."""
+    """Base class of all exceptions of seqblocks. The message is escaped and clipped, as it may echo any value."""
 
     exit_status = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(readable(str(message)))
 
 
 class UsageError(SeqblocksError):
@@ -50,6 +55,12 @@ class UnavailableError(SeqblocksError):
 
 class BackendError(UnavailableError):
     """A requested implementation of a kernel cannot run here."""
+
+
+class BackendNameError(BackendError):
+    """There is no implementation of the requested name."""
+
+    exit_status = 2
 
 
 class RunError(SeqblocksError, ValueError):
@@ -75,6 +86,9 @@ class OverrideWarning(SpecWarning):
 
 class PartialWarning(UserWarning):
     """Weights were loaded partially (`partial=True`); the message lists the missing or extra ones."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(readable(str(message)))
 
 
 def user_stacklevel() -> int:
@@ -138,6 +152,16 @@ class Span(NamedTuple):
     def __str__(self) -> str:
         return f"{self.source.name}:{self.line}:{self.column}"
 
+    def as_data(self) -> dict[str, Any]:
+        """Return the file and the range as plain data (in the records of `--format json`)."""
+        return {
+            "file": self.source.name,
+            "line": self.line,
+            "column": self.column,
+            "end_line": self.end_line,
+            "end_column": self.end_column,
+        }
+
     def holds(self, other: Span) -> bool:
         """Return whether another span of the same source begins inside."""
         return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
@@ -182,34 +206,31 @@ class Diagnostic(NamedTuple):
         """Return the diagnostic as plain data (the `--format json` record)."""
         data: dict[str, Any] = {"code": self.code, "severity": self.severity, "message": self.message}
         if self.span:
-            data |= {
-                "file": self.span.source.name,
-                "line": self.span.line,
-                "column": self.span.column,
-                "end_line": self.span.end_line,
-                "end_column": self.span.end_column,
-            }
+            data |= self.span.as_data()
         data |= {"expected": self.expected, "found": self.found, "hint": self.hint}
-        data["notes"] = [
-            {"text": note.text}
-            | ({"file": note.span.source.name, "line": note.span.line, "column": note.span.column} if note.span else {})
-            for note in self.notes
-        ]
+        data["notes"] = [{"text": note.text} | (note.span.as_data() if note.span else {}) for note in self.notes]
         return data
+
+    def clipped(self) -> Diagnostic:
+        """Return the diagnostic with texts of limited length."""
+        texts = (self.message, self.expected, self.found, self.hint)
+        message, expected, found, hint = (text if text is None else clip(text) for text in texts)
+        notes = tuple(note._replace(text=clip(note.text)) for note in self.notes)
+        return self._replace(message=message or "", expected=expected, found=found, hint=hint, notes=notes)
 
     def render(self, style: Style = lambda role, text: text) -> str:
         """Return the diagnostic as text: header, source line with a caret, notes, styled by `style(role, text)`."""
-        out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {visible(self.message)}")]
+        out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {_line(self.message)}")]
         gutter = " "
         if self.span:
             gutter = " " * len(str(self.span.line))
-            out.append(f"{gutter}{style('gutter', '-->')} {visible(str(self.span))}")
+            out.append(f"{gutter}{style('gutter', '-->')} {_line(str(self.span))}")
             out += _excerpt(self.span, gutter, style)
         remarks = [("expected", self.expected), ("found", self.found)]
         remarks += [("note", str(note)) for note in self.notes]
         remarks += [("hint", self.hint)]
         marks = style("gutter", "=")
-        out += [f"{gutter} {marks} {style(label, label)}: {visible(text)}" for label, text in remarks if text]
+        out += [f"{gutter} {marks} {style(label, label)}: {_line(text)}" for label, text in remarks if text]
         return "\n".join(out)
 
 
@@ -234,10 +255,16 @@ class SpecError(SeqblocksError):
     def __init__(self, diagnostics: Sequence[Diagnostic], dropped: int = 0) -> None:
         self.diagnostics = tuple(diagnostics)
         self.dropped = dropped
-        super().__init__(render_all(self.diagnostics, dropped))
+        Exception.__init__(self, render_all(self.diagnostics, dropped))  # whose parts are escaped and clipped
 
     def __reduce__(self) -> Any:  # keep the diagnostics when pickled across processes
         return type(self), (self.diagnostics, self.dropped)
+
+
+class NoSpecError(SpecError):
+    """The spec does not exist, or its file cannot be opened."""
+
+    exit_status = 2
 
 
 class ExpectationError(SpecError):
@@ -259,7 +286,10 @@ def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style
 
 
 class Fault(Exception):
-    """A fault raised by code that does not know the position. `at` names the faulty argument or port."""
+    """A fault raised by code that does not know the position.
+
+    at: the faulty argument or port. entry: the faulty one of its values, if the argument is a list.
+    """
 
     def __init__(
         self,
@@ -267,13 +297,14 @@ class Fault(Exception):
         message: str,
         *,
         at: str | None = None,
+        entry: str | None = None,
         expected: Lazy = None,
         found: str | None = None,
         hint: Lazy = None,
         notes: Iterable[Note] = (),
     ) -> None:
         super().__init__(message)
-        self.code, self.message, self.at = code, message, at
+        self.code, self.message, self.at, self.entry = code, message, at, entry
         self.expected, self.found, self.hint = expected, found, hint
         self.notes = tuple(notes)
 
@@ -284,8 +315,8 @@ class Fault(Exception):
     def copy(self) -> Fault:
         """Return a copy of the fault that has not been raised."""
         return Fault(
-            self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
-            notes=self.notes,
+            self.code, self.message, at=self.at, entry=self.entry, expected=self.expected, found=self.found,
+            hint=self.hint, notes=self.notes,
         )  # fmt: skip
 
     def as_diagnostic(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
@@ -293,7 +324,7 @@ class Fault(Exception):
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
         notes = (*self.notes, *notes)
-        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity)
+        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity).clipped()
 
 
 class _Wrong:
@@ -375,9 +406,7 @@ class Report:
             self.diagnostics.remove(wrong.diagnostic)
 
     def _append(self, diagnostic: Diagnostic) -> None:
-        texts = ("message", "expected", "found", "hint")
-        short: dict[str, Any] = {key: _short(getattr(diagnostic, key)) for key in texts}
-        diagnostic = diagnostic._replace(**short)
+        diagnostic = diagnostic.clipped()
         if odd := diagnostic.span and _non_ascii_note(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
         self.diagnostics.append(diagnostic)
@@ -388,10 +417,6 @@ class Report:
     def raise_if_any(self) -> None:
         if self.diagnostics:
             raise SpecError(in_order(self.diagnostics), self.dropped)
-
-
-def _short(text: str | None) -> str | None:
-    return text if text is None or len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 def _non_ascii_note(span: Span) -> Note | None:
@@ -421,11 +446,33 @@ def listing(words: Iterable[object], limit: int = 12) -> str:
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
 
 
+# --- text that may echo a value of the user ---------------------------------------------------------------------------
+
+
+def clip(text: str, limit: int = MAX_TEXT) -> str:
+    """Return text of at most `limit` characters: its beginning and its end, if it is longer."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[len(text) - limit // 2 + 3 :]}"
+
+
 def visible(text: str) -> str:
     r"""Return text in one line, with unprintable characters escaped: `\x1b`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def escape_controls(text: str) -> str:
+    """Return text with unprintable characters escaped, except line ends."""
+    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
+
+
+def readable(text: str, limit: int = 2 * MAX_TEXT) -> str:
+    """Return text for a message that may echo any value: clipped, and escaped except line ends."""
+    return clip(escape_controls(clip(text, limit)), limit)
+
+
+def _line(text: str) -> str:
+    return clip(visible(clip(text)))
 
 
 def quote(text: str, limit: int = 60) -> str:

@@ -7,7 +7,7 @@ a combinator) may read outer values, its captures. Graphs can be printed and cou
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -154,12 +154,16 @@ class Graph(Record):
 
 
 class SpecSource(NamedTuple):
-    """The text of a spec, its overrides and the files it uses, which `save` stores with the weights."""
+    """The text of a spec, its overrides and the files it uses, which `save` stores with the weights.
+
+    origin: the config.json that came with the weights, which `convert` writes again.
+    """
 
     name: str
     text: str
     overrides: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()  # texts: by relative path, bundled files by name
+    origin: Mapping[str, Any] | None = None
 
 
 class ModelSpec(Record):

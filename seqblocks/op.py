@@ -85,7 +85,8 @@ ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 def argument(default: Any, about: str, *, inherit: str | None = None, **limits: Any) -> Any:
     """A documented argument; `...` as default makes it required. Limits are pydantic's (`gt`, `ge`, `le`, …).
 
-    With `inherit="tokens"`, the default is that property of the model's input.
+    With `inherit="tokens"`, the default is that property of the model's input; with `inherit="depth"`, it is the
+    product of the layers of all enclosing `repeat`s.
     """
     extra: dict[str, Any] | None = {"inherit": inherit} if inherit else None
     return Field(default, description=about, json_schema_extra=extra, **limits)
@@ -158,6 +159,14 @@ class Op(BaseModel):
         that are at least this many earlier. Default: according to `reads`.
         """
         return math.inf if self.reads == "all" else 0
+
+    def looks_back(self, *wires: Any, **_: Any) -> int | float:
+        """Return how many earlier tokens an output may depend on, in tokens of the model's input (inf: unlimited).
+
+        A scan in reverse turns them into later ones. It may be infinite for an op that changes the number of tokens.
+        A negative number: the op reads only tokens that are at least this many later. Default: according to `reads`.
+        """
+        return 0 if self.reads == "token" else math.inf
 
     def facts(self, *wires: Any, **_: Any) -> Facts:
         """Return the facts about the values of the output; those of the inputs are attributes of the wires."""

@@ -123,27 +123,29 @@ def _splits(
 def check_lookahead(
     model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0, tolerance: float | None = None
 ) -> None:
-    """Assert that no output depends on tokens after the declared lookahead (`lookahead.find`).
+    """Assert that no output depends on tokens after its own declared lookahead (`lookahead.of_outputs`).
 
     seq: number of frames, as in `check_law`, if the spec does not fix the length. There is nothing to check for a model
     that reads images, returns a vector, or has unlimited lookahead. Tokens after several positions are replaced by new
     random ones; outputs that may not depend on them must stay equal, up to `tolerance` of the largest value.
     """
-    ahead = lookahead.find(model.spec)
-    if ahead is None or ahead.tokens == lookahead.WHOLE:
+    found = {name: ahead.tokens for name, ahead in lookahead.of_outputs(model.spec).items()}
+    ahead = {name: int(tokens) for name, tokens in found.items() if tokens < lookahead.WHOLE}
+    if not ahead:
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
-    seq, tokens = _length(model, seq), int(ahead.tokens)
-    rates = {name: wire.rate for name, wire in _output_types(model).items() if has_tokens(wire)}
+    seq = _length(model, seq)
+    rates = {name: wire.rate for name, wire in _output_types(model).items() if name in ahead}
     context = random_context(model, batch, seed)
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = _by_name(model(x, **context))
-        for start in _starts(tokens + 1, seq):
+        for start in sorted({start for tokens in ahead.values() for start in _starts(tokens + 1, seq)}):
             after = _by_name(model(torch.cat([x[:, :start], other[:, start:]], 1), **context))
             for name, rate in rates.items():
-                count = -(-(start - tokens) // rate)  # the number of outputs that must not change
-                what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
+                count = max(-(-(start - ahead[name]) // rate), 0)  # the number of outputs that must not change
+                of = f" of {name}" if name else ""
+                what = f"lookahead {ahead[name]}{of}: outputs before token {start} of the input"
                 _assert_close(what, after[name][:, :count], before[name][:, :count], tolerance)
 
 

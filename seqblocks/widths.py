@@ -13,10 +13,12 @@ def must_divide(value: int, width: int, what: str, of: str, at: str | None = Non
     return width // value
 
 
-def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") -> None:
+def must_have_grid(
+    x: Wire, who: str, at: str | None = None, instead: str = "", entry: str | None = None
+) -> None:
     """Raise Fault E407 unless the tokens of `x` are those of an image. instead: a verb or word that needs none."""
     if x.grid is None:
-        raise messages.wires.no_grid(who, x, at, instead)
+        raise messages.wires.no_grid(who, x, at, instead, entry)
 
 
 def must_match(name: str, found: Wire, width: int, because: str) -> None:

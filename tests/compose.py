@@ -148,7 +148,7 @@ class Composer(Mixers, Rates, Contexts):
         score = self.chance.choice(["softmax", "sigmoid"])
         self.add_maybe(
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
-            score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (E419)
+            score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
             corrected=self.chance.choice([None, None, True]),
         )  # fmt: skip

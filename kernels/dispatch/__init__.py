@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.errors import BackendError, RunError
+from seqblocks.errors import BackendError, BackendNameError, RunError
 from seqblocks.kernels.dispatch import registry, self_check
 from seqblocks.kernels.dispatch.compiled import constant, transformed
 from seqblocks.kernels.dispatch.registry import IMPLEMENTATIONS, always, implementation, load_implementations, register
@@ -145,11 +145,11 @@ def _remember(op: str, reasons: dict[str, str]) -> bool:
 def use_backend(backend: str) -> Iterator[None]:
     """Use this backend for kernels called without `backend=` within the context.
 
-    Contexts nest. Other threads are not affected. Raises BackendError for an unknown name.
+    Contexts nest. Other threads are not affected. Raises BackendNameError for an unknown name.
     """
     before = getattr(_local, "backend", None)
-    _local.backend = _check_name(backend, "use_backend")
-    try:
+    try:  # A signal may interrupt the next line.
+        _local.backend = _check_name(backend, "use_backend")
         yield
     finally:
         _local.backend = before
@@ -166,7 +166,7 @@ def same_backend() -> tuple[contextlib.AbstractContextManager[None], contextlib.
 def requested(backend: str | None = None) -> str:
     """Return the requested backend: the argument, else `use_backend`, else the environment variable, else "auto".
 
-    Raises BackendError for a name that is not in BACKENDS.
+    Raises BackendNameError for a name that is not in BACKENDS.
     """
     if backend is not None:
         return _check_name(backend, "backend=")
@@ -181,7 +181,7 @@ def _from_environment() -> str:
 
 def _check_name(backend: str, where: str) -> str:
     if backend not in BACKENDS:
-        raise BackendError(f"{where}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+        raise BackendNameError(f"{where}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
     return backend
 
 

@@ -294,8 +294,9 @@ def launched_for(**sizes: int) -> Iterator[None]:
     Applies to all threads, because backward passes run in threads of their own.
     """
     global _sizes
-    before, _sizes = _sizes, sizes
-    try:
+    before = _sizes
+    try:  # A signal may interrupt the next line.
+        _sizes = sizes
         yield
     finally:
         _sizes = before

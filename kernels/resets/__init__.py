@@ -15,6 +15,8 @@ nonfinite.py: for matrix products over a chunk, which mix sequences before anyth
 compiled scans. Tokens with a nonfinite input are replaced by zeros, and everything that depends on them is set to NaN
 afterwards. A sequence that overflows from finite inputs is not detected; the stabilised mLSTM cannot overflow that way.
 
+nonfinite_triton.py: the same for the Triton kernels of the mLSTM and of linear attention, behind a flag on the device.
+
 B batch, S sequence. resets [B, S] bool: true where a token is the first of a new sequence, in scan order.
 """
 

@@ -17,7 +17,7 @@ from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.step_arguments import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
 from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
-from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
+from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, number, size
 from seqblocks.analysis.wires import read_port, read_wires
 from seqblocks.errors import Fault, Note
 from seqblocks.language.document import Node, Scalar, kind_of, plain
@@ -65,6 +65,7 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
 
 def check_unused(ctx: Context, block: Block) -> None:
     """Check a block that no step uses; arguments without a default are UNKNOWN."""
+    ctx = ctx._replace(layers=UNKNOWN)
     values: dict[str, Any] = {}
     ports: dict[str, int] = {}
     passed: dict[str, Passed] = {}
@@ -72,7 +73,7 @@ def check_unused(ctx: Context, block: Block) -> None:
         if each.type == "wire":
             ports[name] = ctx.run.value(None, name)
         elif each.type != "steps":
-            values[name] = UNKNOWN if each.default is None else _default(each)
+            values[name] = UNKNOWN if each.default is None else _default(ctx, each)
         elif each.default is None:
             passed[name] = Passed(each)
     call = BlockUse(ctx.run.value(None, "input"), values, ports, {}, passed)
@@ -97,7 +98,7 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
         elif node:
             call.values[name], call.written[name] = _read_argument(ctx, node, block, each), (node, ctx.names)
         elif each.default is not None:
-            call.values[name], call.written[name] = _default(each), (each.default, nothing)
+            call.values[name], call.written[name] = _default(ctx, each), (each.default, nothing)
             ctx.run.unread[id(each.default)] = False
         else:
             call.values[name] = UNKNOWN
@@ -124,9 +125,11 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
     return UNKNOWN
 
 
-def _default(argument: Argument) -> Any:
-    """Return the value of a default: plain data, not an expression, since it has no scope."""
+def _default(ctx: Context, argument: Argument) -> Any:
+    """Return the value of a default: plain data, or an expression of `depth`, the only name in its scope."""
     assert argument.default is not None
+    if argument.by_depth:
+        return number(ctx._replace(names=Names()), argument.default, whole=argument.type == "int")
     return plain(argument.default) if argument.is_valid else UNKNOWN
 
 
@@ -160,8 +163,12 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
         run.maps[id(block)] = read_map(inner, block.checkpoint)
     body.checkpoint = run.maps[id(block)]
-    if not run.report and run.types[call.x]:  # in an unused block the contents may be unknown
+    if not run.types[call.x]:  # in an unused block the contents may be unknown
+        return inner, body
+    if not run.report or id(block) not in run.mapped:  # after a fault, a block is lowered again in each layer
+        run.mapped.add(id(block))
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
+    if not run.report:
         copies.keep(
             run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
         )
@@ -216,7 +223,7 @@ def _enter(
     names.incomplete = block.incomplete
     body = Body({"input": entered, **ports}, (*ctx.body.path, name), incomplete=block.incomplete)
     trail, callers = (*ctx.trail, note), (*ctx.callers, block)
-    inner = Context(run, block.home, names, body, trail, callers, ctx.depth + 1, dict(call.passed))
+    inner = Context(run, block.home, names, body, trail, callers, ctx.depth + 1, dict(call.passed), ctx.layers)
     add_let(inner, block.let)
     if any(each.type == "steps" for each in block.args.values()):
         add_defaults(inner, block)

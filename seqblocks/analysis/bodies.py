@@ -10,12 +10,15 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.steps import count_steps, spend
 
 
-def lower_once(ctx: Context, key: Any, lower: Callable[[], tuple[Context, graph.Graph]]) -> graph.Graph:
+def lower_once(ctx: Context, key: tuple[Any, ...], lower: Callable[[], tuple[Context, graph.Graph]]) -> graph.Graph:
     """Return the body from `lower` and the context inside it, or the cached ones for an equal key.
 
-    key: everything that the body depends on.
+    key: everything that the body depends on, except `depth`; first the block or the steps.
     """
-    run = ctx.run
+    run, owner = ctx.run, key[0]
+    if owner in run.by_depth:
+        ctx.read_depth()
+        key = (*key, ctx.layers)
     if key in run.bodies:
         body, steps, height = run.bodies[key]
         count_steps(ctx, steps, height)
@@ -23,7 +26,12 @@ def lower_once(ctx: Context, key: Any, lower: Callable[[], tuple[Context, graph.
     spend(ctx, 20)
     steps, ties, deepest = run.steps, run.ties, run.deepest
     run.deepest = ctx.depth + 1
+    outside, run.reads_depth = run.reads_depth, False
     inner, body = lower()
+    if run.reads_depth and owner not in run.by_depth:
+        run.by_depth.add(owner)
+        key = (*key, ctx.layers)
+    run.reads_depth |= outside
     if not run.report:
         run.lowered.append((inner, body))
         if run.ties == ties:  # ties contain the names of one layer, so the body cannot be shared

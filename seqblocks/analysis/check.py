@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from seqblocks import messages
 from seqblocks.analysis.lower import is_builtin, lower_file
@@ -20,6 +21,7 @@ from seqblocks.errors import (
     SpecWarning,
     UsageError,
     in_order,
+    quote,
     user_stacklevel,
 )
 from seqblocks.graph import ModelSpec, SpecSource
@@ -30,9 +32,45 @@ from seqblocks.op import has_plugin
 if TYPE_CHECKING:
     from seqblocks.language.overrides import Override  # only specs with overrides need it
 
+F = TypeVar("F", bound=Callable[..., Any])
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
+def names_overrides(function: F) -> F:
+    """Have a function report unknown arguments as a UsageError that says where values of a spec go."""
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+    @wraps(function)
+    def call(*given: Any, **keywords: Any) -> Any:
+        if len(given) > code.co_argcount:
+            raise UsageError(_too_many(function.__name__, code.co_varnames[: code.co_argcount], known))
+        for name in keywords:
+            if name not in known:
+                raise UsageError(_unknown_keyword(function.__name__, name, keywords[name], known))
+        return function(*given, **keywords)
+
+    return cast(F, call)
+
+
+def _unknown_keyword(function: str, name: str, value: Any, known: Sequence[str]) -> str:
+    from seqblocks.messages.suggestions import did_you_mean
+
+    if name == "set":
+        return f"{function} has no argument 'set': pass it to load_model"
+    plain = isinstance(value, bool | int | float | str) and len(str(value)) < 40
+    change = f"set={{{name!r}: {value!r}}}" if plain else f"set={{{name!r}: …}}"
+    override = change if "set" in known else f"{change} to load_model"
+    hint = did_you_mean(name, known) or f"to change a value of the spec, pass {override}".replace("'", '"')
+    return f"{function} has no argument {quote(name)}: {hint}"
+
+
+def _too_many(function: str, first: Sequence[str], known: Sequence[str]) -> str:
+    others = ", ".join(f"{name}=…" for name in known if name not in first)
+    return f"{function} takes only {', '.join(first)} without a name: pass the others as {others}"
+
+
+@names_overrides
 def load_text(
     text: str,
     name: str = "<text>",
@@ -83,7 +121,7 @@ def check_text(
     check_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
-    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
+    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use), cautions)
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
         report.fault(messages.spec.defines_nothing(), file.root.span)
@@ -91,6 +129,10 @@ def check_text(
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
+    if report and file.expect is not None:
+        from seqblocks.analysis.expectations import check_numbers
+
+        check_numbers(file, report)
     file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
     if model is not None:
         model.warnings = file.warnings
@@ -161,6 +203,7 @@ def yaml(text: str) -> str:
     return _Raw(text)
 
 
+@names_overrides
 def load_spec(
     spec: str | os.PathLike[str],
     set: Mapping[str, Any] | None = None,
@@ -172,6 +215,7 @@ def load_spec(
     return _warned(check_text(text, name, base, set, allow_use=allow_use, strict=strict))
 
 
+@names_overrides
 def load_model(
     spec: str | os.PathLike[str],
     set: Mapping[str, Any] | None = None,

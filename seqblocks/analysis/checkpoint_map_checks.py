@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from seqblocks import graph, messages
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.init_and_tie import may_be_step
 from seqblocks.analysis.translation import HOLE, Translator, index_pattern
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault
@@ -23,9 +24,13 @@ MAX_MATCHES = 2_000_000  # comparisons of a key's pattern with a name
 def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: bool) -> None:
     """Report keys that match nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
+    Steps that are unknown after a fault may contain anything: entries that may be theirs are not checked.
     may_differ: whether the body could differ (a block has arguments, or something is overridden), so a key may match a
     parameter, a layer or a direction that this body does not have.
     """
+    is_whole = not ctx.run.report or _is_whole(ctx, body)
+    if not is_whole:
+        table = tuple(entry for entry in table if _is_settled(ctx, entry, body))
     parted = not may_differ and any(node.directions for each in graph.bodies(body) for node in each.nodes)
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
@@ -34,7 +39,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
         return
     top, owners = _Places([body], _inside), _Places([_names(body) if parted else {}], dict)
     composed: set[int] = set()
-    is_valid = True
+    is_valid = is_whole
     for entry in table:
         places, is_known = _find(ctx, entry, top, may_differ)
         is_valid &= is_known
@@ -48,6 +53,20 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
             is_valid &= _check_owner(ctx, entry, owners)
     for layout in dict.fromkeys(entry.layout for entry in table) if is_valid else ():
         _check_use(ctx, table, layout, body, may_differ, composed)
+
+
+def _is_whole(ctx: Context, body: Graph) -> bool:
+    """Return whether all steps of a body are known."""
+    return not ctx.body.incomplete and all(map(ctx.run.is_known, body.nodes))
+
+
+def _is_settled(ctx: Context, entry: Entry, body: Graph) -> bool:
+    """Return whether it is known what an entry matches, in a body with unknown steps."""
+    first = entry.ours.partition(".")[0]
+    if "{" in first:
+        return _is_whole(ctx, body)
+    nodes = [node for node in body.nodes if node.name == first]
+    return all(map(ctx.run.is_known, nodes)) if nodes else not may_be_step(ctx, first)
 
 
 def _names(body: Graph) -> dict[str, Any]:
@@ -212,6 +231,11 @@ class _Places:
         layers = any(isinstance(member, graph.Node) and member.kind == "repeat" for member in self.members)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
+    def renamed(self, verb: str) -> list[str]:
+        """Return the names of the steps here that have this verb, for a message."""
+        below = (child for members in self.named.values() for child in members.values())
+        return list(dict.fromkeys(node.name for node in below if isinstance(node, graph.Node) and node.verb == verb))
+
 
 def _inside(place: Any) -> dict[str, Any]:
     """Return steps, bodies and parameters by the next part of their names."""
@@ -242,7 +266,10 @@ def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places)
     before = entry.ours[: max(start - 1, 0)]
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    ctx.report(messages.checkpoint_maps.matches_nothing(part, before, places.words, ends=not places.named), span)
+    fault = messages.checkpoint_maps.matches_nothing(
+        part, before, places.words, lambda: places.renamed(part), ends=not places.named
+    )
+    ctx.report(fault, span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:

@@ -13,7 +13,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.language.spec import DEPTH, Argument, Block, SpecFile
 from seqblocks.record import Record
 
 MAX_WRITTEN = 4  # notes on where a value was written
@@ -64,6 +64,18 @@ class Context(Record):
     callers: tuple[Block, ...] = ()  # likewise
     depth: int = 0  # number of enclosing bodies
     passed: dict[str, Passed] = field(default_factory=dict)  # the arguments of the block that are steps
+    layers: Any = None  # the value of `depth`, the product of the layers of all enclosing repeats; None: not in a step
+
+    def scope(self, text: str) -> Names:
+        """Return the names in scope for an expression, with `depth` if the expression may use it."""
+        if DEPTH not in text or self.layers is None or DEPTH in self.names:
+            return self.names
+        return Names(self.names, {DEPTH: self.read_depth()})
+
+    def read_depth(self) -> Any:
+        """Return the value of `depth`, and note that the enclosing bodies depend on it."""
+        self.run.reads_depth = True
+        return self.layers
 
     def report(self, fault: Fault, where: Step | Node | Span | None) -> None:
         """Report a fault at the argument that it names, with notes on the origin of its value and the enclosing blocks.
@@ -73,7 +85,9 @@ class Context(Record):
         node: Node | None = None
         span: Span | None
         if isinstance(where, Step):
-            node, span = where.value(fault.at), where.value_span(fault.at)
+            node = where.value(fault.at)
+            entry = _entry(node, fault.entry)
+            span = entry.span if entry else where.value_span(fault.at)
         elif isinstance(where, Node):
             node, span = where, where.span
         else:
@@ -88,6 +102,12 @@ class Context(Record):
         causes = values if written else [own, *used]
         report = self.run.warnings if fault.severity == "warning" else self.run.report
         report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, values if inner else ())
+
+
+def _entry(node: Node | None, text: str | None) -> Node | None:
+    """Return the entry of a list that is written as `text`, or the last one of several; None if there is none."""
+    entries = node.items if isinstance(node, Sequence) and text is not None else []
+    return next((each for each in reversed(entries) if isinstance(each, Scalar) and each.text == text), None)
 
 
 def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:

@@ -50,7 +50,8 @@ def keep(run: Run, block: Block, original: Original) -> None:
     if not (run.report or run.warnings) and _is_alone(run, original.body):
         run.alone[id(original.body)] = original.body
         found = run.originals.setdefault(id(block), {})
-        found[_key(free(run, block), original.ctx, original.values, original.types) if found else None] = original
+        names = free(run, block) if found else NOTHING
+        found[_key(block, names, original.ctx, original.values, original.types) if found else None] = original
 
 
 def _is_alone(run: Run, body: graph.Graph) -> bool:
@@ -76,14 +77,15 @@ def find(ctx: Context, block: Block, values: Mapping[str, Any], types: tuple[Any
     names = free(run, block)
     if None in found:  # the first one, whose key is computed only when a second appears
         first = found.pop(None)
-        found[_key(names, first.ctx, first.values, first.types)] = first
-    return found.get(_key(names, ctx, values, types))
+        found[_key(block, names, first.ctx, first.values, first.types)] = first
+    return found.get(_key(block, names, ctx, values, types))
 
 
-def _key(names: Free, ctx: Context, values: Mapping[str, Any], types: tuple[Any, ...]) -> Any:
+def _key(block: Block, names: Free, ctx: Context, values: Mapping[str, Any], types: tuple[Any, ...]) -> Any:
     """Return everything that a body depends on, apart from its initial values."""
     fixed = {name: value for name, value in values.items() if name not in names.names}
-    return repr(fixed), tuple(condition(ctx, step) for step in names.conditions), types
+    layers = ctx.layers if id(block) in ctx.run.by_depth else None
+    return repr(fixed), tuple(condition(ctx, step) for step in names.conditions), types, layers
 
 
 # --- what only initial values depend on -------------------------------------------------------------------------------

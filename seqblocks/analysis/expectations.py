@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks import cost, graph, messages
 from seqblocks.analysis.blocks import file_context
@@ -16,6 +16,9 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import SpecFile, known_keys
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from seqblocks.analysis.lookahead import Ahead
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
@@ -39,6 +42,15 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
         raise SpecError([*found, *model.warnings], malformed.dropped + broken.dropped)
     if broken:
         raise ExpectationError([*broken.diagnostics, *model.warnings], broken.dropped)
+
+
+def check_numbers(file: SpecFile, report: Report) -> None:
+    """Report invalid numbers in `expect:` of a file without a valid model."""
+    if file.expect is not None:
+        ctx = file_context(Run(report), file)
+        _tolerance(ctx, file.expect)
+        for key in (*_FIGURES, "latency_ms"):
+            _number(ctx, file.expect, key, None)
 
 
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
@@ -135,13 +147,32 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
         return
     from seqblocks.analysis import lookahead
 
+    if not isinstance(node, Mapping):
+        _check_ahead(ctx, node, lookahead.find(model), "", model, broken)
+        return
+    if not model.outputs:
+        ctx.report(messages.expectations.outputs_without_names("lookahead", "lookahead: 0"), node.span)
+        return
+    known_keys(ctx.run.report, node, model.outputs, "lookahead")
+    found = lookahead.of_outputs(model)
+    for name, _, value in node:
+        if name in model.outputs:
+            _check_ahead(ctx, value, found.get(name), name, model, broken)
+
+
+def _check_ahead(
+    ctx: Context, node: Node, ahead: Ahead | None, name: str, model: ModelSpec, broken: Report
+) -> None:
+    """Check the lookahead of one output, or the largest of all."""
+    from seqblocks.analysis.lookahead import shown
+
     expected: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
-    ahead = lookahead.find(model)
-    if expected is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == expected):
+    if expected is UNKNOWN or (ahead and shown(ahead.tokens) == expected):
         return
     if ahead is None:
-        fault = messages.expectations.no_lookahead(expected, model.input.kind, model.output)
+        output = model.outputs[name] if name else model.output
+        fault = messages.expectations.no_lookahead(name, expected, model.input.kind, output)
     else:
         first = ahead.first and (ahead.first[0], ahead.first[1].span)
-        fault = messages.expectations.lookahead_differs(expected, lookahead.shown(ahead.tokens), first)
+        fault = messages.expectations.lookahead_differs(name, expected, shown(ahead.tokens), first)
     broken.fault(fault, node.span)

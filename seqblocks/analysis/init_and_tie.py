@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from seqblocks import graph, messages
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.step import Step, find_verb
+from seqblocks.analysis.values import explain_name
 from seqblocks.errors import Fault, Span
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
@@ -62,7 +63,7 @@ def _may_leave_out(ctx: Context, step: Step, op: Op | None, wires: Sequence[Wire
     if op is None or not isinstance(node, Mapping) or not texts or len(texts) < len(values):
         return False
     try:
-        keeps = all(read_init(text, ctx.names) == DEFAULT for text in texts)
+        keeps = all(read_init(text, ctx.scope(text)) == DEFAULT for text in texts)
     except Fault:
         return False
     return keeps and _possible(op, wires).issuperset(node.entries)
@@ -103,7 +104,7 @@ def _report_no_mapping(ctx: Context, node: Node, parameter: str) -> None:
     text, invalid = None, None
     if isinstance(node, Scalar) and isinstance(node.value, str):
         try:
-            read_init(node.value, ctx.names)
+            read_init(node.value, ctx.scope(node.value))
             text = node.text
         except Fault as fault:
             invalid = fault
@@ -116,8 +117,9 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
         ctx.report(messages.initialisers.not_text(kind_of(node)), node.span)
         return None
     try:
-        return read_init(node.value, ctx.names)
+        return read_init(node.value, ctx.scope(node.value))
     except NameFault as fault:
+        explain_name(ctx, fault)
         place = re.search(rf"\b{re.escape(fault.name)}\b", node.text)
         span = node.part(place.start(), len(fault.name)) if place else node.span
         ctx.report(fault, span)
@@ -269,4 +271,14 @@ def _no_step(ctx: Context, name: str) -> Fault:
     """Return the fault of a name that is not a step above. The step may be left out."""
     if absent := next(filter(None, (step_left_out(body, name) for body in bodies_around(ctx))), None):
         return messages.initialisers.left_out(name, absent.span)
-    return messages.initialisers.no_step(name, lambda: [each for body in bodies_around(ctx) for each in body.nodes])
+
+    def known() -> list[str]:
+        return [each for body in bodies_around(ctx) for each in body.nodes]
+
+    return messages.initialisers.no_step(name, known, lambda: renamed_steps(ctx, name))
+
+
+def renamed_steps(ctx: Context, verb: str) -> list[str]:
+    """Return the names of the steps above that have this verb, but another name."""
+    nodes = (node for body in bodies_around(ctx) for node in body.nodes.values())
+    return [node.name for node in nodes if node.verb == verb != node.name]

@@ -2,8 +2,8 @@
 
 Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from. A
 position depends on its inputs, and an op adds `Op.looks_ahead`. An op that combines several tokens into one reads whole
-windows; nested windows end together, so their lookaheads do not add up. A scan in another order may turn earlier tokens
-into later ones, up to the end of the sequence.
+windows; nested windows end together, so their lookaheads do not add up. A scan in reverse turns the earlier tokens that
+an op reads (`Op.looks_back`) into later ones. In other orders, they may be anywhere in the sequence.
 
 Only tokens of the streaming input count. Values that depend on other inputs alone have no lookahead. A vector computed
 from the whole sequence and broadcast to its tokens looks ahead to the end.
@@ -12,6 +12,7 @@ from the whole sequence and broadcast to its tokens looks ahead to the end.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.graph import Graph, ModelSpec, Node
@@ -58,18 +59,29 @@ CONTEXT = Ahead(context=True)
 Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step, for its output
 
 
+class _Walk(NamedTuple):
+    """How a body is run. steps: None if the steps are not listed; backwards: from the last token to the first."""
+
+    steps: Steps | None
+    backwards: bool = False
+
+
 def find(model: ModelSpec) -> Ahead | None:
     """Return the lookahead of a model's output (the largest of several), or None if it is not defined."""
     return max(of_outputs(model).values(), key=lambda ahead: ahead.tokens, default=None)
 
 
-def of_outputs(model: ModelSpec) -> dict[int, Ahead]:
-    """Return the lookahead of each output that is a sequence, by its value. Empty unless the input is a sequence."""
-    outputs = [value for value in model.graph.results if _has_tokens(model.types[value])]
+def of_outputs(model: ModelSpec) -> dict[str, Ahead]:
+    """Return the lookahead of each output that is a sequence, by its name; a single unnamed output has the name "".
+
+    Empty unless the input is a sequence.
+    """
+    results = model.graph.outputs or {"": model.graph.result}
+    outputs = {name: value for name, value in results.items() if _has_tokens(model.types[value])}
     if not outputs or model.input.kind not in SEQUENCES:
         return {}
-    known = _values(model.graph, _inputs(model), "", {})
-    return {value: known[value] for value in outputs}
+    known = _values(model.graph, _inputs(model), "", _Walk({}))
+    return {name: known[value] for name, value in outputs.items()}
 
 
 def by_step(model: ModelSpec) -> dict[str, Ahead]:
@@ -79,7 +91,7 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
     """
     steps: Steps = {}
     if model.input.kind in SEQUENCES:
-        _values(model.graph, _inputs(model), "", steps)
+        _values(model.graph, _inputs(model), "", _Walk(steps))
     return {path: ahead for path, (node, ahead) in steps.items() if _has_tokens(node.type)}
 
 
@@ -114,51 +126,56 @@ def shown(tokens: float) -> int | str:
     return "all" if tokens == WHOLE else int(tokens)
 
 
-def _run(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
-    """Return the lookahead of a body's result. `known`: that of outer values. Adds the nodes to `steps`."""
-    return _values(body, known, path, steps)[body.result]
+def _run(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of a body's result. `known`: that of outer values. Adds the nodes to the steps."""
+    return _values(body, known, path, walk)[body.result]
 
 
-def _values(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> dict[int, Ahead]:
+def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dict[int, Ahead]:
     """Return the lookahead of all values of a body, including outer values that it reads."""
     known = dict(known)
     for node in body.nodes:
         name = graph.join(path, node.name)
-        made = _node(node, known, name, steps)
-        steps[name] = node, made
+        made = _node(node, known, name, walk)
+        if walk.steps is not None:
+            walk.steps[name] = node, made
         known |= dict.fromkeys(node.outputs, made)
     return known
 
 
-def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
+def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if graph.is_context(node):
         return CONTEXT
     read = [known[v] for values in node.inputs.values() for v in values]
     if node.op is not None:
-        return _op(node, read, path, any(not known[v].context for v in node.whole_inputs))
+        reads_whole = any(not known[v].context for v in node.whole_inputs)
+        return _op(node, read, path, reads_whole, walk.backwards)
     if node.kind == "scan":
-        return _scan(node, known, path, steps)
+        return _scan(node, known, path, walk)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
-            result = _run(body, {**known, body.input: result}, graph.join(path, label), steps)
+            result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
         return result
     if node.kind == "block":  # the body of a block has separate values for its inputs
         body = node.bodies[""]
         at_ports = {port: known[v] for port, (v,) in node.inputs.items()}
         inside = {number: at_ports[port] for port, number in body.ports.items()}
-        return _run(body, {body.input: at_ports["x"], **inside}, path, steps)
-    results = [_run(body, known, graph.join(path, label), steps) for label, body in node.bodies.items()]
+        return _run(body, {body.input: at_ports["x"], **inside}, path, walk)
+    results = [_run(body, known, graph.join(path, label), walk) for label, body in node.bodies.items()]
     return _most([*(read if node.kind == "residual" else []), *results])
 
 
-def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
+def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
     assert node.op is not None
     most = _most(read)
-    adds = WHOLE if reads_whole else node.op.looks_ahead(*node.wires)
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
+    if reads_whole or (backwards and made != rate):  # windows in reverse may be others
+        adds: float = WHOLE
+    else:
+        adds = node.op.looks_back(*node.wires) if backwards else node.op.looks_ahead(*node.wires)
     mixes = most.mixes or node.op.reads != "token"
     if not adds and made == rate and mixes == most.mixes and most.frame % made == 0 and (most.tokens or not most.first):
         return most  # the usual case
@@ -178,15 +195,23 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
     return found._replace(first=(path, node)) if enters else found
 
 
-def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
-    body = node.bodies[""]
+def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    body, orders = node.bodies[""], node.arguments.orders
     before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
-    result = _run(body, before, path, steps)
-    outside = any(known[v].mixes for v in node.reads)
-    in_order = all(order in ("forward", "rows") for order in node.arguments.orders)
-    if result.mixes and not in_order and result.tokens < WHOLE:
+    directions = {walk.backwards != order.endswith("reverse") for order in orders}
+    listed = {walk.backwards} if walk.steps is not None else set()  # steps are listed in the order of the scan
+    results = {
+        backwards: _run(body, before, path, walk if backwards == walk.backwards else _Walk(None, backwards))
+        for backwards in sorted(directions | listed)
+    }
+    result, plain = _most([results[each] for each in directions]), results.get(walk.backwards)
+    if result.mixes and result.tokens < WHOLE and any(order.startswith("columns") for order in orders):
         result = Ahead(1, WHOLE, (path, node), later=WHOLE)
-    return result._replace(mixes=result.mixes or outside)
+    outside = _most([known[v] for v in node.reads])
+    if result.first and result.first != outside.first and not (plain and plain.tokens >= result.tokens):
+        result = result._replace(first=(path, node))  # the scan turned earlier tokens into later ones
+    mixes = any(known[v].mixes for v in node.reads) or any(each.mixes for each in results.values())
+    return result._replace(mixes=mixes)
 
 
 def _most(read: list[Ahead]) -> Ahead:

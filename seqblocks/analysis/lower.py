@@ -48,15 +48,16 @@ def lower_file(
     for block in file.blocks.values():
         if id(block) not in run.used:
             check_unused(file_context(run, file), block)
-    for each in () if report else run.map_checks:
+    for each in () if run.full else run.map_checks:
         check_map(*each)
     if not report:
         assert model is None or model.output is not None, "the result has no type, but no fault was reported"
         _report_idle(run)
-        if model and run.may_look_ahead and not report and not (file.expect and file.expect.get("lookahead")):
+        declared = file.expect.get("lookahead") if file.expect else None
+        if model and run.may_look_ahead and not report and (declared is None or isinstance(declared, Mapping)):
             from seqblocks.analysis.causality import check_future  # only models that may look ahead need it
 
-            check_future(model, run.warnings)
+            check_future(model, run.warnings, declared.entries if declared else ())
     return None if report else model
 
 
@@ -93,13 +94,13 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     steps = required(ctx.report, file.model, "steps", lambda: messages.spec.no_steps(), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
+    run.map_checks.append((ctx, table, body, run.overridden))
     if not run.report:
         check_read(ctx, file.model.get("inputs"), body)
     known = {name: wire for name, wire in inputs.items() if wire}
     if run.report or not known:
         return None
     run.lowered.append((ctx, body))
-    run.map_checks.append((ctx, table, body, run.overridden))
     named = {} if "input" in known else known
     first = next(iter(known.values()))
     model = graph.ModelSpec(name, first, body, run.types, run.labels, file.expect, table, inputs=named)
@@ -119,7 +120,8 @@ def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node
     ctx.body.wires |= {"input": values[first], **values}
     node = ctx.file.model and ctx.file.model.get("inputs")
     ctx.body.incomplete |= not inputs or (isinstance(node, Mapping) and node.incomplete)
-    body = lower_steps(ctx, steps, values[first], {name: values[name] for name in others}, outputs is not None)
+    ports = {name: values[name] for name in others}
+    body = lower_steps(ctx._replace(layers=1), steps, values[first], ports, outputs is not None)
     body.captures = ()
     if outputs is not None:
         read_outputs(ctx, outputs, body)

@@ -27,8 +27,8 @@ MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
 
 
 @lowers(Op)
-def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
-    """Return the node of an op. Raises Fault if its inputs do not fit its arguments, or if it is too large (E504)."""
+def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
+    """Return the node of an op, or None after a fault: its inputs do not fit its arguments, or it is too large."""
     inputs: dict[str, tuple[int, ...]] = {}
     wires: list[Wire | None] = []
     for port in cls.ports:
@@ -50,7 +50,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     wires = seen
     ctx.run.may_look_ahead |= bool(vectors)
     op = read_arguments(ctx, step, cls)
-    declared = _declare(step, op, wires) if op and known else _Declared()
+    declared = _declare(ctx, step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
     if step.common:
         parameters = initialised(ctx, step, op, wires, parameters, declared.type is not None)
@@ -62,6 +62,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.run.has_constants |= declared.type.facts.is_constant
     for fault in op.warns(*wires) if op and declared.type and cls.warns is not Op.warns else ():
         ctx.report(fault, step)
+    if not declared.fits:
+        return None
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
         macs=declared.macs, calls=declared.calls, wires=tuple(wires), vectors=vectors,
@@ -78,31 +80,37 @@ def _vectors(
 
 
 class _Declared(Record):
-    """The declarations of an op for its inputs; empty if they are UNKNOWN."""
+    """The declarations of an op for its inputs; empty if they are UNKNOWN, or do not fit."""
 
     type: Wire | None = None
     parameters: Mapping[str, Parameter] = MappingProxyType({})
     state: Mapping[str, State] = MappingProxyType({})
     macs: int = 0
     calls: tuple[str, dict[str, Any]] | None = None
+    fits: bool = True
 
 
-def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
-    made, cls = _shape(op, wires), type(op)
-    facts = UNBOUNDED if cls.facts is Op.facts else op.facts(*wires)
-    parameters = {} if cls.parameters is Op.parameters else op.parameters(*wires)
-    states, macs = op.state(*wires), op.macs(*wires)
-    if not op.builtin:
-        check_declared(cls, made, parameters, states, macs, facts)
-    for name, parameter in parameters.items():
-        if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
-            raise messages.steps.parameter_too_large(step.verb, name, numbers)
-    for name, state in states.items():
-        if (numbers := math.prod(state.shape)) > MAX_STATE:
-            raise messages.steps.state_too_large(step.verb, name, numbers)
-    if made.facts is not facts:
-        made = made.with_facts(facts)
-    return _Declared(made, parameters, states, macs, op.calls(*wires))
+def _declare(ctx: Context, step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
+    """Return the declarations of an op, or report that its inputs do not fit, or that it is too large (E504)."""
+    try:
+        made, cls = _shape(op, wires), type(op)
+        facts = UNBOUNDED if cls.facts is Op.facts else op.facts(*wires)
+        parameters = {} if cls.parameters is Op.parameters else op.parameters(*wires)
+        states, macs = op.state(*wires), op.macs(*wires)
+        if not op.builtin:
+            check_declared(cls, made, parameters, states, macs, facts)
+        for name, parameter in parameters.items():
+            if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
+                raise messages.steps.parameter_too_large(step.verb, name, numbers)
+        for name, state in states.items():
+            if (numbers := math.prod(state.shape)) > MAX_STATE:
+                raise messages.steps.state_too_large(step.verb, name, numbers)
+        if made.facts is not facts:
+            made = made.with_facts(facts)
+        return _Declared(made, parameters, states, macs, op.calls(*wires))
+    except Fault as fault:
+        ctx.report(fault, step)
+        return _Declared(fits=False)
 
 
 def _shape(op: Op, wires: list[Wire | None]) -> Wire:

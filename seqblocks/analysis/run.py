@@ -42,10 +42,13 @@ class Run:
         self.known: dict[int, tuple[graph.Node, bool]] = {}
         self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `copies.py`
         self.alone: dict[int, graph.Graph] = {}  # bodies that may be part of one to copy
+        self.by_depth: set[int] = set()  # blocks, and steps that are arguments, whose bodies depend on `depth`
+        self.reads_depth = False  # whether the body that is being lowered does
         self.free: dict[int, Any] = {}  # what only initial values depend on, by block
 
         # for checks after lowering
         self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`
+        self.mapped: set[int] = set()  # blocks whose maps are in there
         self.lowered: list[tuple[Any, graph.Graph]] = []  # the context and the body
         self.used: set[int] = set()  # blocks that were called
         self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether the value is unused

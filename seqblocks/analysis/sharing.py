@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from seqblocks import graph, messages
 from seqblocks.analysis.context import Body, Context
-from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, step_called, step_left_out
+from seqblocks.analysis.init_and_tie import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
 from seqblocks.graph import Named, Source
@@ -82,7 +82,8 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
     for body in bodies_around(ctx):
         found = body.nodes.get(first)
         if found is node or _is_open(body, ctx.body, first):
-            raise messages.sharing.with_itself(step.name, None if body is ctx.body else first)
+            around = None if body is ctx.body else first
+            raise messages.sharing.with_itself(step.name, around, renamed_steps(ctx, first))
         if found:
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
@@ -147,7 +148,7 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
         return [*dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx))), *words]
 
-    return messages.sharing.no_step(name, known, in_block=bool(ctx.callers))
+    return messages.sharing.no_step(name, known, lambda: renamed_steps(ctx, name), in_block=bool(ctx.callers))
 
 
 # --- comparing declarations -------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
 
 
 def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, str], names: list[str] | None) -> None:
-    """Share parameters among the layers of a repeat. Raises Fault (E312, E321).
+    """Share parameters among the layers of a repeat. Raises Fault (E321).
 
     firsts: the owning layer of each layer, by label. names: the steps and parameters to share; None for all.
     """
@@ -210,7 +211,7 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
         label, _, inner = key.partition(".")
         (others if item.shared else layers[label])[inner] = item
     if names is not None:
-        layers = _named_by(layers, names, others)
+        layers = _named_by(ctx, step, layers, names, others)
     spans = {label: _layer_span(step, node, label) for label in firsts}
     shared: dict[str, Source] = {}
     for label, first in firsts.items():
@@ -228,8 +229,10 @@ def owner_of(name: str, shared: Table) -> str | None:
     return next((each.tied for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
 
 
-def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:
-    """Return the named parameters of each layer; a name is a parameter or a step. Raises Fault (E312).
+def _named_by(
+    ctx: Context, step: Step, layers: dict[str, Table], names: list[str], others: Table
+) -> dict[str, Table]:
+    """Return the named parameters of each layer; a name is a parameter or a step. Report names of nothing (E312).
 
     others: parameters that steps already share.
     """
@@ -237,9 +240,10 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
     known = dict.fromkeys(chain.from_iterable(layers.values()))
     found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in requested])}
     missing = requested.difference(*found.values())
-    unnamed = next((name for name in names if name in missing), None)
-    if unnamed is not None:
-        raise messages.sharing.not_in_layers(unnamed, list(known), _steps_of(known), owner_of(unnamed, others))
+    for name in names:
+        if name in missing:
+            fault = messages.sharing.not_in_layers(name, list(known), _steps_of(known), owner_of(name, others))
+            ctx.report(fault, step)
     return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
 
 

@@ -89,7 +89,7 @@ def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple
     assert passed.place
     entered = ctx.run.value(ctx.run.types[x], "input")
     body = Body({"input": entered}, (*ctx.body.path, name), place=passed.place.body)
-    inner = passed.place._replace(body=body, trail=(*ctx.trail, note), depth=ctx.depth + 1)
+    inner = passed.place._replace(body=body, trail=(*ctx.trail, note), depth=ctx.depth + 1, layers=ctx.layers)
     return inner, lower_steps(inner, passed.steps, entered)
 
 

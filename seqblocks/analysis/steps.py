@@ -21,6 +21,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, bundled
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
@@ -86,6 +87,7 @@ def lower_steps(
     if run.full or not isinstance(steps, Sequence):
         if steps is not None and not run.full:
             _report_no_list(ctx, steps)
+        body.incomplete = True
         out.result = run.unknown()
         return out
     body.value = x
@@ -97,8 +99,11 @@ def lower_steps(
         if "when" in step.common and is_absent(ctx, step):
             out.absent.append(step.name)
             continue
-        known = "when" not in step.common or is_known(ctx, step)
-        body.last = lower_step(ctx, step) if known else _unknown_node(ctx, step)
+        if "when" not in step.common or is_known(ctx, step):
+            body.last = lower_step(ctx, step)
+        else:
+            _check_inside(ctx, step)
+            body.last = _unknown_node(ctx, step)
         body.value = body.last.outputs[0]
         out.nodes.append(body.last)
     out.result = body.value
@@ -149,6 +154,21 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
     except Fault as fault:
         ctx.report(fault, step)
     return _unknown_node(ctx, step)
+
+
+def _check_inside(ctx: Context, step: Step) -> None:
+    """Report the faults of a step whose condition is wrong, except those that depend on values.
+
+    The condition may exclude the values that would be wrong, so all names have unknown values.
+    """
+    if not ctx.run.report:  # in an unused block, where the condition depends on an argument
+        return
+    names, body = Names(ctx.names, dict.fromkeys(ctx.names, UNKNOWN)), ctx.body
+    names.incomplete = ctx.names.incomplete
+    own = step.defined_wires()
+    wires = {name: value for name, value in body.wires.items() if name not in own}
+    nodes = {name: node for name, node in body.nodes.items() if name != step.name}
+    lower_step(ctx._replace(names=names, body=body._replace(wires=wires, nodes=nodes)), step)
 
 
 def _unknown_node(ctx: Context, step: Step) -> graph.Node:

@@ -6,6 +6,7 @@ Invalid values are reported and become UNKNOWN.
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 from collections.abc import Collection, Container, Iterable
@@ -19,9 +20,9 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span
-from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
-from seqblocks.language.spec import is_name
+from seqblocks.language.spec import DEPTH, is_name
 from seqblocks.messages.suggestions import nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
@@ -42,25 +43,38 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
             values[key] = plain(node) if value is node and issubclass(cls, Op) else value
         elif issubclass(cls, Op) and cls.open_keys and step.value(key):
             values[key] = number(ctx, node, whole=True)
-    for key in _inheriting(cls, ctx.run.input_kind):
-        values.setdefault(key, ctx.run.input_features)
-    for value in values.values():
-        if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
-            return None
+    _inherit(ctx, cls, values)
+    unknown = [key for key, x in values.items() if x is UNKNOWN or (isinstance(x, list) and UNKNOWN in x)]
+    for key in unknown:
+        del values[key]
+    if unknown and not ctx.run.report:  # in an unused block; building a validator takes milliseconds
+        return None
     try:
         made = cls.model_validate(values)
     except ValidationError as error:
         for item in error.errors():
-            _report_invalid(ctx, step, cls, item)
+            if not item["loc"] or item["loc"][0] not in unknown:
+                _report_invalid(ctx, step, cls, item)
         return None
-    return None if step.incomplete else made
+    return None if step.incomplete or unknown else made
+
+
+def _inherit(ctx: Context, cls: type[BaseModel], values: dict[str, Any]) -> None:
+    """Add the defaults that come from around the step: the size of the model's input, and `depth`."""
+    for key, source in _inheriting(cls):
+        if key in values:
+            continue
+        if source == ctx.run.input_kind:
+            values[key] = ctx.run.input_features
+        elif source == DEPTH and ctx.layers is not UNKNOWN:
+            values[key] = ctx.read_depth()
 
 
 @lru_cache(maxsize=1024)
-def _inheriting(cls: type[BaseModel], kind: str) -> list[str]:
-    """Return the arguments that inherit their default from the model's input, with its value."""
+def _inheriting(cls: type[BaseModel]) -> list[tuple[str, str]]:
+    """Return the arguments that inherit their default, each with what from: a kind of the model's input, or `depth`."""
     extras = ((key, info.json_schema_extra) for key, info in field_infos(cls).items())
-    return [key for key, extra in extras if isinstance(extra, dict) and extra.get("inherit") == kind]
+    return [(key, str(extra["inherit"])) for key, extra in extras if isinstance(extra, dict) and "inherit" in extra]
 
 
 def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -> None:
@@ -138,10 +152,9 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
     try:
         if text.isidentifier() and text in ctx.names:
             return ctx.names[text]
-        return parse(text).evaluate(ctx.names)
+        return parse(text).evaluate(ctx.scope(text))
     except NameFault as fault:
-        if fault.name in ctx.passed:
-            fault.hint = messages.values.steps_in_expression(fault.name)
+        explain_name(ctx, fault)
         if instead and fault.name == text:
             messages.values.unknown_word(fault, text, instead, ctx.names)
         ctx.report(fault, node.part(fault.offset, len(fault.name)))
@@ -150,15 +163,28 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
     return UNKNOWN
 
 
+def explain_name(ctx: Context, fault: NameFault) -> None:
+    """Add a hint to the fault of an unknown name: it is a verb here, or `depth`."""
+    if fault.name in ctx.passed:
+        fault.hint = messages.values.steps_in_expression(fault.name)
+    elif fault.name == DEPTH:
+        fault.hint = messages.values.NO_DEPTH
+    elif ctx.layers is not None:
+        messages.values.may_be_depth(fault, fault.name)
+
+
 def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
     if isinstance(node, Scalar):
         if isinstance(node.value, bool) or (node.value is None and kind.optional):
             return node.value
         if isinstance(node.value, str):
-            if node.text.lower() in _TRUTHS and node.text not in ctx.names:
-                ctx.report(messages.values.flag_as_text(node.text, kind_of(node)), node.span)
+            text = node.text.strip()
+            if text.lower() in _TRUTHS and text not in ctx.names:
+                span = node.span
+                is_block = span.source.line(span.line)[span.column - 1 : span.column] in ("|", ">")
+                ctx.report(messages.values.flag_as_text(text, kind_of(node), is_block), span)
                 return UNKNOWN
-            value = node.text if _is_pattern(node.text) else evaluate(ctx, node.text, node, ("true", "false"))
+            value = text if _is_pattern(text) else evaluate(ctx, text, node, ("true", "false"))
             if isinstance(value, bool) or value is UNKNOWN:
                 return value
     ctx.report(messages.values.not_a_flag(kind_of(node)), node)
@@ -179,19 +205,19 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
         ctx.report(messages.values.not_a_word(kind.choices, kind.open, kind_of(node)), node.span)
         return UNKNOWN
-    text = node.text
+    text = node.text.strip()  # a block scalar ends with a newline
     if node.value is None or text in kind.choices:
         return None if node.value is None else text
     if text in ctx.names:
-        return _named_word(ctx, node, kind)
+        return _named_word(ctx, node, text, kind)
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
     ctx.report(messages.values.word_not_allowed(text, kind.choices, kind.open, ctx.names), node.span)
     return UNKNOWN
 
 
-def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
-    value = ctx.names[node.text]
+def _named_word(ctx: Context, node: Scalar, name: str, kind: FieldKind) -> Any:
+    value = ctx.names[name]
     if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
         return value
     if kind.open and isinstance(value, str):
@@ -199,8 +225,8 @@ def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
     if isinstance(value, list) and kind.kind == "words":
         return value
     word = value if isinstance(value, str) else None
-    choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, node.text))))
-    ctx.report(messages.values.value_not_allowed(node.text, shown_value(value), word, choices, kind.open), node)
+    choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, name))))
+    ctx.report(messages.values.value_not_allowed(name, shown_value(value), word, choices, kind.open), node)
     return UNKNOWN
 
 
@@ -240,19 +266,18 @@ def free_value(ctx: Context, node: Node) -> Any:
     assert isinstance(node, Scalar)
     if not isinstance(node.value, str):
         return node.value
-    if _is_new_word(node.text, ctx.names) or _is_pattern(node.text):
-        return node.text
-    return evaluate(ctx, node.text, node)
+    text = node.text.strip()  # a block scalar ends with a newline
+    if _is_new_word(text, ctx.scope(text)) or _is_pattern(text):
+        return text
+    return evaluate(ctx, text, node)
 
 
 def _is_pattern(text: str) -> bool:
     """Return whether a text is words or a pattern of `repeat` or einops rather than an expression."""
     if "->" in text:
         return True
-    words = text.split(" ") if " " in text else []
-    if not words or not (words[0] and words[-1] and all(_is_word(word) for word in words if word)):
-        return False
-    return not has_syntax(text)
+    words = text.split()
+    return len(words) > 1 and all(map(_is_word, words)) and not has_syntax(text)
 
 
 def _is_word(text: str) -> bool:
@@ -264,9 +289,11 @@ def _is_word(text: str) -> bool:
 def _is_new_word(text: str, names: Collection[str]) -> bool:
     """Return whether a text is a word that is not a name in scope, alone or with a count, such as `m*7`.
 
-    A counted word like a name in scope is more likely a misspelt product.
+    A counted word like a name in scope is more likely a misspelt product, and so is a count of 0.
     """
-    word, star, _ = text.partition("*")
+    word, star, count = text.partition("*")
+    if star and (not count.strip("0") or keyword.iskeyword(word) or not isinstance(resolve(word), str)):
+        return False
     return (text.isidentifier() or _is_word(text)) and word not in names and not (star and nearest(word, names))
 
 

@@ -17,11 +17,12 @@ Values = tuple[int, ...]  # value numbers: several if a port joins wires
 
 
 def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
-    """Return the values that a port reads, or None if no wire is given."""
+    """Return the values that a port reads, an unknown value after a fault, or None if no wire is given."""
     entry = step.fields.get(port.name)
     given = step.common.get("from") if port.main else None
     if entry and given:
-        raise messages.wires.given_twice(port.name)
+        ctx.report(messages.wires.given_twice(port.name), step)
+        return (ctx.run.unknown(),)
     entry = entry or given
     if entry:
         return read_wires(ctx, entry[1], port.joins)
@@ -31,7 +32,8 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         return (ctx.run.unknown(),)
     last = ctx.body.last
     if last and len(last.outputs) > 1:
-        raise messages.wires.several_outputs([ctx.run.labels[value] for value in last.outputs])
+        ctx.report(messages.wires.several_outputs([ctx.run.labels[value] for value in last.outputs]), step)
+        return (ctx.run.unknown(),)
     return (ctx.body.value,)
 
 
@@ -188,6 +190,5 @@ def _as_long_as(like: Wire, vector: Wire) -> Wire:
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
-    streams = isinstance(like.length, str) and isinstance(wire.length, str) and like.context != wire.context
     at = name if name in step.fields else None
-    return messages.wires.different_length(name, at, wire, first, like, streams)
+    return messages.wires.different_length(step.verb, name, at, wire, first, like)

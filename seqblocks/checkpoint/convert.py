@@ -14,17 +14,16 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis.translation import OURS, Translator, layouts
 from seqblocks.checkpoint import writing
-from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, read_model, write_model, write_weights
-from seqblocks.checkpoint.hf_config import MODEL_TYPE, config_text
+from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, dtype_of, read_model, write_model, write_weights
+from seqblocks.checkpoint.hf_config import config_text, with_origin
 from seqblocks.checkpoint.official import tied_together
-from seqblocks.checkpoint.pretrained import config_file, spec_of, under_our_names
+from seqblocks.checkpoint.pretrained import config_file, origin_of, own_config, spec_of, under_our_names
 from seqblocks.checkpoint.record import RECORD, safetensors
-from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
+from seqblocks.checkpoint.weight_files import Weights, weights_in
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.recipes import Extent, Name, Recipe, Shape
 
-ORIGIN = "converted_from"  # the entry of our config.json that stores the original config.json
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
 
 
@@ -63,33 +62,30 @@ def convert(
         raise UsageError(f"there is no layout {to!r}; use {listing(known)}")
     target = writing.target_of(as_path(out), replace=False)
     found = ours if to == OURS else official_weights(model, ours, to)
-    config = config_file(place)
 
     def work(folder: Path) -> None:
         if to == OURS and model.source is not None:
             write_model(folder, model, found, graph_ties(model), limit)
         else:
             write_weights(folder, found, limit)
-        if config.is_file():
-            _carry_config(config, folder / CONFIG)
+            _write_config(place, folder / CONFIG, dtype_of(found))
 
     writing.write(target, work)
     return found
 
 
-def _carry_config(source: Path, target: Path) -> None:
-    """Copy the original config.json, or store it as an entry if the target folder has its own config.json."""
-    config = read_json(source)
-    is_ours = isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
-    others = config.get(ORIGIN) if is_ours else config
-    if others is None:
+def _write_config(place: Path, target: Path, dtype: str) -> None:
+    """Copy the config.json that came with the weights, or write the one that our config.json stores.
+
+    If it gives a dtype, it is that of the weights: transformers converts them to it.
+    """
+    if (config := origin_of(place)) is None:
         return
-    if target.exists():  # write_model wrote it
-        others = {**read_json(target), ORIGIN: others}
-    elif not is_ours:
-        shutil.copyfile(source, target)
-        return
-    target.write_text(config_text(others), encoding="utf-8")
+    changed = {key: dtype for key in ("dtype", "torch_dtype") if config.get(key) not in (None, dtype)}
+    if own_config(place) is None and not changed:
+        shutil.copyfile(config_file(place), target)
+    else:
+        target.write_text(config_text(config | changed), encoding="utf-8")
 
 
 def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[ModelSpec, Weights]:
@@ -99,7 +95,7 @@ def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[Mode
             raise UsageError(f"{place} contains its own spec: do not pass another one")
         return read_model(place, place, set)
     weights = weights_in(place)
-    model = spec_of(place, spec, weights, set)
+    model = with_origin(spec_of(place, spec, weights, set), origin_of(place))
     return model, under_our_names(place, model, weights)[0]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pickle
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -16,9 +18,10 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import writing
-from seqblocks.checkpoint.hf_config import config_text, hub_config
+from seqblocks.checkpoint.hf_config import MODEL_TYPE, ORIGIN, config_text, hub_config, original, with_origin
 from seqblocks.checkpoint.record import (
     ENTRIES,
+    EXTRA,
     FORMAT,
     RECORD,
     as_disk_errors,
@@ -41,18 +44,30 @@ from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 SPEC = "spec.yaml"
 CONFIG = "config.json"  # for transformers
 WHOLE = "model.safetensors"
+MOST_BYTES = 2.0**63  # more than any file has
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int | str = "5GB") -> None:
+def save(
+    model: SequenceModel,
+    path: str | os.PathLike[str],
+    *,
+    shard_size: int | str = "5GB",
+    extra: Mapping[str, Any] | None = None,
+) -> None:
     """Save a model to a self-contained folder for `load(path)`.
 
     The folder contains `spec.yaml` verbatim, `model.safetensors` (or shards of at most `shard_size` bytes with an index
     as on the Hub; a larger tensor gets its own shard), `seqblocks.json` (overrides, used files, ties and checksums) and
     `config.json`, so that transformers can read the folder after `import seqblocks.hf`. A tied parameter is written
-    once. The folder replaces an earlier one only when it is complete. Symbolic links are followed, and the mode of an
-    earlier folder is preserved. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights
-    are gathered one by one, and the first rank writes them.
+    once. The folder replaces an earlier one only when it is complete. Folders above it are created. Symbolic links are
+    followed. The mode of an earlier folder is preserved, and so are all files and folders in it that save did not
+    write. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights are gathered one by one, and
+    the first rank writes them.
+
+    extra: what belongs to the model at this moment, such as {"optimizer": optimizer.state_dict(), "step": 1000}. It is
+    written with the model, as `seqblocks.extra.pt`, which `torch.load` reads; a later save replaces or removes it. For
+    a sharded model, the `extra` of the first rank is written.
 
     Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
     the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
@@ -61,17 +76,52 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     if model.spec.source is None:
         raise UsageError("the model was built without the text of its spec, so it cannot be saved")
     limit = checked_size(shard_size)
+    if not isinstance(extra, Mapping | None):
+        raise UsageError(f'extra must be a mapping, such as {{"step": 1000}}, not {type(extra).__name__}')
     safetensors()
     groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
-    target = None if groups else writing.target_of(as_path(path))
+    target = None if groups else _target(path, model.spec.source.text)
     tensors, tied = _tensors(model)
     if groups:
         tensors = gathered(tensors, groups, model._parts)
 
     def work(folder: Path) -> None:
         write_model(folder, model._whole_spec, Weights(tensors, tensors.__getitem__), tied, limit)
+        if extra is not None:
+            _write_extra(folder / EXTRA, dict(extra))
 
-    on_first_rank(groups, lambda: writing.write(target or writing.target_of(as_path(path)), work))
+    text = model.spec.source.text
+    on_first_rank(groups, lambda: writing.write(target or _target(path, text), work))
+
+
+def _target(path: Any, text: str) -> Path:
+    """Return the folder to write. Raises UsageError if it has a model that save did not write, and would replace."""
+    target = writing.target_of(as_path(path))
+    names = writing.own_files(target)
+    others = [] if RECORD in names else [name for name in names if not _is_same(target / name, text)]
+    if others:
+        what = f"{path} was not written by save: it has no {RECORD}, but {listing(others, 4)}, which would be replaced"
+        raise UsageError(f"{what}. Save to another folder")
+    return target
+
+
+def _is_same(file: Path, text: str) -> bool:
+    """Return whether a file without a record may be replaced: the same spec, or a config.json of ours."""
+    if file.name == CONFIG:
+        config = read_json(file)
+        return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    return file.name == SPEC and file.read_bytes() == text.encode()
+
+
+def _write_extra(file: Path, extra: dict[str, Any]) -> None:
+    """Write a torch file. Raises UsageError for objects that cannot be stored, OSError for disk errors."""
+    try:
+        with file.open("wb") as stream:
+            torch.save(extra, stream)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"extra cannot be stored: {error}") from None
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None  # as torch hides it
 
 
 def _check_model(model: Any) -> None:
@@ -87,12 +137,16 @@ def _check_model(model: Any) -> None:
 def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:
     """Write weights and spec into a folder that `load` and transformers can read."""
     sums = write_weights(folder, weights, limit)
-    kinds = [header.dtype for header in weights.headers.values()]
-    dtype = min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
-    config = hub_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = hub_config(spec) | {"dtype": dtype_of(weights)}
     (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
     assert spec.source
     write_record(folder, spec.source, weights.headers, sums, tied)
+
+
+def dtype_of(weights: Weights) -> str:
+    """Return the dtype that a config.json gives for weights: the smallest, since some parameters stay in float32."""
+    kinds = [header.dtype for header in weights.headers.values()]
+    return str(min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)).removeprefix("torch.")
 
 
 def write_record(
@@ -131,9 +185,14 @@ def _check_separate(tensors: Mapping[str, Tensor]) -> None:
 
 def checked_size(size: int | str) -> int:
     """Return a shard size such as "5GB" in bytes. Raises UsageError if it is invalid."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
-    if match is None or isinstance(size, bool) or not (found := int(float(match[1]) * UNITS[match[2]])):
-        raise UsageError(f'the shard size must be a number of bytes, such as 500_000_000 or "5GB", not {size!r}')
+    if type(size) is int:
+        found = size
+    else:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
+        found = int(min(float(match[1]) * UNITS[match[2]], MOST_BYTES)) if match else 0
+    if found < 1:
+        given = "one below 1" if type(size) is int else f"{size!r:.80}"  # an int may have too many digits for text
+        raise UsageError(f'the shard size must be a number of bytes, such as 500_000_000 or "5GB", not {given}')
     return found
 
 
@@ -184,6 +243,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 
+@check.names_overrides
 def load(
     path: str | os.PathLike[str],
     *,
@@ -236,10 +296,18 @@ def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> 
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
-    spec = _analysed(record, text, set)
+    spec = with_origin(_analysed(record, text, set), _origin(place))
     headers = {name: weights.headers[name] for name in record["checksums"]}
     check_fit(spec, headers)
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
+
+
+def _origin(place: Path) -> dict[str, Any] | None:
+    """Return the config.json that came with the weights of a saved folder; None if the folder's own one is damaged."""
+    try:
+        return original(read_json(place / CONFIG))
+    except UsageError:
+        return None
 
 
 def _read_tensor(path: Any, record: Mapping[str, Any], weights: Weights, name: str) -> Tensor:
@@ -312,7 +380,8 @@ def config_spec(config: Mapping[str, Any], set: Mapping[str, Any] | None = None)
         raise UsageError(f"`overrides` of the config must be a mapping from names to values, not {overrides!r:.80}")
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
     name = str(config.get("spec_name") or "config")
-    return _analysed({"name": name, "overrides": values, "files": files}, spec, set)
+    found = _analysed({"name": name, "overrides": values, "files": files}, spec, set)
+    return with_origin(found, original({"model_type": MODEL_TYPE, ORIGIN: config.get(ORIGIN)}))
 
 
 def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
@@ -329,7 +398,7 @@ def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | Non
 
 
 def as_path(path: Any) -> Path:
-    """Return a path. Raises UsageError for other types."""
+    """Return a path. Raises UsageError for other types, and for a name that no file can have."""
     try:
         found = Path(path)
         os.fsencode(found)
@@ -339,4 +408,9 @@ def as_path(path: Any) -> Path:
         raise UsageError(f"{path!r} is not a path: {error}") from None
     if "\0" in str(found):
         raise UsageError(f"{path!r} is not a path: it has a null byte")
+    try:
+        found.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"{path!r} is not a path: {error.strerror}") from None
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks import graph
@@ -11,10 +12,15 @@ from seqblocks.graph import ModelSpec, Node
 from seqblocks.types import Wire
 
 MODEL_TYPE = "seqblocks"
+ORIGIN = "converted_from"  # the entry of our config.json that stores the config.json that came with the weights
 HEADS = ("unembed", "classifier")  # steps that compute scores from features
 CAUSAL_LM, IMAGE_CLASSIFICATION, FEATURES = (
     "SeqblocksForCausalLM", "SeqblocksForImageClassification", "SeqblocksModel",
 )  # fmt: skip
+
+
+# Entries of the config of a model with experts: whether a call returns the routers' outputs, and weights of losses.
+ROUTERS: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0}
 
 
 def hub_config(spec: ModelSpec) -> dict[str, Any]:
@@ -30,7 +36,23 @@ def hub_config(spec: ModelSpec) -> dict[str, Any]:
         "files": dict(source.files),
         "tie_word_embeddings": True,  # transformers then applies the ties of the spec
         **sizes(spec),
+        **({ORIGIN: source.origin} if source.origin else {}),
+        **(ROUTERS if any(node.kind == "experts" for node in graph.walk(spec.graph)) else {}),
     }
+
+
+def original(config: Any) -> dict[str, Any] | None:
+    """Return the config.json that came with the weights: the given one or, in one of ours, the entry for it."""
+    if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE:
+        config = config.get(ORIGIN)
+    return config if isinstance(config, dict) and config else None
+
+
+def with_origin(spec: ModelSpec, origin: Mapping[str, Any] | None) -> ModelSpec:
+    """Return a spec with the config.json that came with the weights; a spec without text cannot store one."""
+    if spec.source is None or origin is None:
+        return spec
+    return spec._replace(source=spec.source._replace(origin=origin))
 
 
 def config_text(config: Any) -> str:
@@ -67,7 +89,8 @@ def causal_lm_obstacle(spec: ModelSpec) -> str | None:
     frame = graph.frame_size(spec.graph)
     if frame > 1:
         return f"it processes {frame} tokens at a time, but a language model processes one"
-    if not is_causal(spec):
+    ahead = lookahead.of_outputs(spec).get(logits_name(spec) or "")
+    if ahead and ahead.tokens:
         return "its output depends on later tokens"
     return None
 

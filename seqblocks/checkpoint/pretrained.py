@@ -15,7 +15,7 @@ from seqblocks.analysis import check
 from seqblocks.analysis.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
-from seqblocks.checkpoint.hf_config import MODEL_TYPE
+from seqblocks.checkpoint.hf_config import MODEL_TYPE, original, with_origin
 from seqblocks.checkpoint.official import LeftOut, has_official_names, translated
 from seqblocks.checkpoint.record import RECORD
 from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
@@ -31,6 +31,7 @@ from seqblocks.runtime.model import SequenceModel
 HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
 
 
+@check.names_overrides
 def from_pretrained(
     path: str | os.PathLike[str],
     spec: str | os.PathLike[str] | ModelSpec | None = None,
@@ -61,7 +62,7 @@ def from_pretrained(
     if spec is None and (place / RECORD).exists():
         return load(place, set=set, device=device, dtype=dtype)
     weights = weights_in(place)
-    found = spec_of(place, spec, weights, set, allow_use)
+    found = with_origin(spec_of(place, spec, weights, set, allow_use), origin_of(place))
     ours, left_out = under_our_names(place, found, weights, partial)
     model = _model(found, ours, left_out, device, dtype, seed)
     if any(left_out):
@@ -72,6 +73,12 @@ def from_pretrained(
 def config_file(place: Path) -> Path:
     """Return the path of the config.json in a folder, or next to a file."""
     return (place if place.is_dir() else place.parent) / CONFIG
+
+
+def origin_of(place: Path) -> dict[str, Any] | None:
+    """Return the config.json that came with weights, if there is one."""
+    file = config_file(place)
+    return original(read_json(file)) if file.is_file() else None
 
 
 def own_config(place: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from seqblocks.graph import SpecSource
 
 FORMAT = 1
 RECORD = "seqblocks.json"  # the file
+EXTRA = "seqblocks.extra.pt"  # what `save` stores besides the model
 
 # The type of each entry; a pair gives the types of the keys and values of a mapping.
 ENTRIES: dict[str, type | tuple[type, type]] = {

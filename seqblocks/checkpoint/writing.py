@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import importlib
 import os
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from seqblocks.checkpoint.record import RECORD
-from seqblocks.errors import UsageError, listing
+from seqblocks.checkpoint.record import EXTRA, RECORD
+from seqblocks.checkpoint.weight_files import ENDINGS
+from seqblocks.errors import UsageError
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 STALE = 24 * 3600  # seconds without a change until an unfinished folder is removed, on systems without locks
 OWN_FILES = re.compile(
-    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|config\.json|{RECORD}"
+    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|config\.json|{RECORD}|{EXTRA}"
 )
 UNFINISHED, REPLACED = "saving", "replaced"
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux
@@ -32,48 +34,51 @@ HERE = -100  # AT_FDCWD of Linux
 def target_of(path: Path, replace: bool = True) -> Path:
     """Return the folder to write, which need not exist, with symbolic links resolved.
 
-    An existing folder must be empty or, with `replace`, contain only files that an earlier save wrote. Raises
-    UsageError otherwise, and if the path cannot be a folder.
+    Raises UsageError if the path cannot be a folder, or is the working directory or the name of a weights file. Without
+    `replace`, an existing folder must be empty.
     """
     mode = 0
     try:
-        target = Path(os.path.realpath(path))
-        mode = os.lstat(target).st_mode
-    except FileNotFoundError:
-        pass
+        target = Path(os.path.realpath(path))  # fails for a relative path in a working directory that was removed
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.lstat(target).st_mode
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISLNK(mode):
         raise UsageError(f"{path} is a symbolic link in a cycle; save needs a folder")
     if mode and not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a folder; save needs one")
-    if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent if path.is_symlink() else path.parent}")
-    names = sorted(os.listdir(target)) if mode else []
+    if not mode and path.suffix in ENDINGS:
+        raise UsageError(f"a folder is written, but {path} is the name of a file. Use {path.with_suffix('')}")
+    if mode and os.path.samefile(os.curdir, target):  # processes, such as a shell, would stay in the old folder
+        raise UsageError(f"{path} is the working directory, which cannot be replaced. Write to a folder in it")
+    names = os.listdir(target) if mode else []
     if names and not replace:
         raise UsageError(f"{path} is not empty; use a new folder")
-    _check_own(path, names)
+    if not (all(map(_is_own, names)) or os.access(target, os.W_OK)):  # it takes the files of others out of the target
+        raise UsageError(f"{path} cannot be written: {os.strerror(errno.EACCES)}")
     return target
 
 
-def _check_own(path: Path, names: list[str]) -> None:
-    others = [name for name in names if not OWN_FILES.fullmatch(name)]
-    if others:
-        what = f"{path} contains files that save did not write and would remove: {listing(others, 4)}"
-        raise UsageError(f"{what}. Save to another folder")
-    if names and RECORD not in names:
-        raise UsageError(f"{path} was not written by save: it has no {RECORD}. Save to another folder")
+def own_files(target: Path) -> list[str]:
+    """Return the names of files in a folder that `write` replaces; all other files and folders stay."""
+    return [name for name in sorted(os.listdir(target)) if _is_own(name)] if target.is_dir() else []
+
+
+def _is_own(name: str) -> bool:
+    return OWN_FILES.fullmatch(name) is not None
 
 
 def write(target: Path, work: Callable[[Path], None]) -> None:
-    """Call `work(folder)` with a new folder, then replace the target with it.
+    """Call `work(folder)` with a new folder, then replace the target with it. Files of others in the target stay.
 
     After a full disk, an interrupt or a kill, the target is either the unchanged old folder or the complete new one.
     """
     prefix = _prefix(target)
-    _recover(target, prefix)
-    _remove_stale(target.parent, prefix)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _recover(target, prefix)
+        _remove_stale(target, prefix)
         folder, handle = _create(target.parent, prefix)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from None
@@ -82,7 +87,7 @@ def write(target: Path, work: Callable[[Path], None]) -> None:
         _finish(folder, target)
         _place(folder, target, prefix)
     except BaseException:
-        _remove(folder)
+        _retire(folder, target)
         raise
     finally:
         if handle is not None:
@@ -107,6 +112,7 @@ def _finish(folder: Path, target: Path) -> None:
         os.chmod(file, stat.S_IMODE(usual))
         _take_owner(file, before)
         _sync(file)
+    _link_others(target, folder)
     if before:
         os.chmod(folder, stat.S_IMODE(before.st_mode))
         _take_owner(folder, before)
@@ -120,11 +126,11 @@ def _take_owner(path: Path, before: os.stat_result | None) -> None:
 
 
 def _place(folder: Path, target: Path, prefix: str) -> None:
-    """Replace the target with a complete folder, and remove the old one."""
+    """Replace the target with a complete folder, and remove the old one once it has no files of others."""
     if not os.path.isdir(target):
         os.rename(folder, target)
     elif _exchange(folder, target):
-        _remove(folder)
+        _retire(folder, target)
     else:
         old = target.parent / f"{prefix}{secrets.token_hex(4)}.{REPLACED}"
         os.rename(target, old)
@@ -133,7 +139,7 @@ def _place(folder: Path, target: Path, prefix: str) -> None:
         except BaseException:
             os.rename(old, target)
             raise
-        _remove(old)
+        _retire(old, target)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -156,7 +162,7 @@ def _recover(target: Path, prefix: str) -> None:
     """Undo the first of two renames if the second did not happen."""
     for old in _siblings(target.parent, prefix, REPLACED):
         if target.exists():
-            _remove(old)
+            _retire(old, target)
         else:
             os.rename(old, target)
 
@@ -208,12 +214,12 @@ def _lock(handle: int) -> bool | None:
     return True
 
 
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove unfinished folders of killed saves of the same target. A running save holds a lock on its folder."""
-    for folder in _siblings(parent, prefix, UNFINISHED):
+def _remove_stale(target: Path, prefix: str) -> None:
+    """Remove the folders of killed saves of the same target. A running save holds a lock on its folder."""
+    for folder in _siblings(target.parent, prefix, UNFINISHED):
         with contextlib.suppress(OSError):
             if _is_stale(folder):
-                _remove(folder)
+                _retire(folder, target)
 
 
 def _is_stale(folder: Path) -> bool:
@@ -227,12 +233,38 @@ def _is_stale(folder: Path) -> bool:
         os.close(handle)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder of files. Files that cannot be removed are left for the next save."""
+def _link_others(target: Path, folder: Path) -> None:
+    """Put the files of others in a target also into the folder that will replace it, so that they are never missing.
+
+    Folders, and files on systems without hard links, are moved after the replacement.
+    """
+    for entry in os.scandir(target) if target.is_dir() else ():
+        if not _is_own(entry.name) and not entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError, NotImplementedError):
+                os.link(entry.path, folder / entry.name, follow_symlinks=False)
+
+
+def _retire(old: Path, target: Path, is_top: bool = True) -> None:
+    """Move what others put into an old folder to the target, and remove the rest. What cannot be moved stays."""
     with contextlib.suppress(OSError):
-        for file in os.listdir(folder):
-            os.unlink(folder / file)
-        os.rmdir(folder)
+        for entry in sorted(os.scandir(old), key=lambda each: _is_own(each.name)):  # those of others first
+            with contextlib.suppress(OSError):
+                _retire_entry(entry, target / entry.name, is_top)
+        os.rmdir(old)
+
+
+def _retire_entry(entry: os.DirEntry[str], place: Path, is_top: bool) -> None:
+    is_folder = entry.is_dir(follow_symlinks=False)
+    if is_top and _is_own(entry.name) and not is_folder:
+        os.unlink(entry)
+    elif not os.path.lexists(place):
+        os.rename(entry, place)
+    elif is_folder:
+        _retire(Path(entry), place, is_top=False)
+    elif entry.stat(follow_symlinks=False).st_mtime_ns <= os.lstat(place).st_mtime_ns:  # the same file, or an older one
+        os.unlink(entry)
+    else:
+        os.replace(entry, place)
 
 
 def _sync(path: Path) -> None:

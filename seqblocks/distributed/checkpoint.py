@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from seqblocks.checkpoint.folder import as_path, read_model
+from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import UsageError
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.shards import Cut, Parts, is_sharded, local
+from seqblocks.runtime.shards import Cut, Parts, groups_of, is_sharded, local, on_all_ranks
 
 
 class Piece(NamedTuple):
@@ -80,15 +81,21 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
-    """Fill a model from a folder that `seqblocks.save` wrote, each rank with its part.
+    """Fill a model from a folder that `seqblocks.save` wrote, each rank with its part. All ranks must call it.
 
-    Tensors are read one at a time. Raises RunError, without filling anything, if the weights do not fit this
-    model, and UsageError if the folder is invalid.
+    Tensors are read one at a time. Raises UsageError if the folder is invalid, and RunError if the weights do not fit
+    this model, in both cases without filling anything; RunError also if another rank fails.
     """
     _check(model)
-    _, weights = read_model(Path(os.path.realpath(as_path(path))), path)
-    check_fit(model._whole_spec, weights.headers)
-    fill(model, weights.headers, weights.read)
+    groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
+
+    def opened() -> Weights:
+        _, weights = read_model(Path(os.path.realpath(as_path(path))), path)
+        check_fit(model._whole_spec, weights.headers)
+        return weights
+
+    weights = on_all_ranks(groups, opened)
+    on_all_ranks(groups, lambda: fill(model, weights.headers, weights.read))
 
 
 def _check(model: Any) -> None:

@@ -18,6 +18,7 @@ from seqblocks.cost import dtype_named
 from seqblocks.distributed.pipeline import Stage
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
+from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
@@ -46,10 +47,12 @@ def shard(
     recompute their activations in the backward pass. reduce: whether gradients are averaged over ranks or added.
     reshard_after_forward: as in FSDP2. A model on "meta" is materialised after it is sharded, by
     `model.to_empty(device=…)` and `model.reset_parameters(seed)`, with the same values as on one device.
-    Raises UsageError for invalid arguments, UnavailableError without a process group.
+    Raises UsageError for invalid arguments, or if the weights differ between ranks; UnavailableError without a process
+    group.
     """
     _check(model, reduce)
     mesh = checked_mesh(mesh)
+    check_weights(model, mesh.get_all_groups())
     paths = list(layer_paths(model.graph))
     if dtype is not None:
         model.register_forward_pre_hook(partial(_cast_inputs, _dtype(dtype)), with_kwargs=True)

@@ -14,6 +14,7 @@ from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments
+from seqblocks.runtime.agreement import check_inputs, check_weights
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import drops_samples_now
 
@@ -41,6 +42,7 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
         if group.ndim != 1:
             raise UsageError(f"the mesh has {group.ndim} dimensions, but a sequence is split along one")
         group = group.get_group()
+    check_weights(inner, [group])
     return SequenceParallel(model, inner, Link(group), summaries)
 
 
@@ -81,6 +83,8 @@ class SequenceParallel:
         self._check(x)
         arguments.check_marks(x, resets, cu_seqlens, ["batch", "seq"])
         part = self._agree(x, 2 * (cu_seqlens is not None) + (resets is not None))
+        if inputs or cu_seqlens is not None:
+            check_inputs(self._link.group, {**inputs, "cu_seqlens": cu_seqlens})
         if cu_seqlens is not None:
             whole = packed_resets(cu_seqlens, self._total(x.shape[1], x.device), x.device)
             resets = whole[:, part.before : part.before + x.shape[1]]

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from seqblocks.distributed.fsdp import check_group, checked_mesh
 from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
 from seqblocks.errors import UsageError
+from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.modules import take_modes
+from seqblocks.runtime.modules import take_modes, within_model
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import Parts, assign, is_sharded
@@ -27,12 +28,12 @@ from seqblocks.state import States
 def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     """Return this rank's part of a model, with its part of the weights.
 
-    All ranks call the result with the same inputs, and each gets the whole output. The split follows from the graph
-    (`tensor_plan`). Parameters that are not split, and their gradients, are equal on all ranks. Random steps such as
-    dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
+    All ranks call the result with the same inputs, which each call compares, and each gets the whole output. The split
+    follows from the graph (`tensor_plan`). Parameters that are not split, and their gradients, are equal on all ranks.
+    Random steps such as dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
 
     mesh: a DeviceMesh with one axis, by default all ranks. Raises UsageError if the model cannot be split over this
-    number of ranks, UnavailableError without a process group.
+    number of ranks or its weights differ between them, UnavailableError without a process group.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"tensor_parallel needs a model from seqblocks.build, not {type(model).__name__}")
@@ -40,6 +41,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     if model._parts or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")
     mesh = checked_mesh(mesh, axes=1)
+    check_weights(model, [mesh.get_group()])
     plan = tensor_plan(model.spec, mesh.size())
     with torch.device("meta"):
         local = SequenceModel(plan.part)
@@ -76,7 +78,8 @@ class Exchanging(Primitive):
     _exchange: Exchange
     _group: Any
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         exchange = self._exchange
         entered = []
         for tensor, what in zip(tensors, exchange.enter, strict=True):

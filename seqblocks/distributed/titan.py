@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.weight_decay import decay_rules
 
 # For these, torchtitan's trainer would clip gradients by the norm of one rank's part, and save that part as the
 # whole parameter.
@@ -42,7 +43,7 @@ def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = 
     config = _model_class().Config(spec=os.fspath(spec), set=dict(set or {}), seed=seed)
     return Titan(
         name="seqblocks", flavor=loaded.name, model=config, parallelize_fn=parallelize, pipelining_fn=None,
-        post_optimizer_build_fn=None, state_dict_adapter=None,
+        post_optimizer_build_fn=exempt_from_decay, state_dict_adapter=None,
     )  # fmt: skip
 
 
@@ -114,3 +115,25 @@ def parallelize(
         checkpointing=ac_config is not None,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
     )  # fmt: skip
+
+
+def exempt_from_decay(optimizers: Iterable[torch.optim.Optimizer], model_parts: Iterable[Any], *others: Any) -> None:
+    """Split the groups of built optimisers, so that weight decay spares the parameters that the spec exempts."""
+    exempt = {key for part in model_parts for key, decays in decay_rules(part, part.graph).items() if not decays}
+    for optimizer in optimizers:
+        for group in [*optimizer.param_groups]:
+            if group.get("weight_decay"):
+                _split(optimizer, group, exempt)
+
+
+def _split(optimizer: torch.optim.Optimizer, group: dict[str, Any], exempt: set[int]) -> None:
+    """Move the exempt parameters of a group, with their names, to a new group without weight decay."""
+    spared = [id(parameter) in exempt for parameter in group["params"]]
+    if all(spared):
+        group["weight_decay"] = 0.0
+    elif any(spared):
+        moved = {**group, "weight_decay": 0.0}
+        for key in {"params", "param_names"} & group.keys():
+            moved[key] = [each for each, is_spared in zip(group[key], spared, strict=True) if is_spared]
+            group[key] = [each for each, is_spared in zip(group[key], spared, strict=True) if not is_spared]
+        optimizer.add_param_group(moved)

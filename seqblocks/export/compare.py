@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from seqblocks.errors import RunError
 from seqblocks.export.contract import Contract
-from seqblocks.export.program import Graph, evaluating, example
+from seqblocks.export.program import Graph, evaluating, example, explained_memory
 from seqblocks.runtime.model import SequenceModel
 
 # Relative to the largest value, or to 1: half the digits of the dtype, but fewer for float64, because torch writes
@@ -21,10 +21,12 @@ SIZES = ((2, 5), (1, 13))  # open sizes (sequences, frames of tokens), different
 Run = Callable[[list[Tensor]], list[Tensor]]  # from all inputs to all outputs, in the order of the contract
 
 
+@explained_memory()
 def agree(model: SequenceModel, contract: Contract, run: Run, what: str) -> float:
     """Return the largest relative difference between the exported graph and the model over two calls (`_relative`).
 
-    what: the subject of the error message. Raises RunError if the difference exceeds the tolerance of the dtype.
+    what: the subject of the error message. Raises RunError if the difference exceeds the tolerance of the dtype,
+    UnavailableError if a call does not fit in memory.
     """
     names = contract.output_names
     tolerance = max(TOLERANCES.get(kind, 0.0) for kind in contract.dtypes)

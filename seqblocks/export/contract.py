@@ -129,7 +129,7 @@ def interface(model: SequenceModel, graph: str, sizes: dict[str, int]) -> Contra
 
 
 def _check_graph(model: SequenceModel, graph: str) -> None:
-    if graph not in GRAPHS:
+    if not isinstance(graph, str) or graph not in GRAPHS:
         raise UsageError(f"there is no graph {graph!r}; use {listing(GRAPHS)}")
     obstacle = stream_obstacle(model.spec) if graph != "forward" else None
     if obstacle:

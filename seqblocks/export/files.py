@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from seqblocks.errors import RunError, UnavailableError, UsageError
 from seqblocks.export.compare import Run, agree
 from seqblocks.export.contract import KEY, Contract
 from seqblocks.export.loops import pass_sizes
-from seqblocks.export.operators import translations
+from seqblocks.export.operators import copy_open_sizes, translations
 from seqblocks.export.program import Exported, captured, example, quiet, trace
 from seqblocks.runtime.model import SequenceModel
 
@@ -110,8 +111,9 @@ def aoti(
     def work(file: Path) -> float | None:
         with _explained(model, "AOTInductor"):
             pass_sizes(exported.program)
-            aoti_compile_and_package(exported.program, package_path=str(file), inductor_configs=options)
-        loaded = aoti_load_package(str(file))
+            with _Disk(file) as disk:
+                aoti_compile_and_package(exported.program, package_path=disk, inductor_configs=options)
+            loaded = aoti_load_package(str(file))
         return agree(model, exported.contract, _as_run(model, exported, loaded), f"{path}") if check else None
 
     return Written(exported.contract, _write(target, ".pt2", work))
@@ -167,6 +169,7 @@ def _as_onnx(model: SequenceModel, exported: Exported) -> Any:
         )  # fmt: skip
     assert made is not None
     graph = made.model.graph
+    copy_open_sizes(graph)
     returned = [port.shape for port in contract.outputs] + [part.shape for part in contract.state]
     for values, shapes in ((graph.inputs, contract.input_shapes), (graph.outputs, returned)):
         for value, shape in zip(values, shapes, strict=True):
@@ -249,6 +252,9 @@ def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
     try:
         target = Path(os.path.realpath(path))
         is_folder, has_parent = target.is_dir(), target.parent.is_dir()
+        os.fspath(target).encode()  # torch and onnxruntime read no other names
+    except UnicodeEncodeError:
+        raise UsageError(f"{path!r} cannot be written: the names of the file and its folders must be UTF-8") from None
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path!r} cannot be written: {error}") from None
     if not os.fspath(path).endswith(ending):
@@ -288,13 +294,17 @@ class _Disk(io.BufferedWriter):
 
 
 def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> float | None:
-    """Call `work` with the path of a new file, then rename the file to the target. Return the result of `work`."""
-    file = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{ending}")
+    """Call `work` with the path of a new file, then rename the file to the target. Return the result of `work`.
+
+    The file has the mode of the file that it replaces.
+    """
+    file = target.with_name(f".{_prefix(target)}.{secrets.token_hex(4)}{ending}")
     data, earlier = _weights_of(file), _weights_used(target)
     try:
         found = work(file)
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
+        _take_mode((file, data), target)
         os.replace(file, target)
     except BaseException as error:
         data.unlink(missing_ok=True)
@@ -309,6 +319,19 @@ def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> f
     return found
 
 
+def _take_mode(files: tuple[Path, ...], target: Path) -> None:
+    """Give new files the permissions of the file that they replace, on file systems that have any."""
+    with contextlib.suppress(OSError):
+        mode = stat.S_IMODE(os.stat(target).st_mode)
+        for file in filter(Path.exists, files):
+            os.chmod(file, mode)
+
+
+def _prefix(target: Path) -> str:
+    """Return the beginning of the names of temporary and weights files, which must be no longer than 255 bytes."""
+    return target.stem.encode()[:200].decode(errors="ignore")
+
+
 def _weights_of(file: Path) -> Path:
     """Return the weights file of a new ONNX file; it is not renamed, since the ONNX file refers to it by name."""
     return file.with_name(f"{file.stem.removeprefix('.')}.data")
@@ -316,7 +339,7 @@ def _weights_of(file: Path) -> Path:
 
 def _weights_used(target: Path) -> set[Path]:
     """Return the weights files of an earlier ONNX file, if they have names that this module creates."""
-    named = re.compile(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data")
+    named = re.compile(re.escape(_prefix(target)) + r"\.[0-9a-f]{8}\.data")
     candidates = {path.name: path for path in target.parent.glob("*.data") if named.fullmatch(path.name)}
     if not candidates or not target.is_file():
         return set()

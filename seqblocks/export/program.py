@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from seqblocks.errors import RunError, SeqblocksError, UsageError
+from seqblocks.errors import RunError, SeqblocksError, UnavailableError, UsageError
 from seqblocks.export.contract import BATCH, Contract, Port, interface
 from seqblocks.kernels import dispatch
 from seqblocks.runtime.model import SequenceModel
@@ -30,6 +32,7 @@ from seqblocks.types import Size
 
 EXAMPLE = 3  # sequences of an example if the batch size is open
 FRAMES = 8  # frames of an example if the length is open
+LARGEST = 10**9  # sequences or tokens
 
 
 class Exported(NamedTuple):
@@ -78,7 +81,7 @@ def trace(
     stays fixed. The model is traced in eval mode, without gradients.
 
     Raises RunError if the model cannot stream or a step, which is named, cannot be traced; UsageError for invalid
-    arguments.
+    arguments, UnavailableError for a call that does not fit in memory.
     """
     program, contract = captured(model, graph, batch, length)
     with quiet():
@@ -88,7 +91,9 @@ def trace(
 def captured(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> Exported:
     """Trace like `trace`, but do not decompose composite operators."""
     contract = interface(_checked(model), graph, _sizes(model, graph, batch, length))
-    arguments = example(model, contract)
+    _check_memory(contract)
+    with explained_memory():
+        arguments = example(model, contract)
     axes = _open_axes(contract, arguments)
     with evaluating(model), quiet():
         try:
@@ -104,8 +109,8 @@ def captured(model: SequenceModel, graph: str, batch: int | None, length: int | 
 def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[None]:
     """Run the model in eval mode, without gradients, and with this backend inside the context."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()
         with torch.no_grad(), dispatch.use_backend(backend):
             yield
     finally:
@@ -114,13 +119,24 @@ def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[Non
 
 
 @contextlib.contextmanager
+def explained_memory() -> Iterator[None]:
+    """Convert torch's errors for a lack of memory to UnavailableError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise UnavailableError("a call of this size needs more memory: pass a smaller batch or length") from error
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's exporters and disable gradients inside the context."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._export", "torch.export")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             yield
@@ -167,8 +183,8 @@ def _checked(model: Any) -> SequenceModel:
 def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> dict[str, int]:
     """Return the sizes that the caller fixes, by their names in the spec."""
     for name, size in (("batch", batch), ("length", length)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise UsageError(f"{name} must be a whole number of at least 1, or None for any, not {size!r}")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= LARGEST):
+            raise UsageError(f"{name} must be a whole number of at least 1 and at most 10^9, or None, not {size!r}")
     sizes = {} if batch is None else {BATCH: batch}
     if length is None:
         return sizes
@@ -180,6 +196,19 @@ def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | No
     if length % model.frame_size:
         raise UsageError(f"the model streams {model.frame_size} tokens at a time, not a length of {length}")
     return {**sizes, wire.length if isinstance(wire.length, str) else "seq": length}
+
+
+def _check_memory(contract: Contract) -> None:
+    """Raise UnavailableError if the inputs of a call do not fit in memory, before the machine starts to swap."""
+    if not hasattr(os, "sysconf"):
+        return
+    kinds = [port.dtype for port in contract.inputs] + [part.dtype for part in contract.carried]
+    shapes = [[size if isinstance(size, int) else FRAMES for size in shape] for shape in contract.input_shapes]
+    need = sum(math.prod(shape) * getattr(torch, kind).itemsize for shape, kind in zip(shapes, kinds, strict=True))
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        what = f"the inputs of one call take {need / 1e9:,.0f} GB and this machine has {have / 1e9:,.0f} GB"
+        raise UnavailableError(f"{what}: pass a smaller batch or length")
 
 
 def _open_axes(contract: Contract, arguments: Any) -> Any:

@@ -14,6 +14,7 @@ from seqblocks.hf.modeling import (
     SeqblocksPreTrainedModel,
     wrap,
 )
+from seqblocks.hf.training import register_class_names, use_decay_rules
 
 __all__ = [
     "SeqblocksConfig",
@@ -31,3 +32,5 @@ transformers.AutoModelForCausalLM.register(SeqblocksConfig, SeqblocksForCausalLM
 transformers.AutoModelForImageClassification.register(
     SeqblocksConfig, SeqblocksForImageClassification, exist_ok=True
 )
+register_class_names()
+use_decay_rules()

@@ -39,6 +39,7 @@ class StateCache:
 
     is_compileable = False
     is_croppable = True
+    is_linear = (False,)  # for each layer: whether it knows no number of tokens; this cache knows one
 
     def __init__(self, state: States | None = None, seen: int = 0, recorded: Recorded | None = None) -> None:
         self.state, self.seen = state, seen

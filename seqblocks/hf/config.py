@@ -12,7 +12,7 @@ from seqblocks.checkpoint.folder import config_spec
 from seqblocks.checkpoint.hf_config import hub_config, sizes
 from seqblocks.errors import UsageError
 from seqblocks.graph import ModelSpec
-from seqblocks.hf.library import transformers
+from seqblocks.hf.library import CACHE, transformers
 
 
 class SeqblocksConfig(transformers.PreTrainedConfig):
@@ -24,7 +24,7 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
     """
 
     model_type = "seqblocks"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - as transformers reads it
+    keys_to_ignore_at_inference = [CACHE, "aux_loss", "router_logits"]  # noqa: RUF012 - as transformers reads it
 
     def __init__(
         self,

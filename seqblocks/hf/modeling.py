@@ -6,7 +6,9 @@ import builtins
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     ModelOutput,
+    MoeCausalLMOutputWithPast,
 )
 from transformers.utils.generic import can_return_tuple
 
@@ -27,11 +30,11 @@ from seqblocks.checkpoint import hf_config
 from seqblocks.checkpoint.record import as_disk_errors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
-from seqblocks.hf import files
+from seqblocks.hf import files, routing
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
 from seqblocks.hf.layers import record_layers
-from seqblocks.hf.library import transformers
+from seqblocks.hf.library import CACHE, transformers
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.generate import CHUNK
@@ -47,6 +50,19 @@ OF_THE_CACHE = {"cache_position"}
 OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
+class Ran(NamedTuple):
+    """The results of a call: the output, the cache, `hidden_states`, and what the routers of experts add.
+
+    routing: further entries of the output. penalty: the weighted balance losses, to be added to the loss.
+    """
+
+    y: Any
+    cache: StateCache | None
+    hidden_states: tuple[Tensor, ...] | None
+    routing: Mapping[str, Any] = MappingProxyType({})
+    penalty: Tensor | None = None
+
+
 class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     """Base of the model classes. `model` is the built model, as returned by `seqblocks.build(…)`.
 
@@ -57,7 +73,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Body"]  # noqa: RUF012 - a layer of a repeat
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def __init__(
         self, config: SeqblocksConfig, set: Mapping[str, Any] | None = None, model: SequenceModel | None = None
@@ -70,6 +86,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self.model = model or build_model(
             self.part(spec), device=torch.empty(0).device, dtype=torch.get_default_dtype(), seed=None
         )
+        routing.complete(self.config, self.model)
         spare = _names(spec) - _names(self.model.spec)
         self._keys_to_ignore_on_load_unexpected = [rf"^(model\.)?{re.escape(name)}$" for name in sorted(spare)]
         for parameter in self.model.parameters():
@@ -231,24 +248,37 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             raise RunError(f"{self.model.spec.name} takes no {listing(unknown)}{_reason(unknown[0])}")
         return context
 
+    def _option(self, given: dict[str, Any], name: str) -> bool:
+        """Return an argument of a call, by default that of the config."""
+        value = given.pop(name, None)
+        return bool(getattr(self.config, name) if value is None else value)
+
     def _run(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
         given: dict[str, Any],
-    ) -> tuple[Any, StateCache | None, tuple[Tensor, ...] | None]:
-        """Return at least the requested outputs, with the cache and the hidden states if requested."""
-        observed = given.pop("output_hidden_states", None)
-        if not (self.config.output_hidden_states if observed is None else observed):
-            return *self._call(x, mask, positions, cache, use_cache, logits_to_keep, given), None
-        with record_layers(self.model) as features:
-            y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
-        return y, cache, tuple(features[at] for at in sorted(features))
+    ) -> Ran:
+        """Run the model, and return at least the requested outputs."""
+        observes = self._option(given, "output_hidden_states")
+        has_experts = self.model._has_experts
+        shows_routing = has_experts and self._option(given, "output_router_logits")
+        features: dict[int, Tensor] | None = None
+        if observes or shows_routing:
+            observed = record_layers(self.model) if observes else nullcontext()
+            with observed as features, routing.recording(self.model, shows_routing):
+                y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
+        else:
+            y, cache = self._call(x, mask, positions, cache, use_cache, logits_to_keep, given)
+        hidden = None if features is None else tuple(features[at] for at in sorted(features))
+        if not has_experts or not (self.training or shows_routing):
+            return Ran(y, cache, hidden)
+        return Ran(y, cache, hidden, *routing.results(self.model, self.config, mask, shows_routing))
 
     def _call(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, logits_to_keep: Any,
         given: dict[str, Any],
     ) -> tuple[Any, StateCache | None]:
         if cache is not None and not isinstance(cache, StateCache):
-            raise RunError(f"past_key_values must be a StateCache from an earlier call, not {type(cache).__name__}")
+            raise RunError(f"{CACHE} must be a StateCache from an earlier call, not {type(cache).__name__}")
         if x is None:
             raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
         context = self._context(given)
@@ -299,7 +329,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return y, after
 
     def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Any, States]:
-        if x.shape[1] == 1 and state is not None:
+        if x.shape[1] == 1 and state is not None and not self.model._keeps_routing:
             y, state = self.model.step(x[:, 0], state, resets=None if resets is None else resets[:, 0])
             y = self._output(y)
             if isinstance(y, Tensor):
@@ -330,6 +360,13 @@ def _reason(name: str) -> str:
         "output_attentions": ": no step stores its attention weights",
     }
     return reasons.get(name, "")
+
+
+def _one_cache(first: Any, second: Any) -> Any:
+    """Return the cache that was passed under one of its two names, or None. Raises RunError for two of them."""
+    if first is not None and second is not None:
+        raise RunError("past_key_values and cache are two names of one argument: pass one of them")
+    return second if first is None else first
 
 
 def _check_tokens(x: Any, spec: ModelSpec) -> None:
@@ -391,32 +428,36 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         token_type_ids: Tensor | None = None,
+        cache: StateCache | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Return logits, the loss if there are labels (not shifted; -100 is ignored), and the cache.
 
         attention_mask: padding must come before a sequence, whose state is reset there. position_ids: each 0 begins a
-        packed sequence. past_key_values: the cache of an earlier call; it is not modified. use_cache: by default from
-        the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds the
-        input of the first layer and the output of each layer. Raises RunError for unsupported arguments.
+        packed sequence. past_key_values, or cache: that of an earlier call; it is not modified. use_cache: by default
+        from the config, and off in training. kwargs: inputs that do not stream, by name. output_hidden_states=True adds
+        the input of the first layer and the output of each layer. A model with experts adds their balance losses to the
+        loss while it trains, or with output_router_logits=True, which also returns the routers' outputs.
+        Raises RunError for unsupported arguments.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("input_ids is empty: pass at least one token, such as the tokenizer's bos_token_id")
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
+        cache = _one_cache(past_key_values, cache)
         if use_cache is None:
-            use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
+            use_cache = cache is not None or self._may_cache(attention_mask, labels)
         logits_kept = logits_to_keep if labels is None else 0
-        y, cache, features = self._run(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_kept, given
-        )
+        ran = self._run(input_ids, attention_mask, position_ids, cache, use_cache, logits_kept, given)
         loss = None
         if labels is not None:
-            _check_labels(labels, y)
-            loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
-        _check_logits_to_keep(logits_to_keep, y)
-        logits = _last(y, logits_to_keep)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
+            _check_labels(labels, ran.y)
+            loss = self.loss_function(logits=ran.y, labels=labels, vocab_size=ran.y.shape[-1], **of_the_loss)
+            loss = routing.with_penalty(loss, ran.penalty, labels[:, 1:], **of_the_loss)
+        _check_logits_to_keep(logits_to_keep, ran.y)
+        kind = MoeCausalLMOutputWithPast if self.model._has_experts else CausalLMOutputWithPast
+        named = {CACHE: ran.cache, "hidden_states": ran.hidden_states, **ran.routing}
+        return kind(loss=loss, logits=_last(ran.y, logits_to_keep), **named)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Return whether a cache is returned by default: not in training, nor after padding on the right."""
@@ -439,6 +480,13 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # otherwise, `generate` would create keys and values for each layer
 
+    def _prepare_attention_mask_for_generation(self, inputs: Tensor, generation_config: Any, *others: Any) -> Tensor:
+        """Return a mask for inputs without one. That of drafts is all ones: `generate` dropped it for that reason."""
+        if generation_config.is_assistant:
+            return torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        mask: Tensor = super()._prepare_attention_mask_for_generation(inputs, generation_config, *others)
+        return mask
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
     ) -> None:
@@ -447,9 +495,11 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets dynamic_full for drafts
             what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: omit it")
-        given = model_kwargs.get("past_key_values")
+        given = _one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
-            model_kwargs["past_key_values"] = given = StateCache()
+            given = StateCache()
+        if given is not None:
+            model_kwargs[CACHE] = given
         drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
         if isinstance(given, StateCache) and drafts:
             given.activate_past_recording()
@@ -460,7 +510,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of the next call, without the inputs that the state already contains."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         if cache is not None and cache.get_seq_length():
             inputs = {name: value for name, value in inputs.items() if name not in self._inputs[1:]}
         return inputs
@@ -488,9 +538,13 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Return logits [batch, classes], and the loss if labels [batch] are given. Raises RunError."""
         of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
-        y, _, features = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
-        loss = None if labels is None else self.loss_function(labels, y, self.config, **of_the_loss)
-        return ImageClassifierOutput(loss=loss, logits=y, hidden_states=features)
+        ran = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, ran.y, self.config, **of_the_loss)
+            loss = routing.with_penalty(loss, ran.penalty, labels, **of_the_loss)
+        kind = routing.MoeImageClassifierOutput if self.model._has_experts else ImageClassifierOutput
+        return kind(loss=loss, logits=ran.y, hidden_states=ran.hidden_states, **ran.routing)
 
 
 class SeqblocksModel(SeqblocksPreTrainedModel):
@@ -522,6 +576,7 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         pixel_values: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        cache: StateCache | None = None,
         **kwargs: Any,
     ) -> ModelOutput:
         """Return features: last_hidden_state [batch, seq, features], or pooler_output [batch, features].
@@ -535,13 +590,16 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
         x = _cast(own.pop(self.main_input_name), self.dtype)
         given = _without_packing(kwargs, position_ids, token_type_ids) | own
-        y, cache, features = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
-        if isinstance(y, dict):
-            more = {"past_key_values": cache, "hidden_states": features}
-            return ModelOutput(**y, **{name: value for name, value in more.items() if value is not None})
+        cache = _one_cache(past_key_values, cache)
+        ran = self._run(x, attention_mask, position_ids, cache, use_cache, 0, given)
+        y, hidden = ran.y, ran.hidden_states
+        if isinstance(y, dict) or ran.routing:
+            main = y if isinstance(y, dict) else {"pooler_output" if y.ndim == 2 else "last_hidden_state": y}
+            more = {CACHE: ran.cache, "hidden_states": hidden, **ran.routing}
+            return ModelOutput(**main, **{name: value for name, value in more.items() if value is not None})
         if y.ndim == 2:
-            return BaseModelOutputWithPooling(pooler_output=y, hidden_states=features)
-        return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache, hidden_states=features)
+            return BaseModelOutputWithPooling(pooler_output=y, hidden_states=hidden)
+        return BaseModelOutputWithPast(last_hidden_state=y, hidden_states=hidden, **{CACHE: ran.cache})
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

@@ -198,14 +198,17 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
         return None
 
 
-def parse(source: Source, report: Report) -> Node | None:
-    """Parse YAML text into a tree. Errors go to the report; return None if the text cannot be parsed."""
-    start = Span(source, 1, 1, 1, 1)
+def parse(source: Source, report: Report, warnings: Report | None = None) -> Node | None:
+    """Parse YAML text into a tree. Errors go to the report; return None if the text cannot be parsed.
+
+    warnings: a report for what is valid but probably a mistake.
+    """
+    start = source.character_at(1, 1)
     if len(source.text) > MAX_BYTES:
         report.fault(messages.document.too_many_characters(len(source.text), MAX_BYTES), start)
         return None
     try:
-        root = _Reader(source, report).read()
+        root = _Reader(source, report, warnings).read()
     except _Stop:
         return None
     if root is None:
@@ -233,8 +236,8 @@ class _Open:
 
 
 class _Reader:
-    def __init__(self, source: Source, report: Report) -> None:
-        self.source, self.report = source, report
+    def __init__(self, source: Source, report: Report, warnings: Report | None) -> None:
+        self.source, self.report, self.warnings = source, report, warnings
         self.stack: list[_Open] = []
         self.anchors: dict[str, Node] = {}
         self.root: Node | None = None
@@ -272,6 +275,10 @@ class _Reader:
         self.documents += 1
         if self.documents > 1:
             raise self.stop(messages.document.second_document(), self.span(event))
+        if event.version == (1, 1) and self.warnings is not None:
+            span = self.span(event)
+            end = len(self.source.line(span.line)) + 1
+            self.warnings.fault(messages.document.yaml_1_1(), span._replace(end_line=span.line, end_column=end))
 
     def scalar(self, event: Any) -> None:
         a, b = event.start_mark, event.end_mark  # as in `span`; most nodes are scalars
@@ -279,8 +286,20 @@ class _Reader:
         if event.tag is not None:
             self.report_tag(event, span)
         text, style = event.value, event.style
+        if not (text or style):
+            span = self.place_of_nothing(span)
         value = text if style else resolve(text)
         self.put(Scalar(span, 1, 1, value, text), event.anchor, bool(style))
+
+    def place_of_nothing(self, span: Span) -> Span:
+        """Return the place of a missing value: its key, or the dash of a list item."""
+        top = self.stack[-1] if self.stack else None
+        if span.column != span.end_column:  # an anchor is there
+            return span
+        if top and top.mapping and top.keyed:
+            return top.key[1] if top.key else self.source.character_at(span.line, span.column)
+        before = span.source.line(span.line)[span.column - 2 : span.column - 1]
+        return self.source.character_at(span.line, span.column - (before in ("-", "?")))
 
     def begin(self, event: Any) -> None:
         span = self.span(event)

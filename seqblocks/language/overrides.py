@@ -19,10 +19,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from seqblocks import messages
-from seqblocks.errors import Report, Source, Span
+from seqblocks.errors import Report, Source, Span, UsageError, clip
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 
+MAX_SHOWN = 200  # characters of an override where it is named
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
 
 
@@ -34,7 +35,7 @@ class Override(NamedTuple):
     node: Any = None
 
     def __str__(self) -> str:
-        return f"{self.path}={self.text}"
+        return clip(f"{self.path}={self.text}", MAX_SHOWN)
 
 
 class Slot(NamedTuple):
@@ -51,8 +52,24 @@ class Slot(NamedTuple):
             self.items[self.at] = self.holder
 
 
+def _plain(value: Any) -> Any:
+    """Return a number or array of another library as Python's own; other values as they are."""
+    convert = getattr(value, "tolist", None) or getattr(value, "item", None)
+    if isinstance(value, type) or not callable(convert):
+        return value
+    try:
+        found = convert()
+        return float(found) if type(found) is type(value) else found  # numpy.longdouble
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"a value of `set` cannot be read: {error}") from None
+
+
 def as_text(value: Any) -> str:
-    """Return a Python value as YAML."""
+    """Return a Python value as YAML, also numbers and arrays of numpy, torch and other libraries.
+
+    Raises UsageError for an array that has no values, such as a tensor on "meta".
+    """
+    value = _plain(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -60,7 +77,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, MappingABC):
         return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, int | float):
-        return repr(value)
+        return (int if isinstance(value, int) else float).__repr__(value)  # that of an enum is no number
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -112,7 +129,7 @@ def _is_steps(node: Node) -> bool:
 def _source(path: str, text: str, from_call: bool) -> Source:
     """Return the source text of an override as the user wrote it: in Python, or as a command-line option."""
     shown = f"set={{{path!r}: {text}}}" if from_call else f"--set {path}={text}"
-    return Source.of(shown, shown, "call" if from_call else "override")
+    return Source.of(clip(shown, MAX_SHOWN), shown, "call" if from_call else "override")
 
 
 def _parse(text: str, source: Source, report: Report) -> Node | None:
@@ -182,7 +199,8 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             elsewhere, exists = _elsewhere(root, parts)
-            misspelt = messages.spec.similar_part(part, known)
+            renamed = [name for name, slot in choices.items() if slot.key == part]
+            misspelt = messages.spec.similar_part(part, known, renamed)
             if depth == len(parts) - 1 and not exists:  # a misspelt argument is likelier than a default elsewhere
                 elsewhere = misspelt or elsewhere
             hint = elsewhere or misspelt or messages.spec.NOT_THERE

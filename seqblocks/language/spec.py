@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from seqblocks import messages
-from seqblocks.errors import Diagnostic, Fault, Report, Source, SourceKind, Span, SpecError, UsageError
+from seqblocks.errors import Diagnostic, Fault, NoSpecError, Report, Source, SourceKind, Span, UsageError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import has_syntax, parse
@@ -35,6 +35,7 @@ TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
+DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
     "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
@@ -51,6 +52,7 @@ class Argument(Record):
     span: Span
     default: Node | None
     is_valid: bool = True  # whether the default can be used
+    by_depth: bool = False  # whether the default is an expression of `depth`
 
 
 class Block(Record):
@@ -224,8 +226,9 @@ class Reader:
         base: Path | None = None,
         provided: dict[str, str] | None = None,
         allowed: Iterable[Path] = (),
+        warnings: Report | None = None,
     ) -> None:
-        self.report = report
+        self.report, self.warnings = report, warnings
         self.is_builtin = is_builtin  # whether a verb is built in
         self.has_plugin = has_plugin  # whether a plug-in was imported
         self.base = base or Path()
@@ -387,7 +390,7 @@ class Reader:
             return None
         self.texts[found.relative if own else name] = text
         source = Source.of(found.shown, text, found.kind)
-        tree = document.parse(source, self.report)
+        tree = document.parse(source, self.report, self.warnings)
         self.size += tree.size if tree and (own or name in provided) else 0
         if self.size > document.MAX_NODES:
             self.report.fault(messages.spec.used_files_too_large(document.MAX_NODES), span)
@@ -488,15 +491,17 @@ class Reader:
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that looks like an expression over other arguments."""
         node = argument.default
-        if not isinstance(node, Scalar) or not isinstance(node.value, str) or node.value.isidentifier():
+        if not isinstance(node, Scalar) or not isinstance(node.value, str):
+            return
+        if node.value.isidentifier() and not argument.by_depth:
             return
         if not has_syntax(node.value):
             return
         try:
-            needed = parse(node.value).names
+            needed = {name for name, _ in parse(node.value).names}
         except Fault:  # not an expression, so a plain word
             return
-        if needed and all(name in names for name, _ in needed):
+        if needed.intersection(names) and needed <= {*names, DEPTH}:
             self.report.fault(messages.spec.default_is_expression(argument.name, node.value), node.span)
             argument.is_valid = False
 
@@ -515,6 +520,8 @@ class Reader:
                 fault = messages.spec.not_an_argument_type(node.value, ARGUMENT_TYPES, suggestion)
                 self.report.fault(fault, node.span)
                 return Argument(name, suggestion, span, None)
+            case str() if _is_by_depth(node.value):
+                return Argument(name, "int" if node.value == DEPTH else "float", span, node, by_depth=True)
             case bool():
                 return Argument(name, "bool", span, node)
             case int():
@@ -545,6 +552,16 @@ def _file_of_plugin(name: str) -> str | None:
     return file if os.path.isfile(file) else None
 
 
+def _is_by_depth(text: str) -> bool:
+    """Return whether a default is an expression whose only name is `depth`."""
+    if DEPTH not in text or not has_syntax(text):
+        return False
+    try:
+        return {name for name, _ in parse(text).names} == {DEPTH}
+    except Fault:
+        return False
+
+
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
 
 
@@ -556,7 +573,7 @@ def _nearest_type(word: str) -> str | None:
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:
     """Read one file. `edit(root)` may first replace nodes (to apply overrides)."""
-    tree = document.parse(source, reader.report)
+    tree = document.parse(source, reader.report, reader.warnings)
     if tree is not None:
         edit(tree)
     reader.open.append(_absolute(reader.base / Path(source.name).name))
@@ -574,7 +591,8 @@ def _absolute(path: Path) -> str:
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
     """Find a spec by path or bundled name. Return (text, name shown in messages, folder).
 
-    Raises SpecError if there is no such spec or it cannot be read, and UsageError if `spec` is not a string or path.
+    Raises NoSpecError if there is no such spec or it cannot be opened, SpecError for a text that cannot be read, and
+    UsageError if `spec` is not a string or path.
     """
     if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
         kind = type(spec).__name__
@@ -590,9 +608,11 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
         found = bundled()
         if name not in found:
             file = next((name + end for end in ENDINGS if os.path.isfile(name + end)), None)
-            raise SpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
+            raise NoSpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
         path, shown = found[name], f"{name}.yaml"
     text = read_text(path, shown, report)
+    if any(each.code == "E803" for each in report.diagnostics):
+        raise NoSpecError(report.diagnostics)
     report.raise_if_any()
     assert text is not None
     return text, shown, path.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean, is_renamed
 
 MAX_SHADOWING = 3  # number of keys listed in a message
 
@@ -47,14 +47,22 @@ def too_many_patterns(patterns: int, names: int, most: int) -> Fault:
     return Fault("E104", message, expected=expected)
 
 
-def matches_nothing(part: str, before: str, words: Callable[[], Sequence[str]], ends: bool) -> Fault:
+def matches_nothing(
+    part: str, before: str, words: Callable[[], Sequence[str]], renamed: Callable[[], Sequence[str]], ends: bool
+) -> Fault:
     """Describe a part of a key that matches no step or parameter.
 
     before: the part of the key that matches. words: returns what the next part may be; ends: whether there is nothing.
+    renamed: returns the names of the steps there whose verb is `part`.
     """
+
+    def hint() -> str | None:
+        names = renamed()
+        return is_renamed(part, names) if names else did_you_mean(part, words())
+
     message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
     expected = "nothing more" if ends else lambda: f"one of {listing(words())}"
-    return Fault("E312", message, expected=expected, hint=lambda: did_you_mean(part, words()))
+    return Fault("E312", message, expected=expected, hint=hint)
 
 
 def never_applies(key: str, others: Iterable[tuple[str, Span]]) -> Fault:

@@ -75,8 +75,8 @@ def no_orders() -> Fault:
     return Fault("E208", "the list of orders is empty", at="order", hint="for instance [forward, reverse]")
 
 
-def order_twice(orders: Sequence[str]) -> Fault:
-    return Fault("E208", "an order appears twice", at="order", found=listing(orders))
+def order_twice(twice: str, orders: Sequence[str]) -> Fault:
+    return Fault("E208", "an order appears twice", at="order", entry=twice, found=listing(orders))
 
 
 def own_needs_orders() -> Fault:
@@ -97,7 +97,7 @@ def upright_step(verb: str, order: str, span: Span) -> Fault:
     """Describe a step that distinguishes rows from columns, in a scan of columns."""
     message = f"{verb} distinguishes rows from columns, but the order {order} exchanges them"
     note = Note("the step is here", span)
-    return Fault("E407", message, at="order", notes=[note], hint=f"move {verb} out of the scan")
+    return Fault("E407", message, at="order", entry=order, notes=[note], hint=f"move {verb} out of the scan")
 
 
 def other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:
@@ -108,6 +108,7 @@ def other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:
         f"order {order} reorders every sequence that its steps read, "
         f"but {quote(label)} does not have the rows and columns of its input",
         at="order",
+        entry=order,
         expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
         found=f"{other}, {_rows_by_columns(other)}",
         notes=[note] if note else [],
@@ -125,6 +126,7 @@ def nothing_to_own(name: str, names: Sequence[str], owner: str | None) -> Fault:
         "E312",
         f"there is no parameter {quote(name)} inside this scan",
         at="own",
+        entry=name,
         expected=f"one of {listing(names)}" if names else "the steps have no parameters",
         hint=name_the_owner(name, owner) if owner else lambda: did_you_mean(name, [*names, *steps]),
     )
@@ -226,20 +228,20 @@ def top_above_count(top: int, count: int) -> Fault:
 def score_of_only_expert() -> Fault:
     """Describe a single expert whose score is a softmax."""
     message = "the score of the only expert is always 1 and the router is never trained"
-    return Fault("E419", message, at="count", hint="use more experts, or write the steps without `experts`")
+    return Fault("W905", message, at="count", hint="use more experts, or write the steps without `experts`")
 
 
 def weight_of_only_expert() -> Fault:
     """Describe a single expert with another score, which is normalised."""
     message = "the normalised weight of the only expert is always 1 and the router is never trained"
-    return Fault("E419", message, at="count", hint="use more experts, or set `normalize: false`")
+    return Fault("W905", message, at="count", hint="use more experts, or set `normalize: false`")
 
 
 def weight_of_single_choice() -> Fault:
     """Describe several experts of which one is chosen for each token, with a normalised weight."""
     hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
     message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
-    return Fault("E419", message, at="normalize", hint=hint)
+    return Fault("W905", message, at="normalize", hint=hint)
 
 
 def mixes_tokens(step: str, why: str, experts: Span) -> Fault:

@@ -24,6 +24,11 @@ def second_document() -> Fault:
     )
 
 
+def yaml_1_1() -> Fault:
+    hint = "remove the line: in YAML 1.2, `yes`, `no`, `on` and `off` are words, `1:30` is one too, and `010` is 10"
+    return Fault("W906", "the file declares YAML 1.1, but is read as YAML 1.2", hint=hint)
+
+
 # ------------------------------------------------------------------------------
 # Limits
 

@@ -31,16 +31,27 @@ def output_is_no_list(found: str) -> Fault:
     return Fault("E203", "the output must be a list of axes", found=found, hint=hint)
 
 
-def lookahead_differs(expected: object, found: object, introduced: tuple[str, Span] | None = None) -> Fault:
-    """introduced: the step that introduces the lookahead, and where it is."""
+def outputs_without_names(key: str, example: str) -> Fault:
+    """Describe an entry of `expect:` with values by the names of outputs that have none."""
+    hint = f"{example}, or name the outputs: `outputs: [logits, next_logits]`"
+    message = f"{key} has a value for each output, but the outputs of this model have no names"
+    return Fault("E203", message, hint=hint)
+
+
+def lookahead_differs(
+    name: str, expected: object, found: object, introduced: tuple[str, Span] | None = None
+) -> Fault:
+    """name: of the output, if it is only one of several. introduced: the step that introduces the lookahead."""
     hint = introduced and f"the lookahead is introduced by {introduced[0]} ({introduced[1]})"
-    return Fault("E705", "lookahead differs from `expect:`", expected=str(expected), found=str(found), hint=hint)
+    message = f"lookahead{f' of `{name}`' if name else ''} differs from `expect:`"
+    return Fault("E705", message, expected=str(expected), found=str(found), hint=hint)
 
 
-def no_lookahead(expected: object, kind: str, output: Wire | None) -> Fault:
-    """kind: of the input."""
+def no_lookahead(name: str, expected: object, kind: str, output: Wire | None) -> Fault:
+    """name: of the output, if it is only one of several. kind: of the input."""
     shown = {"image": "an image", "vector": "a vector"}.get(kind)
-    return lookahead_differs(expected, f"none: the input is {shown}" if shown else f"none: the output is {output}")
+    found = f"none: the input is {shown}" if shown else f"none: the output is {output}"
+    return lookahead_differs(name, expected, found)
 
 
 def latency_differs(expected: float, found: float, samples: object, sample_rate: float | None) -> Fault:

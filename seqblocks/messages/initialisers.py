@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
-from seqblocks.messages.suggestions import did_you_mean, instead_of, key_hint
+from seqblocks.messages.suggestions import did_you_mean, instead_of, is_renamed, key_hint
 
 # ------------------------------------------------------------------------------
 # The parameters of a step
@@ -110,12 +110,14 @@ def left_out(name: str, span: Span) -> Fault:
     return Fault("E312", message, hint=hint, notes=[Note("its condition is false", span)])
 
 
-def no_step(name: str, known: Callable[[], Iterable[str]]) -> Fault:
-    """known: returns the names of the steps above."""
+def no_step(name: str, known: Callable[[], Iterable[str]], renamed: Callable[[], Sequence[str]]) -> Fault:
+    """known: returns the names of the steps above; renamed: of those whose verb is `name`."""
 
     def hint() -> str:
         if name == "model":
             return "leave out `model.`: names begin at this list of steps, or at an enclosing one"
+        if names := renamed():
+            return is_renamed(name, names)
         return did_you_mean(name, dict.fromkeys(known())) or "tie to a step above this one"
 
     return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)

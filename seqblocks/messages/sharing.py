@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.messages.combinators import name_the_owner
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.messages.suggestions import did_you_mean, is_renamed
 
 # ------------------------------------------------------------------------------
 # The step that shares
@@ -27,10 +27,11 @@ def none_of_its_own(verb: str) -> Fault:
     return Fault("E201", f"{verb} has no parameters of its own to share", at="share")
 
 
-def with_itself(step: str, around: str | None) -> Fault:
-    """around: the step that contains this one, if that is named."""
+def with_itself(step: str, around: str | None, renamed: Sequence[str]) -> Fault:
+    """around: the step that contains this one, if that is named; renamed: the names of others with that verb."""
+    hint = is_renamed(step, renamed) if renamed else "name a step above"
     what = "itself" if around is None else f"{quote(around)}, which contains it"
-    return Fault("E320", f"{step} cannot share parameters with {what}", at="share", hint="name a step above")
+    return Fault("E320", f"{step} cannot share parameters with {what}", at="share", hint=hint)
 
 
 # ------------------------------------------------------------------------------
@@ -69,10 +70,14 @@ def below(owner: str, step: str, span: Span) -> Fault:
     return Fault("E320", f"{quote(owner)} is below {step}", at="share", hint=hint, notes=notes)
 
 
-def no_step(name: str, known: Callable[[], Sequence[str]], in_block: bool) -> Fault:
-    """known: returns the names that `share:` can take."""
+def no_step(
+    name: str, known: Callable[[], Sequence[str]], renamed: Callable[[], Sequence[str]], in_block: bool
+) -> Fault:
+    """known: returns the names that `share:` can take; renamed: those of the steps whose verb is `name`."""
 
     def hint() -> str:
+        if names := renamed():
+            return is_renamed(name, names)
         inside = "steps of a block can only share with steps of the same block"
         return did_you_mean(name, known()) or (inside if in_block else "name a step above this one")
 
@@ -85,6 +90,7 @@ def not_in_layers(name: str, known: Sequence[str], steps: Sequence[str], owner: 
         "E312",
         f"no layer of this repeat has a parameter {quote(name)}",
         at="share",
+        entry=name,
         expected=f"one of {listing(known)}" if known else "the layers have no parameters",
         hint=name_the_owner(name, owner) if owner else lambda: did_you_mean(name, [*known, *steps]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
-from seqblocks.messages.suggestions import did_you_mean, key_hint, missing_colon
+from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint, missing_colon
 
 # ------------------------------------------------------------------------------
 # Keys and names
@@ -301,8 +301,9 @@ WORD_NOT_NUMBER = "in a path through a pattern, use the word instead of the laye
 USED = "defaults in a file imported with `use:` cannot be overridden: set the argument where the block is used"
 
 
-def similar_part(part: str, known: Iterable[str]) -> str | None:
-    return did_you_mean(part, known)
+def similar_part(part: str, known: Iterable[str], renamed: Sequence[str]) -> str | None:
+    """renamed: the names of the steps whose verb is `part`."""
+    return is_renamed(part, renamed) if renamed else did_you_mean(part, known)
 
 
 def whole_path(path: str) -> str:

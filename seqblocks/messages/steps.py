@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
-from seqblocks.messages.suggestions import instead_of, key_hint, missing_colon, nearest
+from seqblocks.messages.suggestions import instead_of, key_hint, missing_colon, nearest, why_needless
 from seqblocks.types import Wire
 
 # ------------------------------------------------------------------------------
@@ -118,7 +118,9 @@ def similar_verb(verb: str, known: Sequence[str], bundled: dict[str, str]) -> st
 
 
 def unknown_key(verb: str, key: str, known: Sequence[str]) -> Fault:
-    return _unknown(f"unknown key {quote(key)} in {verb}", key, known)
+    fault = _unknown(f"unknown key {quote(key)} in {verb}", key, known)
+    fault.hint = lambda: why_needless(key) or key_hint(key, known)
+    return fault
 
 
 def unknown_key_of_argument(verb: str, key: str, known: Sequence[str], declared: Span) -> Fault:

@@ -6,11 +6,12 @@ Names used by other libraries are in `vocabulary.yaml`, which is read only when 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from seqblocks.errors import listing
 from seqblocks.record import Record
 
 MAX_KNOWN = 2000  # limit on the number of words compared for a hint
@@ -25,6 +26,8 @@ class Vocabulary(Record):
     """Name in another library -> possible names in seqblocks."""
     instead: dict[str, str]
     """Name without a counterpart in seqblocks -> what to use instead."""
+    needless: dict[str, str]
+    """Argument that other libraries need -> why a step does not."""
 
 
 @lru_cache(maxsize=1)
@@ -38,8 +41,11 @@ def vocabulary() -> Vocabulary:
     for ours, theirs in data["called"].items():
         for name in theirs.split():
             elsewhere.setdefault(name, []).extend(ours.split())
-    instead = {name: entry["instead"] for entry in data["absent"] for name in entry["words"].split()}
-    return Vocabulary(elsewhere, instead)
+    instead, needless = (
+        {name: entry["instead"] for entry in data[key] for name in entry["words"].split()}
+        for key in ("absent", "needless")
+    )
+    return Vocabulary(elsewhere, instead, needless)
 
 
 def called_elsewhere(word: str) -> list[str]:
@@ -49,7 +55,12 @@ def called_elsewhere(word: str) -> list[str]:
 
 def instead_of(word: str) -> str | None:
     """Return what to use instead of a feature that seqblocks does not have, as a hint."""
-    return vocabulary().instead.get(word)
+    return vocabulary().instead.get(word.lower())
+
+
+def why_needless(key: str) -> str | None:
+    """Return why a step does not need an argument of another library, as a hint."""
+    return vocabulary().needless.get(key.lower())
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -71,6 +82,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     suggestion = nearest(word, known)
     only = " It is exact; gelu_tanh is the approximation" if "gelu" in called_elsewhere(word) else ""
     return suggestion and f"did you mean '{suggestion}'?{only if suggestion == 'gelu' else ''}"
+
+
+def is_renamed(verb: str, names: Sequence[str]) -> str:
+    """Return the hint for a verb in the place of the name of a step. names: those of the steps with this verb."""
+    return f"the {verb} step{' is' if len(names) == 1 else 's are'} now named {listing(names)}, by `as:` or `name:`"
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:

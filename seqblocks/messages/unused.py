@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from seqblocks.errors import Fault, Note, Span, listing, quote
 
@@ -53,17 +53,27 @@ def override(shown: str) -> Fault:
     return Fault("W901", f"the override {shown} has no effect: no step uses it", hint=hint)
 
 
-def not_causal(tokens: float | None, declared: object, inside: tuple[str, Span] | None) -> Fault:
+def not_causal(outputs: Mapping[str, int | str], inside: tuple[str, Span] | None) -> Fault:
     """Describe a model that predicts tokens which it sees.
 
-    tokens: how many later ones, None if the whole sequence; declared: the same as `expect:` takes it; inside: the step
-    of a bundled block that introduces the lookahead.
+    outputs: the lookahead of each output, as `expect:` takes it, by its name, "" if it has none; inside: the step of a
+    bundled block that introduces the lookahead.
     """
-    many = "the whole sequence" if tokens is None else f"{tokens:g} later token{'s' if tokens > 1 else ''}"
+    names = {name: f"`{name}`" if name else "an output" for name in outputs}
+    if len(set(outputs.values())) == 1 < len(names):
+        depend = f"{listing(names.values())} depend on {_later_tokens(*{*outputs.values()})}"
+    else:
+        depend = listing(f"{names[name]} depends on {_later_tokens(ahead)}" for name, ahead in outputs.items())
+    by_name = ", ".join(f"{name}: {ahead}" for name, ahead in outputs.items())
+    declared = outputs.get("", f"{{{by_name}}}")
     declaration = f"`expect: {{lookahead: {declared}}}`"
     return Fault(
         "W903",
-        f"the model predicts tokens but is not causal: from here on, an output depends on {many}",
+        f"the model predicts tokens but is not causal: from here on, {depend}",
         notes=[Note(f"the lookahead is introduced by {inside[0]}", inside[1])] if inside else [],
         hint=f"if that is intended, as in a masked language model, declare it: {declaration}",
     )
+
+
+def _later_tokens(ahead: int | str) -> str:
+    return f"{ahead} later token{'s' if ahead != 1 else ''}" if isinstance(ahead, int) else "the whole sequence"

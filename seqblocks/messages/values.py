@@ -66,13 +66,18 @@ def not_a_flag(found: str) -> Fault:
     return Fault("E203", "true or false is needed here", found=found)
 
 
-def flag_as_text(text: str, found: str) -> Fault:
-    """Describe a text that means true or false: in quotes, or a word of YAML 1.1."""
+def flag_as_text(text: str, found: str, is_block: bool) -> Fault:
+    """Describe a text that means true or false: in quotes, in other letters, or a word of YAML 1.1.
+
+    is_block: whether it follows a `|` or `>`, in lines of its own.
+    """
     word = text.lower()
-    if word in ("true", "false"):
+    if is_block:
+        found, hint = "a block of text", f"write {_TRUTHS.get(word, word)} on the line of its key"
+    elif text in (word, word.upper(), word.title()) and word in ("true", "false"):
         found, hint = "text in quotes", f"remove the quotes: {word}"
     else:
-        hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
+        hint = f"YAML 1.2 has only true and false: write {_TRUTHS.get(word, word)}"
     return Fault("E203", "true or false is needed here", found=found, hint=hint)
 
 
@@ -125,6 +130,15 @@ def unknown_word(fault: Fault, word: str, instead: Sequence[str], names: Collect
 def steps_in_expression(name: str) -> str:
     """Return the hint for an unknown name in an expression, which is an argument of type `steps`."""
     return f"it is an argument of type `steps`, which is used as a verb: `- {name}`"
+
+
+NO_DEPTH = "`depth` is the number of layers around a step: define your own in `let:` to use it here"
+
+
+def may_be_depth(fault: Fault, name: str) -> None:
+    """Let the fault of an unknown name suggest `depth`, if no name in scope is close."""
+    hint = fault.hint
+    fault.hint = lambda: (hint() if callable(hint) else hint) or did_you_mean(name, ["depth"])
 
 
 def list_too_large(values: int, depth: int) -> Fault:

@@ -108,17 +108,21 @@ def joined_of_different_shapes(wires: Iterable[tuple[str, Wire]]) -> Fault:
     return Fault("E406", "joined wires must have the same shape except for their features", found=found)
 
 
-def different_length(name: str, at: str | None, wire: Wire, first: str, like: Wire, streams: bool) -> Fault:
-    """Describe input `name`, which is not as long as input `first`, `like`. streams: two inputs of the model."""
+def different_length(verb: str, name: str, at: str | None, wire: Wire, first: str, like: Wire) -> Fault:
+    """Describe input `name` of a verb, which is not as long as input `first`, `like`."""
+    hint = None
+    if verb == "attention" and wire.kind == like.kind == "sequence":
+        hint = "use cross_attention for keys and values of another length: each token reads all of them"
+    elif wire.context != like.context:
+        hint = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"
     size = "the size of" if like.kind == "image" else "as many tokens as"
-    hint = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"
     return Fault(
         "E406",
         f"{name} must be {_a(like.kind)}{f' of {size} {first}' if like.places else ''}",
         at=at,
         expected=show_axes(like.with_features(wire.features).axes),
         found=f"{wire}",
-        hint=hint if streams else None,
+        hint=hint,
     )
 
 
@@ -163,13 +167,14 @@ def wrong_width(name: str, wire: Wire, width: int, because: str) -> Fault:
     )
 
 
-def no_grid(who: str, wire: Wire, at: str | None, instead: str) -> Fault:
+def no_grid(who: str, wire: Wire, at: str | None, instead: str, entry: str | None = None) -> Fault:
     """instead: a verb or word that needs no grid, or ""."""
     source = "an input that is an image or has a `grid: [rows, columns]` (after class_token there is none)"
     return Fault(
         "E407",
         f"{who} needs the tokens of an image",
         at=at,
+        entry=entry,
         found=f"{wire} without rows and columns",
         hint=f"use {instead}, or {source}" if instead else f"start from {source}",
     )

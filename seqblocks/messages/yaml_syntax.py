@@ -22,7 +22,7 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
     if isinstance(error, yaml.reader.ReaderError):
         return _unreadable(error, source)
     if mark is None:
-        return Diagnostic("E101", f"not YAML: {problem}", Span(source, 1, 1, 1, 1))
+        return Diagnostic("E101", f"not YAML: {problem}", source.character_at(1, 1))
     span = source.character_at(mark.line + 1, mark.column + 1)
     if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
         return _invalid_escape(problem, span) or _open_quote(error.context_mark, source)  # type: ignore[attr-defined]
@@ -34,11 +34,20 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
         hint = _slip(source, span.line)
     hint = _hint_here(span, unclosed) or hint
     notes = (Note(f"the '{unclosed[0]}' that is not closed is here", unclosed[1]),) if unclosed else ()
-    return Diagnostic("E101", f"not YAML: {problem}", span, notes=notes, hint=hint)
+    return Diagnostic("E101", f"not YAML: {problem}", _inside(span), notes=notes, hint=hint)
 
 
 def cannot_be_read(error: Exception, source: Source) -> Diagnostic:
-    return Diagnostic("E101", f"the text cannot be read as YAML: {error}", Span(source, 1, 1, 1, 1))
+    return Diagnostic("E101", f"the text cannot be read as YAML: {error}", source.character_at(1, 1))
+
+
+def _inside(span: Span) -> Span:
+    """Return the place of an error, or the last character of the text if that ends before this line."""
+    source = span.source
+    if span.line <= len(source.lines):
+        return span
+    text = source.text.rstrip()
+    return source.character(len(text) - 1) if text else source.character_at(1, 1)
 
 
 def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:
@@ -47,7 +56,7 @@ def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:
     if "\t" in text[: column]:
         return "indent with spaces: YAML does not allow tabs"
     inside = text[unclosed[1].column : column - 1] if unclosed and unclosed[1].line == span.line else ""
-    hint = _character(text, column) or _comma(inside[-NEAR:], text[column - 1 :])
+    hint = _hole(text, column) or _character(text, column) or _comma(inside[-NEAR:], text[column - 1 :])
     if unclosed and not hint:
         return f"is a '{'}' if unclosed[0] == '{' else ']'}' missing?"
     return hint
@@ -184,11 +193,24 @@ def _character(line: str, column: int) -> str | None:
     name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
     if before.endswith("$") and name:
         return f"write the name without braces: `{name[1]}`"
+    if line.startswith("%YAML"):
+        return "remove the line: specs are YAML 1.2"
     if at and at in "%@`":
         return f"a value cannot begin with '{at}': remove it, or quote the value"
     for left, right in ("{}", "[]"):
         if at == right and before.count(right) >= before.count(left):
             return f"remove the extra '{right}', or add the missing '{left}'"
+    return None
+
+
+def _hole(line: str, column: int) -> str | None:
+    """Return a hint for an official name with an index in braces, `blocks.{layer}.w`, that is not in quotes."""
+    for name in re.finditer(r"(?<![\w.$])[\w.]*(\{[^{},:]+\})[\w.{}]*", line):
+        if name.start() < column - 1 <= name.end() and name[0] != name[1]:
+            bare = name[0]
+            while bare.count("}") > bare.count("{") and bare.endswith("}"):
+                bare = bare[:-1]
+            return f'quote names with {name[1]}: "{bare}"'
     return None
 
 

@@ -106,6 +106,9 @@ class Attention(_Heads):
             return 0
         return (self.window - 1) * q.rate if self.window else math.inf
 
+    def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
+        return (self.window - 1) * q.rate if self.window else math.inf
+
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
 

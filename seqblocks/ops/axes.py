@@ -198,6 +198,9 @@ class _Axes(Op):
         reach = self.reach(x)
         return math.inf if reach.kind == "whole" else x.rate * (reach.tokens - 1)
 
+    def looks_back(self, x: Wire) -> int | float:
+        return 0 if self.reach(x).kind == "token" else math.inf
+
     def cannot_stream(self, x: Wire) -> str | None:
         return "it reads the whole input" if self.reach(x).kind == "whole" else None
 

@@ -46,6 +46,9 @@ class CausalConv(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.kernel * (x.features if self.mixing else 1)
 
+    def looks_back(self, x: Wire) -> int:
+        return (self.kernel - 1) * x.rate
+
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
 

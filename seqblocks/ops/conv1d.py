@@ -68,6 +68,9 @@ class _Conv(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return window_after(x, self.earlier(), call)
 
+    def looks_back(self, x: Wire) -> int:
+        return (self.earlier() - self.later()) * x.rate  # with a stride of 1, see `Op.looks_back`
+
     def check_groups(self, x: Wire) -> None:
         must_divide(self.groups, x.features, "groups", "the width of the input")
         must_divide(self.groups, self.features, "groups", "features")

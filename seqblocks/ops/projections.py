@@ -31,7 +31,10 @@ class ProjDown(Linear):
 
     bias: bool = argument(False, "whether to add a bias")
     blocks: int = argument(
-        1, "number of residual branches of the model; initial weights are proportional to its inverse", ge=1
+        1,
+        "number of residual branches of the model; initial weights are proportional to its inverse",
+        ge=1,
+        inherit="depth",
     )
     source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
 

@@ -27,10 +27,21 @@ def split_tokens(x: Wire, factor: int, at: str, verb: str) -> Wire:
     return x.at_rate(x.rate // factor)
 
 
+class PartOfWindow(RunError):
+    """Tokens that are no whole windows of `factor` tokens."""
+
+    def __init__(self, message: str, factor: int) -> None:
+        super().__init__(message)
+        self.factor = factor
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.factor)
+
+
 def check_tokens(x: Any, factor: int, verb: str) -> None:
     """Raise RunError unless x [batch, seq, features] holds whole windows of `factor` tokens."""
     if x.shape[1] % factor:
-        raise RunError(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}")
+        raise PartOfWindow(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}", factor)
 
 
 def _of_frames(several: Any) -> Any:

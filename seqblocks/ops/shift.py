@@ -98,6 +98,9 @@ class Shift(_Shifted):
     def looks_ahead(self, x: Wire) -> int:
         return -self.by * x.rate
 
+    def looks_back(self, x: Wire) -> int:
+        return self.by * x.rate
+
     def prepare_step(self, p: Any) -> Any:
         return lambda window, x: (window.select(1, 0).clone(), next_window(window, x))
 
@@ -134,6 +137,9 @@ class TokenShift(_Shifted):
 
     def macs(self, x: Wire, mix: Wire | None = None) -> int:
         return x.features
+
+    def looks_back(self, x: Wire, mix: Wire | None = None) -> int:
+        return x.rate
 
     def transition(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         return window_after(x, 1, call)

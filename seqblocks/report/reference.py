@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
+import textwrap
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
+from seqblocks.language.spec import DEPTH
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, field_infos, fields_of, load_builtin, load_plugins
 
 Verb = type[Op] | type[Combinator]
@@ -54,8 +58,16 @@ def verbs() -> dict[str, Verb]:
 
 
 def about(verb: Verb) -> str:
-    """Return the docstring of a verb without its indentation."""
-    return inspect.cleandoc(verb.__doc__ or "")
+    """Return the docstring of a verb without its indentation, also if Python leaves out docstrings (-OO)."""
+    return inspect.cleandoc(verb.__doc__ or _docstring_in_source(verb))
+
+
+def _docstring_in_source(verb: Verb) -> str:
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(verb))).body
+        assert isinstance(found, ast.ClassDef)
+        return ast.get_docstring(found) or ""
+    return ""
 
 
 def arguments(verb: type[BaseModel]) -> list[Argument]:
@@ -67,6 +79,8 @@ def _argument(verb: type[BaseModel], name: str, kind: FieldKind) -> Argument:
     info = field_infos(verb)[name]
     required = info.is_required()
     default = None if required or info.default is PydanticUndefined else info.default
+    if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("inherit") == DEPTH:
+        default = DEPTH
     limits = {key: getattr(limit, key) for limit in info.metadata for key in LIMITS if hasattr(limit, key)}
     holds_steps = name in getattr(verb, "holds", ())
     return Argument(name, kind, holds_steps, required, default, limits, info.description or "")

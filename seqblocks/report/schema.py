@@ -39,7 +39,12 @@ WIRE: Schema = {"type": "string", "description": "the name of a wire"}
 NUMBER: Schema = {"type": ["number", "string"]}
 SIZE: Schema = {"type": ["integer", "string"], "description": "the size of an axis of the pattern"}
 PAIR: Schema = {"type": ["number", "string", "array"]}
-FLAG: Schema = {"type": ["boolean", "string"], "not": {"enum": ["yes", "no", "on", "off"]}}
+_TRUTHS = "|".join("".join(f"[{c.upper()}{c}]" for c in word) for word in ("yes", "no", "on", "off", "true", "false"))
+FLAG: Schema = {
+    "type": ["boolean", "string"],
+    "pattern": f"^(?!({_TRUTHS})$)",
+    "patternErrorMessage": "YAML 1.2 has only true and false: write true or false",
+}
 LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 STEP_KEYS: dict[str, Schema] = {
     "from": {"type": ["string", "array"], "description": "the wire to read instead of the output of the previous step"},
@@ -175,9 +180,11 @@ def _expect() -> Schema:
     keys: dict[str, Schema] = dict.fromkeys(EXPECT_KEYS, NUMBER)
     axes = {"type": "array", "description": "axes, for instance [batch, 1000]"}
     keys["output"] = {**axes, "type": ["array", "object"], "additionalProperties": axes}
+    tokens = [NUMBER, {"const": "all"}]
     keys["lookahead"] = {
-        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
-        "anyOf": [NUMBER, {"const": "all"}],
+        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence; "
+        "for several outputs the most, or the number of each by its name",
+        "anyOf": [*tokens, {"type": "object", "additionalProperties": {"anyOf": tokens}}],
     }
     keys["latency_ms"] = {**NUMBER, "description": "milliseconds that an output waits for later samples of the input"}
     return {"description": "expected properties of the model", **_object(keys, [])}
@@ -292,7 +299,7 @@ def _short(out: Schema, required: list[str]) -> Schema:
     only = out["properties"][required[0]]
     if only == STEPS:
         return out | {"type": [*_types(out), "array"], "items": STEP}
-    limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "not")}
+    limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "pattern", "patternErrorMessage")}
     return out | limits | {"type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
 
 

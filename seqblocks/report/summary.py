@@ -17,6 +17,7 @@ from seqblocks.analysis import lookahead
 from seqblocks.cost import (
     context_macs,
     count_state,
+    dtype_named,
     input_macs,
     macs,
     node_input_macs,
@@ -76,6 +77,7 @@ class Summary:
     streams: str | None  # why it cannot stream, or None
     frame_size: int  # number of tokens per call of a stream
     lookahead: int | str | None = None  # later tokens that an output may depend on, or "all" (see `lookahead.find`)
+    lookaheads: dict[str, int | str] = field(default_factory=dict)  # of each output that is a sequence, by its name
     future: str | None = None  # the step that introduces the lookahead
     latency: int | None = None  # samples that must arrive after a sample before its output (see `lookahead.latency`)
     latency_ms: float | None = None
@@ -101,12 +103,12 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     """Return the summary of a checked model (`load_model`) or a built one (`build`).
 
     length: sequence length, if the spec does not fix it. depth: maximum depth of nested steps. Raises UsageError for
-    anything that is not a model, or a length that contradicts the spec.
+    anything that is not a model, a dtype that is none, or a length that contradicts the spec.
     """
     spec = model if isinstance(model, ModelSpec) else getattr(model, "spec", None)
     if not isinstance(spec, ModelSpec):
         raise UsageError(f"summarise takes a model, not {type(model).__name__}: use load_model(spec) for a spec")
-    tokens = _tokens(spec, length)
+    tokens, dtype = _tokens(spec, length), dtype_named(str(dtype), "dtype")
     obstacle = graph.stream_obstacle(spec)
     ahead, future = _lookahead(spec)
     ahead_of_steps = {path: lookahead.shown(each.tokens) for path, each in lookahead.by_step(spec).items()}
@@ -128,6 +130,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         streams=": ".join(obstacle) if obstacle else None,
         frame_size=graph.frame_size(spec.graph),
         lookahead=ahead,
+        lookaheads={name: lookahead.shown(each.tokens) for name, each in lookahead.of_outputs(spec).items() if name},
         future=future,
         latency=lookahead.latency(spec),
         latency_ms=lookahead.latency_ms(spec),

@@ -61,9 +61,20 @@ def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple
     return x, others
 
 
+_STARTS = "pass resets, which is True at the first token of each sequence (done is True at the last one)"
+_MASKED = "pass resets or cu_seqlens for sequences in a row; padding at the end needs no mask in a causal model"
+_INSTEAD = {
+    **dict.fromkeys(("done", "dones", "terminated", "reset", "start", "starts", "is_first", "episode_starts"), _STARTS),
+    **dict.fromkeys(
+        ("attention_mask", "attn_mask", "mask", "padding_mask", "key_padding_mask", "seq_idx", "segment_ids",
+         "position_ids", "document_ids"), _MASKED,
+    ),
+}  # fmt: skip
+
+
 def _check_names(inputs: dict[str, Wire], given: dict[str, Any], call: str) -> None:
     if unknown := [name for name in given if name not in inputs]:
-        hint = did_you_mean(unknown[0], inputs) or f"call {call}"
+        hint = _INSTEAD.get(unknown[0]) or did_you_mean(unknown[0], inputs) or f"call {call}"
         raise RunError(f"the model has no input {quote(unknown[0])}: {hint}")
 
 
@@ -90,6 +101,16 @@ def check_no_context(given: dict[str, Any]) -> None:
     """Raise RunError if inputs that do not stream are passed with a state, which contains what depends on them."""
     if given:
         raise RunError(f"the state already depends on {next(iter(given))}: pass either that input or the state")
+
+
+def report_extra(inputs: dict[str, Wire], given: dict[str, Any]) -> None:
+    """Raise RunError for named arguments that a step does not take; there must be at least one."""
+    _check_names(inputs, given, "model.step(x, state)")
+    first, *others = inputs
+    if first in given:
+        raise RunError(f"pass the input {first} by position: model.step(x, state)")
+    begin = f"model.init_state(batch, {', '.join(f'{name}=…' for name in others)})"
+    raise RunError(f"a step does not take {next(iter(given))}, which belongs to the state: state = {begin}")
 
 
 def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:

@@ -13,7 +13,7 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes, within_model
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.state import States, compact
@@ -137,7 +137,8 @@ class Body(StepModule):
         self._phases = _phases(body, self._plan) if place.streams else None
         self._in_parts = long_sequences.find(body, place)
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:

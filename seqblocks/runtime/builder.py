@@ -18,6 +18,7 @@ from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
 
 
+@check.names_overrides
 def build(
     spec: str | os.PathLike[str],
     *,
@@ -36,6 +37,7 @@ def build(
     return build_model(check.load_model(spec, set, allow_use, strict), device=device, dtype=dtype, seed=seed)
 
 
+@check.names_overrides
 def build_text(
     text: str,
     *,
@@ -51,6 +53,7 @@ def build_text(
     return build_model(check.require_model(file, spec), device=device, dtype=dtype, seed=seed)
 
 
+@check.names_overrides
 def build_model(
     model: ModelSpec, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
 ) -> SequenceModel:

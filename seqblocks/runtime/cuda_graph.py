@@ -89,7 +89,8 @@ def _cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # A call in another thread that cannot be captured, such as an allocation, does not end this capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             function()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, make, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, make, makes, within_model
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States
 
@@ -44,7 +45,8 @@ class Experts(StepModule):
         for label in self.labels:
             self._modules[label] = Body(node.bodies[label], place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
@@ -57,11 +59,26 @@ class Experts(StepModule):
         whole = x.is_meta or exported or batched(chosen)
         if whole:
             y = self._on_all(flat, weights, chosen, inner, x.ndim)
-        else:  # in training, each expert gets a gradient, which may be 0
-            each = call.training or inner.compiling
+        else:
+            each = call.training or inner.compiling or self.needs_each
             experts = [partial(self._expert, label, call=inner, axes=x.ndim) for label in self.labels]
             y = on_routed(experts, flat, weights, chosen, each)
         return y.unflatten(0, x.shape[:-1]), {}
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether experts without tokens must be called too.
+
+        With gradients, so that each gets one, which may be 0: a wrapper that averages gradients over ranks expects the
+        same ones on each. If experts are sharded one by one, because all ranks together gather the weights of each.
+        """
+        if torch.is_grad_enabled():
+            return True
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+        expert = self._modules[self.labels[0]]
+        assert expert is not None
+        return bool(wrappers) and any(isinstance(module, wrappers) for module in expert.modules())
 
     def route(self, logits: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores of all experts, and the weights and indices [tokens, top] of the chosen ones."""
@@ -132,24 +149,39 @@ def on_routed(
     return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
-def balance(routed: list[Routed]) -> Tensor:
+def balance(routed: list[Routed], real: Tensor | None = None) -> Tensor:
     """Return C sum_i f_i P_i over C experts: 1 if all are used equally, C if all tokens go to one expert.
 
     f_i is the fraction of choices of expert i, P_i the mean of its scores, normalised per token. 0 without tokens.
+    real [tokens] (bool): the tokens that count; by default all.
     Source: Switch Transformers (arXiv:2101.03961), eq. 4-6, for several experts a token.
     """
     scores = torch.cat([each.scores for each in routed])
     chosen = torch.cat([each.chosen for each in routed])
-    tokens, count = scores.shape
-    shares = scores / (scores.sum(-1, keepdim=True) + TINY)
-    used = torch.nn.functional.one_hot(chosen, count).sum((0, 1)) / max(chosen.numel(), 1)
-    return count * (used * shares.sum(0)).sum() / max(tokens, 1)
+    count, top = scores.shape[1], chosen.shape[1]
+    shares = _counted(scores / (scores.sum(-1, keepdim=True) + TINY), real)
+    used = _counted(torch.nn.functional.one_hot(chosen, count).sum(1), real)
+    tokens = _tokens(scores, real)
+    return count * (used.sum(0) / (tokens * top) * shares.sum(0)).sum() / tokens
 
 
-def router_z(routed: list[Routed]) -> Tensor:
-    """Return the mean of log(sum_i exp(logit_i))^2, which keeps the router's outputs small (arXiv:2202.08906)."""
+def router_z(routed: list[Routed], real: Tensor | None = None) -> Tensor:
+    """Return the mean of log(sum_i exp(logit_i))^2, which keeps the router's outputs small (arXiv:2202.08906).
+
+    real [tokens] (bool): the tokens that count; by default all.
+    """
     logits = torch.cat([each.logits for each in routed])
-    return logits.logsumexp(-1).square().sum() / max(len(logits), 1)
+    return _counted(logits.logsumexp(-1, keepdim=True).square(), real).sum() / _tokens(logits, real)
+
+
+def _counted(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return x [tokens, features] with zeros for the tokens that do not count."""
+    return x if real is None else x.masked_fill(~real.unsqueeze(-1), 0)
+
+
+def _tokens(x: Tensor, real: Tensor | None) -> Any:
+    """Return the number of tokens that count, but at least 1."""
+    return max(len(x), 1) if real is None else real.sum().clamp(min=1)
 
 
 LOSSES = {"balance": balance, "router_z": router_z}

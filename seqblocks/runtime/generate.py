@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.errors import RunError, UsageError
+from seqblocks.errors import RunError, UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
@@ -18,9 +19,12 @@ from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
+UNCHECKED = 8  # tokens between two comparisons of the model with its plan: another thread may load weights
 COLDEST = 1e-30  # at this temperature, only the largest logits have a probability; divided by less, they overflow
 
-Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+BYTES = 256  # tokens of a model whose token ids are bytes
+
+Prompt = Tensor | bytes | Sequence[int] | Sequence[bytes] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 
 def generate(
@@ -40,7 +44,8 @@ def generate(
 ) -> list[Tensor]:
     """Generate tokens after each prompt. Returns only the new tokens, int64.
 
-    prompt: token ids [batch, seq], one sequence, or a list of sequences of any length; at least one token each.
+    prompt: token ids [batch, seq], one sequence, or a list of sequences of any length; at least one token each. For a
+    model of 256 tokens, a sequence may be bytes.
     state: the state before the prompts (a cached prefix), for the same number of sequences; it is not modified.
     temperature: 0 selects the most likely token; otherwise tokens are sampled from softmax(logits / temperature).
     top_k: sample from the most likely tokens. top_p: sample from the smallest set of tokens with this probability.
@@ -51,13 +56,14 @@ def generate(
     The model must map tokens to logits, and stream. Call `model.eval()` first. Raises UsageError and RunError.
     """
     _check_model(model)
+    _check_names(model.spec, inputs)
     _check_output(model.spec, output)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
     _check_function(on_token)
     if not _is_whole(max_new_tokens) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens must be a whole number, at least 0, not {max_new_tokens!r}")
-    x, resets = _padded(prompt, model._some_tensor().device)
+    x, resets = _padded(prompt, model._some_tensor().device, model.spec.input.features)
     if state is not None and resets is not None:
         raise UsageError("prompts that continue a state must have equal lengths")
     if state is not None:
@@ -95,14 +101,17 @@ def _continue(
             index = torch.tensor(unfinished, device=tokens.device)
             rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
             spares = Spares()
-        if step is None:
+        if step is None or count % UNCHECKED == 0:
             step = _step_of(model, tokens, on_token is not None)
         y, state = step(tokens, state, spares)
         logits = _logits(y, output)
 
 
 def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States, Spares], tuple[Any, States]]:
-    """Return `step` of a model. It is not compared with its plan at each token unless it may change until the last."""
+    """Return `step` of a model for the next few tokens.
+
+    may_change: whether code of the user runs between them, so that the model is compared with its plan at each.
+    """
     if type(model) is not SequenceModel or "step" in model.__dict__:  # compiled, or replaced
         return lambda x, state, spares: model.step(x, state)
     unguarded = None if may_change else model._unguarded_step(tokens)
@@ -142,6 +151,14 @@ def _check_model(model: Any) -> None:
         raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
 
 
+def _check_names(spec: ModelSpec, inputs: Iterable[str]) -> None:
+    for name in inputs:
+        if name not in spec.inputs:
+            _, _, *own, _ = inspect.signature(generate).parameters  # without the model, the prompt and the inputs
+            known = listing([*own, *[*spec.inputs][1:]], len(own) + len(spec.inputs))
+            raise RunError(f"the model has no input {quote(name)}, and generate no such argument: it takes {known}")
+
+
 def _check_output(spec: ModelSpec, output: str | None) -> None:
     """Raise an error unless `output` is the name of an output of each token, or None if the only one has no name."""
     if spec.outputs and output not in spec.outputs:
@@ -167,12 +184,12 @@ def _stops(stop: int | Iterable[int]) -> frozenset[int]:
     return frozenset(map(int, tokens))
 
 
-def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _padded(prompt: Prompt, device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor | None]:
     """Return the prompts as [batch, seq], and where each begins if they differ in length.
 
     Shorter prompts are right-aligned; a reset separates them from the padding before them.
     """
-    rows = [_row(each, device) for each in _rows(prompt)]
+    rows = [_row(each, device, vocabulary) for each in _rows(prompt)]
     if not rows:
         return torch.empty(0, 1, dtype=torch.long, device=device), None
     longest = max(row.numel() for row in rows)
@@ -188,12 +205,21 @@ def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None
 def _rows(prompt: Any) -> list[Any]:
     if isinstance(prompt, Tensor):
         return [prompt] if prompt.dim() < 2 else [*prompt]
+    if isinstance(prompt, str | bytes | bytearray):
+        return [prompt]
     if not isinstance(prompt, list | tuple):
         raise UsageError(f"a prompt is token ids, in a tensor or in lists, not {type(prompt).__name__}")
     return [prompt] if prompt and _is_whole(prompt[0]) else [*prompt]
 
 
-def _row(tokens: Any, device: torch.device) -> Tensor:
+def _row(tokens: Any, device: torch.device, vocabulary: int) -> Tensor:
+    if isinstance(tokens, str):
+        how = "encode it, with text.encode()" if vocabulary == BYTES else "encode it with the model's tokenizer"
+        raise UsageError(f"a prompt is token ids, in a tensor or in lists, not str: {how}")
+    if isinstance(tokens, bytes | bytearray):
+        if vocabulary != BYTES:
+            raise UsageError(f"bytes are the token ids of a model of {BYTES} tokens, and this model has {vocabulary:,}")
+        tokens = torch.tensor(list(tokens), dtype=torch.long)
     try:
         row = torch.as_tensor(tokens, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, parameters
 from seqblocks.parameters import Init, Parameter
-from seqblocks.runtime.shards import Parts, assign
+from seqblocks.runtime.agreement import check_seed
+from seqblocks.runtime.shards import Parts, assign, groups_of
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
@@ -22,7 +23,11 @@ PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 def draw_all(module: nn.Module, body: Graph, seed: int, parts: Parts | None = None) -> None:
-    """Draw all parameters of a graph that are tied to no other, in the module that holds them."""
+    """Draw all parameters of a graph that are tied to no other, in the module that holds them.
+
+    Raises UsageError if the module is spread over ranks that pass different seeds.
+    """
+    check_seed(seed, groups_of(module.parameters(), parts))
     for item in parameters(body):
         if item.tied is None:
             draw(module.get_parameter(item.name), item.name, item.parameter, seed, parts)

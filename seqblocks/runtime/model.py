@@ -15,7 +15,9 @@ from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
+from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
+from seqblocks.runtime.agreement import check_inputs
 from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
@@ -29,6 +31,7 @@ from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.runtime.traced import TracedStepper, is_traceable
+from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
 
 
@@ -44,6 +47,7 @@ class SequenceModel(Body):
 
     _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -72,6 +76,7 @@ class SequenceModel(Body):
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
+        self._latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._stepper: Stepper | None = None
         self._traced: TracedStepper | None = None  # the stepper for compiled code
 
@@ -97,6 +102,8 @@ class SequenceModel(Body):
         """
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
+        if self._parts:
+            check_inputs(self._parts.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         if grid is not None:
             arguments.check_grid(self.spec.input, x, grid)
@@ -105,10 +112,12 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
+        keeps = self._has_experts and (self.training or self._keeps_routing)
+        routed: dict[str, list[Routed]] | None = {} if keeps else None
         if self._has_experts:
-            self._routed = {} if self.training else None
+            self._routed = routed
         call = Call(
-            self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed,
+            self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=routed,
             relay=self._relay,
         )  # fmt: skip
         y, states = self._run_call(x, inputs, call)
@@ -119,6 +128,8 @@ class SequenceModel(Body):
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
         if self.training or observed or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
+        if self._parts:
+            check_inputs(self._parts.group, {"x": x, "resets": resets})
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
@@ -140,7 +151,7 @@ class SequenceModel(Body):
             arguments.check_no_context(inputs)
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
-        call.state = self._context_state(inputs) if call.state is None else call.state
+        call.state = self._context_state(inputs, call.routed) if call.state is None else call.state
         call.phase = "stream"
         kept = call.state.get("input", {})
         y, states = self._run_explained({self.graph.input: x} | self._context_values(kept), call)
@@ -149,9 +160,9 @@ class SequenceModel(Body):
     def _context_values(self, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
         return {self.graph.ports[name]: x for name, x in inputs.items()}
 
-    def _context_state(self, inputs: dict[str, Tensor]) -> States:
+    def _context_state(self, inputs: dict[str, Tensor], routed: dict[str, list[Routed]] | None = None) -> States:
         """Run the steps that depend on the context only, and return the values that the state holds."""
-        call = Call(self.training, grid=self._grid(), phase="context", routed=self._routed)
+        call = Call(self.training, grid=self._grid(), phase="context", routed=routed)
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
 
@@ -193,6 +204,12 @@ class SequenceModel(Body):
             self._check_dtype(inputs)
         try:
             return self._run(values, call)
+        except PartOfWindow as error:
+            length, size = inputs[0].shape[1], self.frame_size
+            if error.factor == size or length % size == 0:
+                raise  # it names the right numbers, or those of another input
+            message = f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}"
+            raise RunError(message) from None
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)
@@ -205,7 +222,9 @@ class SequenceModel(Body):
             if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
                 raise RunError(reason)
 
-    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Tensor, States]:
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, States]:
         """Run one token: x [batch, features] (or token ids [batch]) -> (y [batch, features], state).
 
         resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
@@ -213,7 +232,11 @@ class SequenceModel(Body):
         A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or token ids [batch,
         frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
         resets.
+
+        Raises RunError for other arguments, and for a token or state that does not fit.
         """
+        if others:
+            arguments.report_extra(self.spec.inputs, others)
         return self._step(x, state, resets)
 
     def _step_reusing(self, x: Tensor, state: States, resets: Tensor | None, spares: Spares) -> tuple[Tensor, States]:
@@ -255,6 +278,8 @@ class SequenceModel(Body):
         self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None if the state does not match the stepper's declaration."""
+        if self._parts:
+            check_inputs(self._parts.group, {"x": x, "resets": resets})
         if self._has_experts:
             self._routed = None
         if state is None:
@@ -269,7 +294,7 @@ class SequenceModel(Body):
             raise
 
     def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States, Spares], tuple[Any, States]] | None:
-        """Return `step` for tokens like x while the model does not change, or None if user code may run in a step.
+        """Return `step` for a few tokens like x, without comparisons, or None if user code may run in a step.
 
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
         this takes 2 to 4 % of a token's time.
@@ -297,16 +322,25 @@ class SequenceModel(Body):
     def _stepper_of_now(self) -> Stepper | None:
         if dispatch.transformed():
             return None
-        found = self._stepper
-        if found is None or not found.holds() or not (found.is_current or found.renew()):
-            is_hooked = nn.modules.module._has_any_global_hook()
-            self._stepper = found = None if is_hooked else stepper(self, self.spec, self._declared_state)
+        found, stream = self._stepper, self._latest_stream
+        if found is not None and found.holds():
+            if found.is_current(stream):
+                return found
+            found = found.renewed(stream)
+        else:
+            found = None
+        self._stepper = found = found or self._new_stepper(stream)
         return found
 
+    def _new_stepper(self, stream: object) -> Stepper | None:
+        if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
+            return None
+        return stepper(self, self.spec, self._declared_state, stream)
+
     def _start_stream(self) -> None:
-        """Make the next step compute values derived from parameters again."""
-        if self._stepper is not None:
-            self._stepper.expire()
+        """Make the next step compute values derived from parameters again. Compiled code does so at each step."""
+        if not torch.compiler.is_compiling():
+            self._latest_stream = object()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
@@ -317,6 +351,7 @@ class SequenceModel(Body):
         tied = tied_names(self, self.graph)
         super()._apply(fn, recurse)
         tie_names(self, tied)
+        self._start_stream()  # Another thread may have made a plan meanwhile.
         return self
 
     def _load_from_state_dict(
@@ -348,6 +383,8 @@ class SequenceModel(Body):
         self._start_stream()
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
+        if self._parts:
+            check_inputs(self._parts.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         return new_state(self._declared_state, count, device, kind, self._context_state(inputs))
@@ -360,14 +397,14 @@ class SequenceModel(Body):
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Return two parameter groups for an optimiser: those with weight decay, and the others.
 
-        Raises UsageError.
+        A parameter that is parametrised or pruned stays in its group. Raises UsageError.
         """
         if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
             raise UsageError(f"weight_decay must be a number, at least 0, not {weight_decay!r}")
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph) if not item.tied}
+        rules = decay_rules(self, self.graph)
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.named_parameters():
-            groups[decays.get(name, True)].append(parameter)
+        for parameter in self.parameters():
+            groups[rules.get(id(parameter), True)].append(parameter)
         return [
             {"params": groups[True], "weight_decay": weight_decay},
             {"params": groups[False], "weight_decay": 0.0},

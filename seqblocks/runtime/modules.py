@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,23 @@ from seqblocks.state import States
 from seqblocks.types import Wire
 
 
+class Assignments:
+    """What identifies the latest assignment to `op`, `forward` or the class of a module: a new object for each."""
+
+    latest = object()
+
+
 class StepModule(nn.Module):
     """Base of the modules of nodes and bodies: `forward(*tensors, call=call)` returns (output, states)."""
 
     _type: Wire | None = None  # type of the output, from the analysis
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
     _drops_samples = ""  # if it drops whole samples then: the name and position of its step
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("op", "forward", "__class__"):
+            Assignments.latest = object()
 
 
 class Place(NamedTuple):
@@ -99,6 +110,8 @@ def call_child(
         return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
     if isinstance(child, StepModule):
         done: tuple[Tensor, States] = child(*tensors, call=call)
+        if not isinstance(done, tuple) or len(done) != 2:
+            raise RunError(_wrong_result(name, done))
         return done
     assert child is not None
     if _takes_call(type(child)):
@@ -110,6 +123,23 @@ def call_child(
     if (call.streaming or call.relay) and not (node is not None and node.op is not None and node.op.reads == "token"):
         raise RunError(f"{name}: the {type(child).__name__} that replaces it carries no state")
     return y, {}
+
+
+def _wrong_result(name: str, found: Any) -> str:
+    what = f"{name}: a forward hook returned {type(found).__name__}, and a step returns (output, state)"
+    return f"{what}. The hook's argument `output` is this pair: return for instance (2 * output[0], output[1])"
+
+
+def within_model(module: StepModule, call: Call | None, others: Mapping[str, Any]) -> Call:
+    """Return the call that a module runs in. Raises RunError if a user called the module, with `others` or without."""
+    if call is None or others:
+        name = module._get_name()
+        raise RunError(
+            f"{name} is a step of a model, which passes it more than tensors: it cannot be called by itself. Call the "
+            f"model; a hook (register_forward_hook) on {name} gets what it returns, (output, state). For a model of "
+            "this step only, write a spec with it"
+        )
+    return call
 
 
 @constant

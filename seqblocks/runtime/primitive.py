@@ -16,7 +16,16 @@ from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, Part
-from seqblocks.runtime.modules import Place, StepModule, broadcast, gridded, joining_axis, makes, vectors_of
+from seqblocks.runtime.modules import (
+    Place,
+    StepModule,
+    broadcast,
+    gridded,
+    joining_axis,
+    makes,
+    vectors_of,
+    within_model,
+)
 from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.runtime.shards import replicated
 from seqblocks.runtime.shared_parameters import Holder, shared_parameters
@@ -72,7 +81,8 @@ class Primitive(StepModule, Holder):
             found |= shared_parameters(holder)
         return found
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         parameters, inputs = self._arguments(tensors, call)
         if self._draws:
             call = call.in_mode(self.training)

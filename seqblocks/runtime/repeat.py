@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes, within_model
 from seqblocks.runtime.residual_sums import added_up, body_takes, call_open
 from seqblocks.state import States
 
@@ -33,7 +33,8 @@ class Repeat(StepModule):
         for label, body in bodies:
             self._modules[label] = Body(body, place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         values = dict(zip(self._reads, tensors, strict=True))
         x, states = tensors[0], {}
         for at, (label, captures) in enumerate(self._captures.items()):

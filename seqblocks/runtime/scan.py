@@ -14,7 +14,7 @@ from seqblocks import graph
 from seqblocks.graph import Graph, Named, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
-from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes, within_model
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
@@ -45,7 +45,8 @@ class Scan(Body):
         self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
         self._in_place = _is_reversible(node.bodies[""])
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
+        call = within_model(self, call, others)
         results: list[Tensor] = []
         states: States = {}
         if call.phase == "context":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from seqblocks.errors import RunError
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
 
+Result = TypeVar("Result")
 ORDINARY = (nn.Parameter, Tensor)
 
 
@@ -134,6 +135,29 @@ def on_first_rank(groups: Groups, work: Callable[[], None]) -> None:
         _broadcast(groups, failed)
         if failed[0]:
             raise RunError(f"the first rank failed: {failed[0]}")
+
+
+def on_all_ranks(groups: Groups, work: Callable[[], Result]) -> Result:
+    """Return the result of `work` once it is done on all ranks. If it fails on one, the others raise RunError."""
+    failed: str | None = None
+    try:
+        return work()
+    except BaseException as error:
+        failed = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        other = _any_of(groups, failed)
+        if other and not failed:
+            raise RunError(f"another rank failed: {other}")
+
+
+def _any_of(groups: Groups, text: str | None) -> str | None:
+    """Return the text of a rank that has one, preferably of this rank."""
+    for group in groups:
+        found: list[str | None] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, text, group=group)
+        text = text or next(filter(None, found), None)
+    return text
 
 
 def _broadcast(groups: Groups, values: list[Any]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
 
 Path = tuple[str, ...]
+Values = Mapping[str, Any]  # of constants, by name
+Maker = Callable[[Values], Callable[..., Any]]
 
 _VARIABLE = re.compile(r"\bv[0-9]+\b")
 
@@ -60,9 +63,6 @@ class StepperSource:
         self._count = self._places = 0  # variables, and parts of the state whose memory is used again
         self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
         self._made: dict[Path, str] = {}  # variables of the returned state
-
-    def __del__(self) -> None:
-        self._names.clear()  # The functions refer to it, and it to them: weights would be freed only by a collection.
 
     def variable(self) -> str:
         self._count += 1
@@ -124,11 +124,18 @@ class StepperSource:
         """Return whether a constant is a function with a parameter `out`, as described in `Op.prepare_step`."""
         return "out" in (getattr(self._names.get(run or ""), "__kwdefaults__", None) or {})
 
-    def prepare_again(self) -> bool:
-        """Compute all prepared constants again. Return False if one is None now."""
-        for name, prepare in self._prepared.items():
-            self._names[name] = prepare()
-        return all(self._names[name] is not None for name in self._prepared)
+    @property
+    def values(self) -> Values:
+        """The values of all constants by name."""
+        return MappingProxyType(self._names)
+
+    def prepared_again(self) -> Values | None:
+        """Return the values of all constants, with the prepared ones computed again, or None if one of these is None.
+
+        Functions made of earlier values do not change, since another thread may be running them.
+        """
+        again = {name: prepare() for name, prepare in self._prepared.items()}
+        return None if None in again.values() else MappingProxyType(self._names | again)
 
     def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
         """Assign each part of the state to a variable and check it against its declaration."""
@@ -241,18 +248,18 @@ class StepperSource:
         self.add(f"{y}, {made} = {name}({given})", f"{y}, {made} = {name}.several(batch, {given})")
         return y
 
-    def function(self, y: str, declared: States) -> Callable[..., Any]:
-        """Compile and return the function of one token whose result is the variable `y`, with or without Spares."""
+    def function(self, y: str, declared: States) -> Maker:
+        """Compile the function of one token whose result is the variable `y`, with or without Spares."""
         lines = ["batch, device = x.shape[0], x.device", *self._of_one()]
         return self._compiled("run(state, x, spares=None)", lines, y, declared)
 
-    def function_of_several(self, y: str, declared: States) -> Callable[[States, Tensor, int], Any]:
+    def function_of_several(self, y: str, declared: States) -> Maker:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
         lines = [several for _, several in self._lines]
         first = "tokens, device = x.shape[0] // batch, x.device"
         return self._compiled("read(state, x, batch)", [first, *lines], y, declared, frees=True)
 
-    def function_of_frame(self, y: str, declared: States) -> Callable[..., Any]:
+    def function_of_frame(self, y: str, declared: States) -> Maker:
         """Do the same for a frame, x [batch, tokens], with the signature of a function of one token."""
         lines = [several for _, several in self._lines]
         header = "run(state, x, spares=None)"
@@ -262,14 +269,19 @@ class StepperSource:
     def _of_one(self) -> list[str]:
         return [line for line, _ in self._lines if line]
 
-    def _compiled(
-        self, header: str, lines: list[str], y: str, declared: States, frees: bool = False
-    ) -> Callable[..., Any]:
+    def _compiled(self, header: str, lines: list[str], y: str, declared: States, frees: bool = False) -> Maker:
+        """Return a function that takes the values of all constants and returns the function with this header.
+
+        Constants are variables of a closure, not globals, so that functions do not refer to each other in a cycle.
+        """
         lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
         lines = [*_freeing(lines)] if frees else lines
-        exec("\n".join([*self._functions, _function(header, lines)]), self._names)  # noqa: S102
-        run: Callable[..., Any] = self._names[header.partition("(")[0]]
-        return run
+        functions = [*self._functions, _function(header, lines)]
+        within = [line for function in functions for line in function.split("\n")]
+        constants, made = [*self._names], dict[str, Any]()
+        exec(_function(f"make({', '.join(constants)})", [*within, f"return {header.partition('(')[0]}"]), made)  # noqa: S102
+        make = made.pop("make")
+        return lambda values: make(*map(values.__getitem__, constants))  # by name takes quadratic time
 
     def _packed(self, declared: States | State, path: Path) -> str:
         if path in self._made:

@@ -6,7 +6,9 @@ already in the layout that one token needs, and checks the state. Its source is 
 input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
 runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
 detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
-(`renew`). Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at once.
+(`renewed`). A stepper does not change once it is made, since several threads may run it: computing its values again
+makes another one. Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at
+once.
 
 The writer of the source is `seqblocks/runtime/source.py`. Short prompts and frames are read by a second function, made
 of the same calls: `seqblocks/runtime/frames.py`.
@@ -15,8 +17,9 @@ of the same calls: `seqblocks/runtime/frames.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
-from seqblocks.runtime.source import Path, StepperSource
+from seqblocks.runtime.source import Path, StepperSource, Values
 from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
@@ -47,17 +50,22 @@ POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without 
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
 
 
-def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] | None = None) -> Stepper | None:
-    """Return the stepper of a model, or None if some step is not supported.
+def stepper(
+    model: Body, spec: ModelSpec, declared: States, stream: object = None, kind: type[Stepper] | None = None
+) -> Stepper | None:
+    """Return the stepper of a model, or None if some step is not supported, or if parameters changed meanwhile.
 
-    declared: the declared states of the steps, nested by name. kind: the class of the stepper, default Stepper.
+    declared: the declared states of the steps, nested by name. stream: what identifies the model's latest stream. kind:
+    the class of the stepper, default Stepper.
     """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
     is_uniform = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
     if model.training or is_hooked(model) or not is_uniform or any(x.is_inference() for x in parameters):
         return None
-    return (kind or Stepper)(model, spec, declared)
+    before = _as_they_are(parameters)
+    made = (kind or Stepper)(model, spec, declared, stream)
+    return made if _as_they_are(model.parameters()) == before else None
 
 
 class Stepper:
@@ -70,8 +78,8 @@ class Stepper:
     the output tokens of that frame.
     """
 
-    def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
-        self._computed_at: int | None = Updates.count  # optimiser steps before the derived values were computed
+    def __init__(self, model: Body, spec: ModelSpec, declared: States, stream: object) -> None:
+        self._made_after = (Updates.latest, stream)  # the update and stream before which values were derived
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
         self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
@@ -94,28 +102,34 @@ class Stepper:
             if not spec.graph.outputs:
                 y = self._output({spec.graph.result: y}, spec.graph.result)
         compiled = self._source.function_of_frame if self._frames.have_several_tokens else self._source.function
-        self.run: Callable[..., tuple[Tensor, States] | None] = compiled(y, declared)
+        self._make_run = compiled(y, declared)
+        self._make_reading = cache(partial(self._source.function_of_several, y, declared))  # few models read prompts
+        self._set_values(self._source.values)
+        self._guard.compile()
         self.holds = self._guard.holds  # returns whether the model is unchanged
-        self._write_reading = partial(self._source.function_of_several, y, declared)
+
+    def _set_values(self, values: Values) -> None:
+        self._values = values
+        self.run: Callable[..., tuple[Tensor, States] | None] = self._make_run(values)
         self._reading: Reading | None = None
 
-    @property
-    def is_current(self) -> bool:
-        """Return whether values derived from parameters were computed in this stream and since the latest update."""
-        return self._computed_at == Updates.count
+    def is_current(self, stream: object) -> bool:
+        """Return whether values were derived from parameters in this stream and since the latest update."""
+        return self._made_after == (Updates.latest, stream)
 
-    def expire(self) -> None:
-        """Have the derived values computed again before the next token."""
-        self._computed_at = None
-
-    def renew(self) -> bool:
-        """Compute all values derived from parameters again. Return False if the stepper has to be rebuilt instead."""
+    def renewed(self, stream: object) -> Stepper | None:
+        """Return a stepper with all values derived from parameters again, or None if it has to be built instead."""
+        made_after = (Updates.latest, stream)
         if [_memory(x) for x in self._parameters] != self._memory:
-            return False
-        now = Updates.count
+            return None
         with of_model(self._bytes):
-            self._computed_at = now if self._source.prepare_again() else None
-        return self.is_current
+            values = self._source.prepared_again()
+        if values is None:
+            return None
+        found = copy(self)
+        found._made_after = made_after
+        found._set_values(values)
+        return found
 
     def read(self, state: States, x: Tensor) -> tuple[Any, States] | None:
         """Run several tokens, ids [batch, seq], and return (y [batch, 1, features] of the last token, state).
@@ -125,7 +139,8 @@ class Stepper:
         """
         if not self._source.splits or not self._frames.is_short(x) or x.dtype not in self._dtypes:
             return None
-        self._reading = self._reading or self._write_reading()
+        if self._reading is None:
+            self._reading = self._make_reading()(self._values)
         return read(self._reading, state, x)
 
     @property
@@ -246,11 +261,11 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
-        memory: list[Tensor] = []
+        earlier: list[Tensor] = []
 
         def prepare() -> Callable[[Tensor], Tensor] | None:
             matrices = [_matrix(child, node, call) for child, node in children]
-            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix], memory)
+            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix], earlier)
 
         run = self._source.prepared(prepare)
         assert run is not None
@@ -351,11 +366,11 @@ class Stepper:
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
         """Call a module with sequences of one token, or of several."""
-        grid, phase = self._grid, self._phase
+        size, phase = self._grid.size, self._phase
         self._source.splits &= all(timed) and made
 
         def call(state: States | None, tensors: list[Tensor]) -> tuple[Tensor, States]:
-            call = Call(False, state, True, None, False, True, grid, phase=phase)
+            call = Call(False, state, True, None, False, True, Grid(size), phase=phase)  # steps may set the grid
             return call_child(module, tensors, call, path[-1], node)
 
         def run(state: States | None, *given: Tensor) -> tuple[Tensor, States]:
@@ -446,7 +461,7 @@ class Stepper:
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
-        if type(router) is not Primitive or is_hooked(router):
+        if type(router) is not Primitive or is_hooked(router) or module.needs_each:
             return None
         if any(type(layer := module._modules[label]) is not Body or is_hooked(layer) for label in labels):
             return None
@@ -525,6 +540,11 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
+def _as_they_are(parameters: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return what changes when one of these parameters is replaced, moved or modified."""
+    return [(id(x), x._version, *_memory(x)) for x in parameters]
+
+
 def _prepared(op: Op, parameters: dict[str, Any]) -> Callable[..., Any] | None:
     """Return a function for one token of an op that prepares one or is a matrix, otherwise None."""
     run: Callable[..., Any] | None = op.prepare_step(parameters)
@@ -544,7 +564,7 @@ def _as_declared(module: Primitive, node: Node) -> bool:
     """Return whether a module has its node's op and plain parameters as declared, whether owned or shared."""
     held = holders(module)
     plain = all(isinstance(table.get(name), nn.Parameter) for table, name in held.values())
-    return type(module.op) is type(node.op) and held.keys() == node.parameters.keys() and plain
+    return module.op == node.op and held.keys() == node.parameters.keys() and plain
 
 
 def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:

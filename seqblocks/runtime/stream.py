@@ -18,10 +18,12 @@ class Streams(Protocol):
     """The interface of a model that a stream uses."""
 
     def __call__(
-        self, x: Tensor, *, state: States | None, return_state: bool, resets: Tensor | None = None
+        self, x: Tensor, *, state: States | None, return_state: bool, resets: Tensor | None = None, **others: Any
     ) -> tuple[Any, States]: ...
 
-    def step(self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None) -> tuple[Any, States]: ...
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
+    ) -> tuple[Any, States]: ...
 
     def _step_reusing(
         self, x: Tensor, state: States, resets: Tensor | None, spares: Spares
@@ -59,8 +61,10 @@ class Stream:
             self._state, self._spares = state, Spares()
 
     @torch.inference_mode()
-    def step(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
+    def step(self, x: Tensor, *, resets: Tensor | None = None, **others: Any) -> Any:
         """Return the output for one token of each sequence; arguments as in `model.step`."""
+        if others:  # the model reports them
+            return self._model.step(x, self._state, **others)
         if self._record:
             return self._step_captured(x, resets, self._record)
         y, self._state = self._model._step_reusing(x, self._state, resets, self._spares)
@@ -75,23 +79,27 @@ class Stream:
         return self._captured[marked].run(x, resets)
 
     @torch.inference_mode()
-    def read(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
+    def read(self, x: Tensor, *, resets: Tensor | None = None, **others: Any) -> Any:
         """Return the output for several tokens of each sequence, such as a prompt; arguments as in the model's call."""
-        y, self.state = self._model(x, state=self._state, return_state=True, resets=resets)
+        y, self.state = self._model(x, state=self._state, return_state=True, resets=resets, **others)
         return y
 
     @torch.inference_mode()
     def select(self, index: Tensor) -> None:
         """Continue with the sequences `index` [n], in that order; duplicates are allowed. Raises RunError."""
         selected = index_select(self._state, index)
+        if self._captured and all(map(_same_shape, tree_leaves(self._state), tree_leaves(selected))):
+            overwrite(self._state, selected)
+            return
         self._captured.clear()
         self._state, self._spares = selected, Spares()
 
     def capture(self) -> None:
         """Run `step` as a CUDA graph from the next token on: one launch instead of hundreds.
 
-        The graph is recorded at the first token, again after `select`, and separately for `resets`. It reads the
-        parameters at their current addresses: modify them in place, or capture again. Raises UnavailableError if the
+        The graph is recorded at the first token, again after a `select` that changes the number of sequences, and
+        separately for `resets`. It reads the parameters at their current addresses: modify them in place, or capture
+        again. Raises UnavailableError if the
         model is not on a CUDA device; a step that cannot be captured raises RunError at the first token.
         """
         kind = next(iter(tree_leaves(self._state)), torch.empty(0)).device.type
@@ -99,3 +107,7 @@ class Stream:
             raise UnavailableError(f"capture needs a CUDA device, but this stream is on {kind}")
         self._record = RECORDERS[kind]
         self._captured.clear()
+
+
+def _same_shape(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape

@@ -80,14 +80,14 @@ class TracedStepper(Stepper):
         self._note_parameters(module, derived=False)
         tables = ((name, source.constant(table), key) for name, (table, key) in holders(module).items())
         parameters = "{" + ", ".join(f"{name!r}: {table}[{key!r}]" for name, table, key in tables) + "}"
-        given = source.at_ports(node, inputs)
+        given, own = source.at_ports(node, inputs), f"{source.constant(module.__dict__)}['op']"  # it may be replaced
         if prepared:
-            run = source.assign(f"{source.constant(op)}.prepare_step({parameters})")
+            run = source.assign(f"{own}.prepare_step({parameters})")
             y = source.call(run, given, path, [*node.state])
             source.replace_state(path, [*node.state], compact)
             return y
         call = source.constant(self._call)
-        return source.assign(f"{source.constant(op)}.forward({parameters}, {call}, {', '.join(given)})")
+        return source.assign(f"{own}.forward({parameters}, {call}, {', '.join(given)})")
 
 
 class Traceable(Protocol):
@@ -107,7 +107,7 @@ def is_traceable(model: Traceable) -> bool:
     if model._has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type, assignment]
+        model._traced = stepper(model, model.spec, model._declared_state, kind=TracedStepper)  # type: ignore[arg-type, assignment]
     # guards after a break in the graph do not lead back to this function
     return model._traced is not None and not model._traced.may_break
 

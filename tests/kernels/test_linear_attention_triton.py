@@ -167,3 +167,41 @@ def test_a_reset_stops_nan_without_a_check_of_results(rule: str, reverse: bool) 
         torch.testing.assert_close(found[:, after], expected[:, after], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-9)
         assert found[0, before].isnan().any()
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
+@pytest.mark.parametrize(
+    "rule", ["head", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("key", "bonus", "delta"))]
+)
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_depends_on_a_fault_is_what_the_torch_implementation_finds(rule: str, reverse: bool) -> None:
+    """Faults in all inputs and gradients, in sequences of a few tokens over two chunks: the same values are NaN."""
+    S = 36
+    x = {name: draw(1, S, 1 if rule == "key" and name != "v" else 2, 4, seed=at) for at, name in enumerate("qkv")}
+    x["decay"] = -draw(1, S, 2, *((4,) if rule != "head" else ()), seed=3).abs()
+    x["state"] = draw(1, 2, 4, 4, seed=6)
+    if rule == "delta":
+        x["k"], x["beta"] = torch.nn.functional.normalize(x["k"], dim=-1), draw(1, S, 2, seed=4).sigmoid()
+    if rule == "bonus":
+        x["bonus"] = draw(2, 4, seed=5)
+    x = {name: tensor.float() for name, tensor in x.items()}
+    resets = draw(1, S, seed=7) > 1.0
+    dy, dlast = draw(1, S, 2, 4, seed=8).float(), draw(1, 2, 4, 4, seed=10).float()
+    dy[:, S // 2 :] = 0.0  # no loss reads these tokens
+    for at, name in enumerate(name for name in x if name not in ("state", "bonus")):
+        x[name].view(1, S, -1)[0, at * 7 + 3, 0] = torch.inf if at % 2 else torch.nan
+    x["state"][0, 1, 1, 2] = dlast[0, 0, 0, 0] = torch.nan
+    dy[0, 12, 1, 2] = -torch.inf
+
+    def run(backend: str) -> list[Tensor]:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+        options: dict[str, Any] = {"resets": resets, "reverse": reverse, "return_state": True, "backend": backend}
+        y, last = linear_attention(**leaves, **options)
+        return [y, last, *torch.autograd.grad((y, last), [*leaves.values()], (dy, dlast))]
+
+    expected = run("torch")
+    for a, b in zip(run("triton"), expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)  # float32, sums of 36 terms of about 1
+    assert all(b.isnan().any() and b.isfinite().any() for b in (expected[0], *expected[2:6]))

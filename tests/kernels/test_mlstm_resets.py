@@ -156,3 +156,33 @@ def test_chunks_of_a_stream_recover_at_a_reset():
     assert h[:, 12:].isfinite().all()
     assert not h[:, 3:12].isfinite().any()
     assert mlstm_step(*(x[name][:, 0] for name in "qkvif"), state)[0].isfinite().all()
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
+@pytest.mark.parametrize("gate", ["exp", pytest.param("sigmoid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_depends_on_a_fault_is_what_the_torch_implementation_finds(reverse, gate):
+    """Faults in all inputs and gradients, in sequences of a few tokens over several chunks: the same values are NaN."""
+    x = {name: torch.cat([y, y.flip(1), y.roll(1, 1)], 1) if y.shape[1] == S else y for name, y in inputs().items()}
+    tokens = 3 * S
+    g = torch.Generator().manual_seed(1)
+    resets = torch.rand(1, tokens, generator=g) < 0.15
+    dh = torch.randn(1, tokens, 2, 3, generator=g)
+    dlast = [torch.randn(x[name].shape, generator=g) for name in "Cnm"]
+    dh[:, 40:] = 0.0  # no loss reads these tokens
+    for at, name in enumerate("qkvi"):
+        x[name].view(1, tokens, -1)[0, at * 13 + 5, 0] = math.inf if at % 2 else math.nan
+    x["f"][0, 60, 1] = x["n"][0, 0, 1] = dlast[0][0, 1, 1, 1] = math.nan
+    dh[0, 25, 1, 2] = -math.inf
+
+    def results(backend):
+        leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
+        found = run(leaves, backend, resets, reverse, gate)
+        return [*found, *torch.autograd.grad(found, [*leaves.values()], (dh, *dlast))]
+
+    expected = results("torch")
+    for a, b in zip(results("triton"), expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        torch.testing.assert_close(a, b, rtol=5e-5, atol=5e-5, equal_nan=True)  # float32, sums of 69 terms of about 1
+    assert all(b.isnan().any() and b.isfinite().any() for b in (expected[0], *expected[4:9]))

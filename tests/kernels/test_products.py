@@ -124,20 +124,26 @@ def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]
         torch.testing.assert_close(products.prepare_joined(some)(x), expected)
 
 
+@pytest.mark.parametrize("width", [5, 6])  # an odd number of features cannot be compared as 64-bit integers
 @pytest.mark.parametrize("modes", list(itertools.product([False, True], repeat=2)))
-def test_a_joined_matrix_is_written_to_the_memory_of_an_earlier_one(modes: tuple[bool, bool]) -> None:
-    """A tensor made under inference mode cannot be written without it; otherwise no page is allocated again."""
-    memory: list[torch.Tensor] = []
-    addresses = []
-    for seed, inference in enumerate(modes):
-        matrices = [products.Matrix(x + seed) for x in drawn((3, 5), (4, 5))]
-        (x,) = drawn((2, 5))
-        with torch.inference_mode(inference):
-            found = products.prepare_joined(matrices, memory)(x)
-            torch.testing.assert_close(found, torch.cat([linear(x, each.weight) for each in matrices], 1))
-        addresses.append(memory[0].data_ptr())
-    assert len(memory) == 1
-    assert addresses[0] == addresses[1] or modes[0] != modes[1]
+def test_a_large_joined_matrix_is_used_again_until_its_values_change(
+    modes: tuple[bool, bool], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier one is never written: another thread may be reading it."""
+    monkeypatch.setattr(products, "LARGE", 1)
+    earlier: list[torch.Tensor] = []
+    first, second = drawn((3, width), (4, width))
+    first[0, 0] = torch.nan
+    (x,) = drawn((2, width))
+    kept = []
+    for change in (0.0, 0.0, 1.0):
+        second += change
+        with torch.inference_mode(modes[len(kept) % 2]):
+            found = products.prepare_joined([products.Matrix(first), products.Matrix(second)], earlier)(x)
+        torch.testing.assert_close(found[:, 3:], linear(x, second))
+        kept.append((earlier[0], earlier[0].clone()))
+    assert kept[0][0] is kept[1][0] is not kept[2][0]
+    assert all(torch.equal(one[1:], other[1:]) for one, other in kept)
 
 
 @pytest.mark.usefixtures("cold")
@@ -163,6 +169,24 @@ def test_few_tokens_without_gradients_read_a_large_matrix_in_blocks(
     assert in_blocks == (not graded and 0 < x.numel() <= products.FEW * 12)
     with pytest.raises(RuntimeError):
         products.linear(x[..., :3], weight, bias)
+
+
+def test_an_interrupted_preparation_leaves_no_size_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive right after the size was set."""
+
+    class Interrupted:
+        get, set_ = staticmethod(products._weights.get), staticmethod(products._weights.set)
+
+        def set(self, value: int) -> object:
+            token = type(self).set_(value)
+            if value:
+                raise KeyboardInterrupt
+            return token
+
+    monkeypatch.setattr(products, "_weights", Interrupted())
+    with pytest.raises(KeyboardInterrupt), products.of_model(products.CACHE + 1):
+        pass
+    assert products._weights.get() == 0
 
 
 @pytest.mark.skipif(not products.ON_MKL, reason="MKL is for x86-64")

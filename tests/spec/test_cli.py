@@ -45,9 +45,9 @@ def test_check_prints_results_on_stdout_and_nothing_else(run_cli: Run, folder: P
         (["check", "short.yaml"], 3),
         (["check", "short.yaml", "bad.yaml", "good.yaml"], 1),
         (["check", "good.yaml", "short.yaml"], 3),
-        (["check", "absent.yaml"], 1),
-        (["check", "."], 1),
-        (["check", "vil_tinny"], 1),
+        (["check", "absent.yaml"], 2),
+        (["check", "."], 2),
+        (["check", "vil_tinny"], 2),
         (["check", "good.yaml", "--set", "dmi=3"], 1),
         (["check", "good.yaml", "--set", "dim=[4"], 1),
         (["check", "good.yaml", "--set", "dim"], 2),
@@ -156,7 +156,8 @@ def test_where_a_bad_value_was_written(run_main: Run, folder: Path) -> None:
     assert "= note: `dim` is 8 (let.yaml:2:12)" in done.stderr
     data = json.loads(run_main("check", "--format", "json", "let.yaml", cwd=folder).stdout)
     (fault,) = data["specs"][0]["diagnostics"]
-    assert fault["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
+    place = {"file": "let.yaml", "line": 2, "column": 12, "end_line": 2, "end_column": 13}
+    assert fault["notes"] == [{"text": "`dim` is 8", **place}]
     done = run_main("check", "let.yaml", "--set", "dim=5", cwd=folder)
     assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
 
@@ -349,8 +350,28 @@ def test_ops_lists_the_blocks_of_a_file(run_main: Run, folder: Path) -> None:
         ("blocks.yaml::mien", 2, "blocks.yaml defines no block 'mien': did you mean 'mine'?"),
         ("good.yaml", 2, "good.yaml defines no blocks"),
         ("bad.yaml::mine", 1, "there is no verb 'linaer'"),
-        ("absent.yaml::mine", 1, "'absent.yaml' cannot be read"),
+        ("absent.yaml::mine", 2, "'absent.yaml' cannot be read"),
     ):
         done = run_main("ops", name, cwd=folder)
         assert (done.returncode, done.stdout) == (status, "")
         assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 2, "  check    check specs, without importing torch\n"),
+        (("explain", "mlstm"), 2, "mlstm is a verb, and explain takes a spec or a code: `seqblocks ops mlstm`"),
+        (("explain", "repeat"), 2, "`seqblocks ops repeat` describes it"),
+        (("explain", "mlstm_block"), 2, "`seqblocks ops mlstm_block` describes it"),
+        (("ops", "attn"), 2, "there is no verb 'attn': did you mean 'attention'?"),
+        (("ops", "slice"), 2, "there is no verb 'slice': `select: {first: 0, features: 8}` takes some of the features"),
+        (("ops", "xlstm"), 2, "it is a bundled spec: `seqblocks ops xlstm::` lists its blocks"),
+        (("ops", "mamba_small"), 2, "it is a bundled spec: `seqblocks show mamba_small`"),
+        (("ops", "xlstm::"), 0, ""),
+    ],
+)
+def test_what_to_type_instead(words: tuple[str, ...], status: int, said: str, run_main: Run) -> None:
+    done = run_main(*words)
+    assert done.returncode == status
+    assert said in done.stderr

@@ -34,6 +34,18 @@ def test_an_interrupt_at_any_moment_ends_quietly(root: Path) -> None:
     assert set(ended) <= {(130, ""), (0, "")}  # the process may have finished before a late interrupt
 
 
+def test_descriptions_do_not_depend_on_docstrings(root: Path) -> None:
+    """With -OO, Python leaves them out."""
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["-m", "seqblocks", "ops", "mlstm"]
+    made = [
+        subprocess.run([sys.executable, *options, *command], env=env, capture_output=True, text=True, check=True).stdout
+        for options in ([], ["-OO"])
+    ]
+    assert "a matrix memory" in made[0]
+    assert made[0] == made[1]
+
+
 def test_without_torch_only_building_fails(run_cli: Run, folder: Path, root: Path) -> None:
     fake = folder / "fake"
     fake.mkdir()
@@ -124,17 +136,17 @@ def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path
 
 UNUSUAL: dict[str, tuple[str, int, str]] = {
     "a name that is too long for the system": (
-        "seqblocks check $(printf 'x/%.0s' $(seq 3000))y.yaml", 1, "File name too long",
+        "seqblocks check $(printf 'x/%.0s' $(seq 3000))y.yaml", 2, "File name too long",
     ),
-    "a part of a name that is too long": ("seqblocks check $(printf 'x%.0s' $(seq 300)).yaml", 1, "File name too long"),
+    "a part of a name that is too long": ("seqblocks check $(printf 'x%.0s' $(seq 300)).yaml", 2, "File name too long"),
     "a name that is not UTF-8": (
-        r"seqblocks check $(printf '\377').yaml", 1, "cannot be read: No such file or directory",
+        r"seqblocks check $(printf '\377').yaml", 2, "cannot be read: No such file or directory",
     ),
-    "a file below a file": ("seqblocks check good.yaml/x.yaml", 1, "Not a directory"),
-    "a folder": ("seqblocks check .", 1, "'.' cannot be read: Is a directory"),
-    "a folder with a spec": ("seqblocks check saved", 1, "hint: this is a folder; its spec is 'saved/spec.yaml'"),
+    "a file below a file": ("seqblocks check good.yaml/x.yaml", 2, "Not a directory"),
+    "a folder": ("seqblocks check .", 2, "'.' cannot be read: Is a directory"),
+    "a folder with a spec": ("seqblocks check saved", 2, "hint: this is a folder; its spec is 'saved/spec.yaml'"),
     "a folder with a bundled name": ("mkdir vil_tiny; seqblocks check vil_tiny", 0, "ok"),
-    "the root": ("seqblocks check /", 1, "'/' cannot be read: Is a directory"),
+    "the root": ("seqblocks check /", 2, "'/' cannot be read: Is a directory"),
     "a name that begins with a dash": ("seqblocks check -dash.yaml", 2, "SPEC"),
     "the same, after two dashes": ("seqblocks check -- -dash.yaml", 0, "-dash.yaml: ok"),
     "a working directory that is gone": ("cd gone; rmdir ../gone; seqblocks check vil_tiny", 0, "ok"),
@@ -152,7 +164,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "two overrides after a call": ("seqblocks check good.yaml --set 'a=max(2, 3),b=4'", 1, "a=max(2, 3) --set b=4"),
     "a description with a comma": ("seqblocks check mlstm_small --set 'about=a, b=2'", 0, "580,136 parameters"),
     "a schema for standard input": ("seqblocks schema --for - < good.yaml", 0, '"dim"'),
-    "a schema for nothing": ("seqblocks schema --for ''", 1, "there is no bundled spec ''"),
+    "a schema for nothing": ("seqblocks schema --for ''", 2, "there is no bundled spec ''"),
     "a module that closes the streams": ("seqblocks check good.yaml --import closing.py", 0, "36 parameters"),
     "the same, and a fault": ("seqblocks check bad.yaml --import closing.py", 1, ""),
     "a module that replaces the streams": ("seqblocks check good.yaml --import replacing.py", 0, "36 parameters"),

@@ -219,7 +219,7 @@ def test_an_argument_that_decides_a_condition_inside(steps: str, monkeypatch: py
 
 # --- random blocks ----------------------------------------------------------------------------------------------------
 
-ARGUMENTS = ("a", "b", "c")
+ARGUMENTS = ("a", "b", "c", "depth")
 INITIAL = ("normal(0, abs({}))", "constant({})", "zeros if {} > 1 else default", "constant({}) if a > 1 else ones")
 
 
@@ -248,12 +248,14 @@ def random_spec(seed: int) -> str:
         if inner:
             made.append(f"{inner}: {{a: {number(names)}, c: {number(names)}, name: inside}}")
         rows = "".join(f"      - {each}\n" if "residual" not in each else f"      - {{{each}}}\n" for each in made)
+        default = rng.choice(("3", "depth"))
         entries = ", ".join(f"{word}: {value}" for word, value in let.items())
-        return f"  {name}:\n    args: {{a: 1, b: 2, c: 3}}\n    let: {{{entries}}}\n    steps:\n{rows}"
+        return f"  {name}:\n    args: {{a: 1, b: 2, c: {default}}}\n    let: {{{entries}}}\n    steps:\n{rows}"
 
     call = f"{{outer: {{a: {number(('layer', 'layers'))}, b: {number(('layer', 'layers'))}}}}}"
     blocks = block("inner", None) + block("outer", "inner")
-    model = f"  input: {{features: 4}}\n  steps: [{{repeat: {{times: 4, steps: [{call}]}}}}]\n"
+    repeats = ", ".join(f"{{repeat: {{times: {times}, name: r{times}, steps: [{call}]}}}}" for times in (4, 2))
+    model = f"  input: {{features: 4}}\n  steps: [{repeats}]\n"
     return f"seqblocks: 1\nblocks:\n{blocks}model:\n{model}"
 
 

@@ -98,6 +98,14 @@ def test_aliases_share_and_are_followed() -> None:
     assert plain(read("a: &x [1, 2]\nb: *x\n")) == {"a": [1, 2], "b": [1, 2]}
 
 
+def test_only_version_1_1_of_yaml_is_a_warning() -> None:
+    for first, warned in (("%YAML 1.1\n---\n", ["W906"]), ("%YAML 1.2\n---\n", []), ("---\n", []), ("", [])):
+        report, warnings = Report(), Report()
+        assert document.parse(Source.of("t.yaml", f"{first}a: no\n"), report, warnings) is not None
+        assert not report
+        assert [each.code for each in warnings.diagnostics] == warned
+
+
 def test_windows_lines_and_byte_order_marks() -> None:
     report = Report()
     text = document.decode(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", "t.yaml", report)
@@ -123,6 +131,11 @@ def test_the_tree_as_text() -> None:
         ("- a: {x: 2 * dim y: false}", "a ',' is missing before `y`"),
         ("- a: {x: %dim}", "a value cannot begin with '%': remove it, or quote the value"),
         ("- a: {x: ${dim}}", "write the name without braces: `dim`"),
+        ("- a: {x: model.{layer}.w, y: 3}", 'quote names with {layer}: "model.{layer}.w"'),
+        ("- a: {x: b.{layer // 2}}", 'quote names with {layer // 2}: "b.{layer // 2}"'),
+        ("- a: {x: [{layer}.w, y]}", 'quote names with {layer}: "{layer}.w"'),
+        ("a: {blocks.{layer}: b}", 'quote names with {layer}: "blocks.{layer}"'),
+        ("a: {layer}.w", 'quote names with {layer}: "{layer}.w"'),
         ("- a: {x: 3}}", "remove the extra '}', or add the missing '{'"),
         ("- a: x: dim}", "a '{' is missing: `a: {x: dim}`"),
         ("- a: {x: [3}", "is a ']' missing?"),

@@ -45,9 +45,63 @@ def test_the_place_is_in_the_file_and_the_record_is_json(name: str, monkeypatch:
         json.dumps(diagnostic.as_data())
         span = diagnostic.span
         if span and span.source.text:
-            assert 1 <= span.line <= len(span.source.lines) + 1
+            assert 1 <= span.line <= len(span.source.lines)
             assert 1 <= span.column <= len(span.source.line(span.line)) + 1
-            assert (span.line, span.column) <= (span.end_line, span.end_column)
+        for each in (span, *(note.span for note in diagnostic.notes)):
+            assert each is None or (each.line, each.column) < (each.end_line, each.end_column)
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("seqblocks: 1\nmodel:\n  input:\n  steps: [silu]\n", "input"),
+        ("seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    - silu\n    -", "-"),
+        ("seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    -\n    - silu\n", "-"),
+        ("seqblocks: 1\nmodel: {input: {features: 8}, steps: [{repeat: {times: , steps: [silu]}}]}", "times"),
+        ("seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    - linear:\n        features:", "features"),
+        ("seqblocks: 1\nlet: {? : 3}\nmodel: {input: {features: 8}, steps: [silu]}", ":"),
+        ("seqblocks: 1\nlet: {n: &n }\nmodel: {input: {features: 8}, steps: [{linear: {features: *n }}]}", "&n"),
+        ("seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]", "]"),
+        ("seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]\n\n", "]"),
+        ("seqblocks: 1\nuse: [", "["),
+        ("# nothing\n", "#"),
+        ("", ""),
+    ],
+)
+def test_a_missing_value_is_placed_at_its_key_and_a_missing_bracket_in_the_last_line(text: str, marked: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text)
+    (fault,) = caught.value.diagnostics
+    span = fault.span
+    assert span
+    assert span.line <= max(1, len(text.splitlines()))
+    assert (span.line, span.column) < (span.end_line, span.end_column)
+    assert span.source.line(span.line)[span.column - 1 : span.end_column - 1] == marked
+
+
+@pytest.mark.parametrize(
+    ("step", "marked"),
+    [
+        ("scan: {order: [forward, reverse], own: [silu, linear.bias, x, linear.bais], steps: [linear: 8, silu]}",
+         ["silu", "x", "linear.bais"]),
+        ("repeat: {times: 2, share: [linear, x, linear.bais], steps: [linear: 8]}", ["x", "linear.bais"]),
+        ("scan: {order: [forward, reverse, forward], steps: [silu]}", ["forward"]),
+        ("scan: {order: [forward, columns], steps: [silu]}", ["columns"]),
+    ],
+)  # fmt: skip
+def test_a_fault_of_an_entry_is_placed_at_the_entry(step: str, marked: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
+    spans = [d.span for d in caught.value.diagnostics if d.span]
+    assert [span.source.line(span.line)[span.column - 1 : span.end_column - 1] for span in spans] == marked
+
+
+def test_a_note_has_an_end_in_its_record() -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text("seqblocks: 1\nlet: {width: 8, width: 9}\nmodel: {input: {features: 8}, steps: [silu]}")
+    (note,) = caught.value.diagnostics[0].as_data()["notes"]
+    place = {"file": "<text>", "line": 2, "column": 7, "end_line": 2, "end_column": 12}
+    assert note == {"text": "the first one is here", **place}
 
 
 def test_no_snapshot_is_orphaned() -> None:
@@ -77,13 +131,28 @@ def test_independent_faults_are_reported_together(monkeypatch: pytest.MonkeyPatc
         ("scan: {order: bogus, steps: [{linearr: 3}]}", "E208 E301"),
         ("experts: {count: 1, steps: [{linearr: 3}]}", "E209 E301"),
         ("repeat: {times: bogus, steps: [{linearr: 3}]}", "E303 E301"),
+        ("repeat: {times: -1, steps: [{linear: eight}]}", "E209 E303"),
+        ("repeat: {times: 0, steps: [{linear: eight}]}", "E303"),
+        ("repeat: {times: -1, index: i, steps: [{linear: i + is_}]}", "E209 E303"),
+        ("repeat: {times: -1, steps: [{linear: layer + layers}]}", "E209"),
+        ("repeat: {times: -1, index: [i], steps: [{linear: i}]}", "E209 E203"),
+        ("repeat: {times: -1, idnex: i, steps: [{linear: i}]}", "E209 E201"),
+        ("residual: {when: nope, steps: [{linearr: 3}]}", "E303 E301"),
+        ("linear: {features: eight, when: nope}", "E303 E303"),
+        ("linear: {features: zero, when: zero > nope}", "E303"),
+        ("linear: {features: -1, when: nope}", "E209 E303"),
+        ("{linear: {features: 8, as: y, when: nope}}, {linear: {features: 9, as: y, when: not nope}}", "E303 E303"),
+        ("linear: {features: -1, bias: maybe}", "E209 E303"),
+        ("linear: {features: 8, as: [a, b]}, residual: [{linear: eight}]", "E313 E303"),
+        ("linear: {features: 8, x: input, from: input, bias: maybe}", "E210 E303"),
+        ("head_norm: {heads: 5, init: {weight: zeross}, tie: nothing}", "E401 E408 E312"),
         ("repeat: {pattern: m*, m: [{linearr: 3}]}", "E601 E301"),
         ("repeat: {pattern: m, m: [silu], steps: 3}", "E210"),
     ],
 )
 def test_faults_in_the_steps_of_a_combinator_with_a_fault(step: str, codes: str) -> None:
     with pytest.raises(SpecError) as caught:
-        check.load_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
+        check.load_text(f"seqblocks: 1\nlet: {{zero: 0}}\nmodel: {{input: {{features: 8}}, steps: [{step}]}}")
     assert [d.code for d in caught.value.diagnostics] == codes.split()
 
 

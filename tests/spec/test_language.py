@@ -175,6 +175,39 @@ blocks:
     assert made.graph.nodes[0].bodies[""].nodes[1].op.activation == "silu"
 
 
+def test_a_block_scalar_is_a_word_a_pattern_or_an_expression() -> None:
+    """It ends with a newline, and a pattern may have several lines."""
+    text = """
+seqblocks: 1
+let:
+  layers: |
+    m*2
+    s m
+  order: >
+    reverse
+  width: |
+    4 * 2
+model:
+  input: {features: 8}
+  steps:
+    - repeat: {pattern: layers, m: [silu], s: [gelu]}
+    - scan: {order: order, steps: [{causal_conv: {kernel: 2}}]}
+    - scan:
+        name: again
+        order: |
+          reverse
+        steps: [{causal_conv: {kernel: 2}}]
+    - linear: {features: width}
+"""
+    _, model = check.load_text(text)
+    assert model is not None
+    layers, first, again, linear = model.graph.nodes
+    assert [body.nodes[0].verb for body in layers.bodies.values()] == ["silu", "silu", "gelu", "silu"]
+    assert first.arguments.orders == again.arguments.orders == ("reverse",)
+    assert linear.type is not None
+    assert linear.type.features == 8
+
+
 def test_blocks_take_wires() -> None:
     head = """
 blocks:
@@ -466,7 +499,8 @@ def test_the_words_that_hints_lead_to_exist() -> None:
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for facts in verbs.values() for argument in facts["arguments"]]
-    words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens", "lookahead"}.union(*({a["name"], *a["words"]} for a in arguments))
+    words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens", "lookahead", "depth"}
+    words = words.union(*({a["name"], *a["words"]} for a in arguments))
     known = {*verbs, *INITIALISERS, *words, *graph.DIRECTION_NAMES.values()}
     assert {ours for names in vocabulary().elsewhere.values() for ours in names} <= known
     instead = vocabulary().instead

@@ -24,6 +24,7 @@ def ahead(steps: str, input: str = "{features: 8}") -> tuple[int | str | None, s
 
 DOWN, UP = "{downsample: {factor: %d, name: down%s}}", "{upsample: {factor: %d, name: up%s}}"
 CONV, TURNED = "{conv1d: {features: 8, kernel: %s}}", "{conv_transpose1d: {features: 8, kernel: %s}}"
+ATTENTION = "{attention: {q: input, k: input, v: input, heads: 2%s}}"
 HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
 
 
@@ -68,22 +69,36 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         (f"{{shift: 20}}, {CONV % '9, dilation: 3, causal: false'}", 0, None),
         (f"{{residual: [{HOURGLASS}, {{shift: 4}}]}}, {DOWN % (4, 'more')}, {UP % (4, 'more')}", 3, "downmore"),
         (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {{shift: 3}}, {DOWN % (2, 2)}, {UP % (2, 2)}", 0, None),
-        ("{scan: {order: reverse, steps: [{shift: 2}]}}", "all", "scan"),
-        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [{{shift: 9}}]}}}}", "all", "scan"),
+        # A scan in reverse turns the tokens that an op reads before its own into later ones, and the reverse.
+        ("{scan: {order: reverse, steps: [{shift: 1}]}}", 1, "scan"),
+        ("{scan: {order: reverse, steps: [{shift: 2}, token_shift]}}", 3, "scan"),
+        ("{scan: {order: reverse, steps: [{shift: 2}]}}, {shift: {by: 2, name: back}}", 0, None),
+        ("{scan: {order: [forward, reverse], steps: [{shift: 2}]}}", 2, "scan"),
+        ("{residual: [{scan: {order: reverse, steps: [{residual: [{shift: 2}]}]}}, {shift: 5}]}", 0, None),
+        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [{{shift: 9}}]}}}}", 12, "down"),
+        (f"{DOWN % (4, '')}, {{scan: {{order: reverse, steps: [{{shift: 1}}]}}}}", 7, "down"),
+        (f"{{scan: {{order: reverse, steps: [{CONV % '5, dilation: 2'}]}}}}", 8, "scan"),
+        (f"{{scan: {{order: reverse, steps: [{CONV % '6, causal: false'}]}}}}", 3, "scan"),
+        (f"{{scan: {{order: reverse, steps: [{CONV % '6, causal: false'}, {{shift: 1}}]}}}}", 4, "scan"),
+        (f"{{scan: {{order: reverse, steps: [{HOURGLASS}]}}}}", "all", "scan"),
+        (f"{{scan: {{order: reverse, steps: [{ATTENTION % ', window: 5'}]}}}}", 4, "scan"),
+        (f"{{scan: {{order: reverse, steps: [{ATTENTION % ''}]}}}}", "all", "scan"),
+        ("{scan: {order: reverse, steps: [{rearrange: {pattern: 't (a b) -> t (b a)', a: 2}}]}}", 0, None),
+        ("{shift: {by: 1, as: s}}, {scan: {order: reverse, steps: [{shift: 3}, {add: {with: s}}]}}", 2, "scan"),
         # attention
         ("{attention: {q: input, k: input, v: input, heads: 2}}", 0, None),
         ("{attention: {q: input, k: input, v: input, heads: 2, causal: false}}", "all", "attention"),
         ("{attention: {q: input, k: input, v: input, heads: 2, causal: false, window: 5}}", 4, "attention"),
         # other orders
         ("{scan: {order: reverse, steps: [silu, {linear: {features: 8}}]}}", 0, None),
-        ("{scan: {order: reverse, steps: [causal_conv]}}", "all", "scan"),
+        ("{scan: {order: reverse, steps: [causal_conv]}}", 3, "scan"),
         ("{scan: {order: reverse, steps: [{position_embed: {length: 9}}]}}", "all", "scan"),
-        ("{scan: {order: [forward, reverse], steps: [causal_conv]}}", "all", "scan"),
+        ("{scan: {order: [forward, reverse], steps: [causal_conv]}}", 3, "scan"),
         ("{causal_conv: {}}, {scan: {order: reverse, steps: [silu]}}", 0, None),
         (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [silu]}}}}", 3, "down"),
-        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [causal_conv]}}}}", "all", "scan"),
-        ("{scan: {order: reverse, steps: [{scan: {steps: [causal_conv]}}]}}", "all", "scan"),
-        ("{scan: {order: reverse, steps: [{scan: {order: reverse, steps: [causal_conv]}}]}}", "all", "scan.scan"),
+        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [causal_conv]}}}}", 6, "down"),
+        ("{scan: {order: reverse, steps: [{scan: {steps: [causal_conv]}}]}}", 3, "scan"),
+        ("{scan: {order: reverse, steps: [{scan: {order: reverse, steps: [causal_conv]}}]}}", 0, None),
         ("{causal_conv: {as: c}}, {scan: {order: reverse, steps: [{gate: {by: c}}]}}", 0, None),
     ],
 )
@@ -93,7 +108,7 @@ def test_the_lookahead_and_the_step_that_causes_it(steps: str, expected: int | s
 
 def test_the_orders_of_a_grid() -> None:
     grid = "{features: 8, grid: [2, 3]}"
-    for order, expected in (("rows", 0), ("columns", "all"), ("rows_reverse", "all"), ("[rows, columns]", "all")):
+    for order, expected in (("rows", 0), ("columns", "all"), ("rows_reverse", 3), ("[rows, columns]", "all")):
         assert ahead(f"{{scan: {{order: {order}, steps: [causal_conv]}}}}", grid)[0] == expected
     assert ahead("conv2d", grid) == ("all", "conv2d")
 
@@ -132,7 +147,7 @@ def test_the_listing_shows_the_lookahead_of_each_wire() -> None:
     lines = listing.text(check.load_text(text)[1]).splitlines()
     found = [re.fullmatch(r"( +)%\d+ = (\w+).*?(?:, lookahead (\w+))?", line) for line in lines]
     outer = [(step[2], step[3]) for step in found if step and len(step[1]) == 2]
-    assert outer == [("a", None), ("down", "3"), ("up", "3"), ("mlstm_block", "3"), ("scan", "all"), ("pool", None)]
+    assert outer == [("a", None), ("down", "3"), ("up", "3"), ("mlstm_block", "3"), ("scan", "6"), ("pool", None)]
     (first, second) = [step[3] for step in found if step and step[2] == "mlstm"]
     assert (first, second) == (None, "3")
 
@@ -146,7 +161,8 @@ def test_the_listing_of_a_model_of_images_shows_none() -> None:
     [
         (HOURGLASS, "0", "3"),
         (HOURGLASS, "all", "3"),
-        ("{scan: {order: reverse, steps: [causal_conv]}}", "0", "all"),
+        ("{scan: {order: reverse, steps: [causal_conv]}}", "0", "3"),
+        ("{scan: {order: reverse, steps: [{position_embed: {length: 9}}]}}", "0", "all"),
         ("{pool: {mode: last}}", "0", "none: the output is [batch, 8]"),
     ],
 )
@@ -158,6 +174,80 @@ def test_an_expectation_that_is_not_met(steps: str, expect: str, found: str) -> 
     assert (diagnostic.code, diagnostic.found) == ("E705", found)
     if not found.startswith("none"):
         check.load_text(text % found)
+
+
+# --- several outputs
+
+HEADS = """
+seqblocks: 1
+model:
+  input: {tokens: 16}
+  steps:
+    - embed: {features: 8, as: h}
+    - unembed: {as: logits}
+    - scan: {from: h, order: reverse, steps: [{shift: 1}], as: next}
+    - add: {with: h}
+    - unembed: {name: second, as: mtp}
+    - pool: {from: h, mode: last, as: value}
+  outputs: [logits, mtp, value]
+"""
+
+
+def test_each_output_has_a_lookahead() -> None:
+    _, model = check.load_text(HEADS + "expect: {lookahead: {logits: 0, mtp: 1}}")
+    assert model
+    assert {name: each.tokens for name, each in lookahead.of_outputs(model).items()} == {"logits": 0, "mtp": 1}
+    found = summarise(model)
+    assert (found.lookahead, found.lookaheads) == (1, {"logits": 0, "mtp": 1})
+    assert found.future is not None
+    assert found.future.startswith("next (")
+    check.load_text(HEADS + "expect: {lookahead: 1}")  # the most of all outputs
+
+
+@pytest.mark.parametrize(
+    ("expect", "code", "message", "found"),
+    [
+        ("{logits: 1}", "E705", "lookahead of `logits` differs", "0"),
+        ("{logits: 0, mtp: all}", "E705", "lookahead of `mtp` differs", "1"),
+        ("{value: 0}", "E705", "lookahead of `value` differs", "none: the output is [batch, 8]"),
+        ("{logit: 0}", "E201", "unknown key", None),
+        ("{mtp: many}", "E303", "unknown name", None),
+        ("[0, 1]", "E203", "number", "a list"),
+    ],
+)
+def test_an_expectation_of_one_output(expect: str, code: str, message: str, found: str | None) -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text(f"{HEADS}expect: {{lookahead: {expect}}}")
+    first = caught.value.diagnostics[0]
+    assert (first.code, first.found) == (code, found)
+    assert message in first.message
+
+
+def test_outputs_without_names_have_no_lookahead_each() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]}\nexpect: {lookahead: {logits: 0}}"
+    with pytest.raises(SpecError, match="the outputs of this model have no names") as caught:
+        check.load_text(text)
+    assert [each.code for each in caught.value.diagnostics] == ["E203"]
+
+
+@pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")
+def test_a_warning_names_the_outputs_that_look_ahead() -> None:
+    again = "    - unembed: {name: third, from: next, as: again}\n  outputs"
+    text = HEADS.replace("  outputs", again)
+    _, model = check.load_text(text.replace("value]", "value, again]"))
+    assert model
+    ((message, hint),) = [(each.message, each.hint) for each in model.warnings]
+    assert message.endswith("from here on, `mtp`, `again` depend on 1 later token")
+    assert hint is not None
+    assert hint.endswith("`expect: {lookahead: {mtp: 1, again: 1}}`")
+    declared = "expect: {lookahead: {again: 1}}"
+    _, model = check.load_text(text.replace("value]", "value, again]") + declared)
+    assert model
+    (warning,) = model.warnings
+    assert warning.message.endswith("from here on, `mtp` depends on 1 later token")
+    _, model = check.load_text(text.replace("value]", "value, again]") + declared.replace("again", "mtp: 1, again"))
+    assert model
+    assert not model.warnings
 
 
 # --- steps that nothing uses

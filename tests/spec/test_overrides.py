@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.errors import OverrideWarning, SpecError
+from seqblocks.errors import OverrideWarning, SpecError, UsageError
+from seqblocks.language import overrides
 from seqblocks.report import listing
 from tests.spec.test_language import OFFICIAL, model
 
@@ -86,6 +89,7 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
         ("blocks.b.kk", "did you mean 'k'?"),  # not an argument that steps leave at its default
         ("model.repeat.b.causal_conv.bias", "did you mean 'blocks.b.causal_conv.bias'?"),
+        ("model.layer_norm.eps", "the layer_norm step is now named normed, by `as:` or `name:`"),
         ("nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
         ("model.nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
     ],
@@ -95,6 +99,7 @@ def test_an_override_without_a_match_reports_its_path(path: str, hint: str) -> N
     steps = "repeat: {times: 2, steps: [b]}\nrepeat: {name: named, pattern: m*2, m: [causal_conv]}"
     steps += "\nrepeat: {name: blocks, times: 2, steps: [b]}"
     steps += "\nscan: {order: [forward, reverse], own: [linear], steps: [linear: {features: 8}]}"
+    steps += "\nlayer_norm: {as: normed}"
     with pytest.raises(SpecError) as caught:
         model(steps, head, set={path: 5})
     (fault,) = caught.value.diagnostics
@@ -167,3 +172,56 @@ def test_overriding_with_the_same_value_is_no_warning() -> None:
         "the override dim=8 has no effect: the spec already has this value",
         "the override spare=3 has no effect: the spec already has this value",
     ]
+
+
+class Scalar:
+    """A number of a library for arrays, as numpy and torch have them."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def item(self) -> object:
+        return self.value
+
+
+class Width(enum.IntEnum):
+    SMALL = 5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float64(0.5), "0.5"), (np.float32(0.5), "0.5"), (np.bool_(True), "true"), (np.int64(3), "3"),
+        (np.array(3), "3"), (np.array([1, 2]), "[1, 2]"), ({"a": [np.int8(1)]}, "{a: [1]}"), (Scalar(7), "7"),
+        (Scalar(False), "false"), (Width.SMALL, "5"), (np.str_("x"), '"x"'),
+        (np.longdouble(0.5), "0.5"),  # whose `item` returns a longdouble
+    ],
+)  # fmt: skip
+def test_numbers_of_other_libraries(value: object, text: str) -> None:
+    assert overrides.as_text(value) == text
+
+
+class Unknown:
+    """Like a tensor on "meta": it has no value."""
+
+    def tolist(self) -> Any:
+        raise NotImplementedError("no data")
+
+
+@pytest.mark.parametrize("value", [Unknown(), np.float32])
+def test_values_that_an_override_cannot_have(value: object) -> None:
+    with pytest.raises((UsageError, SpecError), match=r"a value of `set` cannot be read: no data|is not a valid expr"):
+        check.load_model("mamba_small", {"depth": value})
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "message"),
+    [
+        (check.load_model, {"dim": 64}, 'load_model has no argument \'dim\': to change a value .* set={"dim": 64}$'),
+        (check.load_spec, {"dim": "a" * 99}, 'to change a value of the spec, pass set={"dim": …}'),
+        (check.load_text, {"strct": True}, "load_text has no argument 'strct': did you mean 'strict'?"),
+    ],
+)
+def test_a_value_of_a_spec_is_no_argument(function: Any, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        function("mamba_small", **keywords)

@@ -238,6 +238,10 @@ FAILING = quick_and_slow(
         ("sub/helper", "", "there is no such module; write a file with its extension: --import sub/helper.py"),
         ("spec.yaml", "", "a file must be Python code, with the extension .py"),
         ("", "", "there is no such module"),
+        ("sub", "", "this is a folder; write the path of a file in it, such as sub/helper.py"),
+        ("empty.py", "", "this is a folder; write the path of a file in it, such as empty.py/my_ops.py"),
+        (".", "", "this is a folder; write the path of a file in it, such as mine.py"),
+        ("sub.deep", "", "this is a folder; write the path of a file in it, such as sub/deep/my_ops.py"),
     ],
     [
         ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
@@ -254,6 +258,8 @@ FAILING = quick_and_slow(
 @pytest.mark.parametrize(("module", "line", "message"), FAILING)
 def test_a_module_that_fails(module: str, line: str, message: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace(DECORATOR, "\n" + line + DECORATOR))
+    (folder / "empty.py").mkdir()
+    (folder / "sub" / "deep").mkdir()
     done = run_cli("check", "spec.yaml", "--import", module, cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --import {module}")

@@ -157,6 +157,15 @@ def test_typos_are_flagged(right: str, general_schema: dict[str, Any]) -> None:
     assert bool(list(validator(general_schema).iter_errors(plain(broken)))) is not needs_file
 
 
+@pytest.mark.parametrize("word", ["no", "No", "yes", "OFF", "tRUE", "notes", "n", "on_or_off", "no > 2", True])
+def test_truth_values_of_yaml_1_1_are_flagged(word: str | bool, general_schema: dict[str, Any]) -> None:
+    step = {"linear": {"features": 8, "bias": word, "when": word}}
+    found = validator(general_schema).iter_errors(
+        {"seqblocks": 1, "model": {"input": {"features": 8}, "steps": [step]}}
+    )
+    assert len(list(found)) == (2 if word in ("no", "No", "yes", "OFF", "tRUE") else 0)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -208,6 +217,14 @@ def general(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_serve
 @pytest.mark.parametrize("name", NAMES)
 def test_the_server_reports_nothing_for_bundled_specs(name: str, general: language_server.Client) -> None:
     assert general.open(f"file:///specs/{name}.yaml", bundled()[name].read_text(encoding="utf-8")) == []
+
+
+@needs_server
+@pytest.mark.parametrize("word", ["no", "No", "yes", "OFF", "tRUE", "'false'"])
+def test_the_server_says_what_to_write_for_a_truth_value(word: str, general: language_server.Client) -> None:
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{linear: {{features: 8, bias: {word}}}}}]}}\n"
+    (alarm,) = general.open(f"file:///truth_{word.strip(chr(39))}.yaml", text)
+    assert alarm["message"] == "YAML 1.2 has only true and false: write true or false"
 
 
 @needs_server

@@ -118,12 +118,12 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
 }
 
 
-def peer(family: str, seed: int, dtype: torch.dtype) -> Any:
-    """Return a transformers model, with noise on all weights and corrections."""
+def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
+    """Return a transformers model, with noise on all weights and corrections. more: entries of its config."""
     library = pytest.importorskip("transformers", reason="needs the extra `hub`")
     name, drawn, _ = DRAWN[family]
     torch.manual_seed(seed)
-    config = getattr(library, f"{name}Config")(**drawn(random.Random(seed)))
+    config = getattr(library, f"{name}Config")(**{**drawn(random.Random(seed)), **more})
     model = getattr(library, f"{name}ForCausalLM")(config)
     model.config._experts_implementation = "eager"  # the default implementation does not support float64
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import seqblocks
-from seqblocks.distributed import clip_gradients, load_weights, pieces, pipeline_stage, shard, tensor_parallel
+from seqblocks.distributed import (
+    clip_gradients,
+    load_weights,
+    pieces,
+    pipeline_stage,
+    sequence_parallel,
+    shard,
+    tensor_parallel,
+)
 
 WORDS = 32
 SPECS = {
@@ -184,6 +194,95 @@ def master_weights(rank: int, folder: Path) -> Any:
     return losses, seen, {str(p.dtype) for p in model.parameters()}
 
 
+EXPERTS = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - experts: {count: 4, top: 1, normalize: false, steps: [{repeat: {times: 1, steps: [{linear: 4}]}}]}
+"""
+
+
+def experts_without_tokens(rank: int, folder: Path) -> Any:
+    """Run experts in eval mode, where one has no tokens on a rank: sharded, and with DDP, which reduces twice.
+
+    Return the gradients of the sharded model, and the errors of its output without gradients and of DDP's gradients.
+    """
+    x = routed_tokens([[0, 1, 2], [0, 1, 3]][rank])
+    model = shard(with_chosen_experts(seqblocks.build_text(EXPERTS, dtype="float64"))).eval()
+    model(x).square().mean().backward()
+    found = _whole_gradients(model)
+    one = with_chosen_experts(seqblocks.build_text(EXPERTS, dtype="float64"))
+    with torch.no_grad():
+        wrong = {"output": float((model(x) - one(x)).abs().max())}
+        wrong["stream"] = float((model.step(x[:, 2])[0] - one.step(x[:, 2])[0]).abs().max())
+    replicated = DistributedDataParallel(one.eval())
+    for _ in range(2):
+        one.zero_grad()
+        replicated(x).square().mean().backward()
+    return found, wrong | {name: float((p.grad - found[name]).abs().max()) for name, p in one.named_parameters()}
+
+
+def routed_tokens(experts: list[int]) -> torch.Tensor:
+    """Return one sequence, each of whose tokens goes to the expert of this number."""
+    return torch.eye(4, dtype=torch.float64)[experts].unsqueeze(0)
+
+
+def with_chosen_experts(model: Any) -> Any:
+    torch.nn.init.eye_(model.experts.router.weight)
+    return model
+
+
+def disagreements(rank: int, folder: Path) -> Any:
+    """Return the errors of ranks whose weights, seeds or inputs differ."""
+
+    def built(seed: int = 0, text: str = FEATURES) -> Any:
+        return seqblocks.build_text(text, seed=seed)
+
+    def frozen() -> Any:
+        model = built()
+        model.linear.bias.requires_grad_(rank == 0)
+        return model
+
+    split, x, ids = tensor_parallel(built(text=SPECS["split"])), torch.full((1, 2, 4), 1.0 + rank), tokens(1, 4)
+    turned = ids.roll(rank, 1)
+    with torch.no_grad():
+        split.eval().step(ids[:, 0])  # plans the next steps
+    cases = {
+        "split": lambda: tensor_parallel(built(rank)),
+        "sharded": lambda: shard(built(rank)),
+        "parts of a sequence": lambda: sequence_parallel(built(rank)),
+        "one is frozen": lambda: shard(frozen()),
+        "another model": lambda: shard(built(text=FEATURES if rank else FEATURES.replace("linear: 4", "layer_norm"))),
+        "seed": lambda: _sharded(FEATURES, "float32").reset_parameters(rank),
+        "tokens": lambda: split(turned),
+        "lengths": lambda: split(ids[:, : 2 + rank]),
+        "resets": lambda: split(ids, resets=torch.arange(4)[None] == 1 + rank),
+        "one token": lambda: torch.no_grad()(split.step)(turned[:, 0]),
+        "samples": lambda: seqblocks.generate(split, ids, 20, temperature=100.0, seed=rank),
+        "features": lambda: tensor_parallel(built(text=FEATURES.replace("linear: 4", "swiglu: {hidden: 4}")))(x),
+        "context": lambda: tensor_parallel(built(text=CONTEXT)).init_state(1, context=x),
+        "bounds": lambda: sequence_parallel(built())(x, cu_seqlens=torch.tensor([0, 1 + rank, 4])),
+    }
+    return {name: _message(case) for name, case in cases.items()}
+
+
+CONTEXT = """
+seqblocks: 1
+model:
+  inputs: {x: {features: 4}, context: {features: 4, length: 2}}
+  steps: [{cross_attention: {q: x, k: context, v: context, heads: 2}}, {swiglu: {hidden: 4}}]
+"""
+
+
+def _message(case: Any) -> str:
+    try:
+        case()
+    except seqblocks.SeqblocksError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def checkpoints(rank: int, folder: Path) -> Any:
     """Train a step, save with DCP and with `save`; then load on one rank, save again, and load on two."""
     text = SPECS["nested"]
@@ -215,10 +314,32 @@ def checkpoints(rank: int, folder: Path) -> Any:
 
 def refused_folder(rank: int, folder: Path) -> Any:
     """Save to a folder that the first rank cannot write: no rank hangs, and each raises an error."""
+    (folder / "file").touch()
     try:
-        seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "no folder" / "model")
+        seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "file" / "model")
     except seqblocks.SeqblocksError as error:
         return type(error).__name__, str(error).replace(str(folder), "")
+
+
+def refused_weights(rank: int, folder: Path) -> Any:
+    """Load weights that only the first rank can read, from a missing or a damaged folder: the others raise, too."""
+    found: list[Any] = []
+    for model in (_sharded(SPECS["shared"], "float32"), tensor_parallel(seqblocks.build_text(SPECS["split"]))):
+        whole = folder / f"whole{len(found)}"
+        seqblocks.save(model, whole, extra={"rank": rank})
+        found.append([torch.load(whole / "seqblocks.extra.pt")["rank"]])
+        if rank:
+            shutil.copytree(whole, folder / "damaged", dirs_exist_ok=True)
+            data = bytearray((whole / "model.safetensors").read_bytes())
+            data[-1] ^= 1
+            (folder / "damaged" / "model.safetensors").write_bytes(data)
+        for place in ("missing", "damaged"):
+            try:
+                load_weights(model, folder / place if rank else whole)
+            except seqblocks.SeqblocksError as error:
+                found[-1].append((type(error).__name__, str(error).replace(f"{folder}/", "")))
+        load_weights(model, whole)
+    return found
 
 
 def split_model(rank: int, folder: Path) -> Any:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import seqblocks
+from seqblocks.runtime.body import Block
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.primitive import Primitive
 
 SPEC = """
 seqblocks: 1
@@ -73,6 +75,18 @@ model:
     - embed: {features: 32}
     - mlstm_block: {dim: 32, heads: 2}
     - headwise_linear: {block: 8, features: 16}
+    - unembed
+"""
+EXPERTS = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 8, as: h}
+    - linear: {features: 4, as: a}
+    - linear: {from: h, features: 4, as: b}
+    - add: {with: a}
+    - experts: {count: 3, top: 1, steps: [{experts: {count: 2, top: 2, steps: [{linear: 4}]}}]}
     - unembed
 """
 
@@ -184,6 +198,43 @@ def hook_block(model: SequenceModel) -> None:
 def hook_inside(model: SequenceModel) -> None:
     layer = model.mlstm_block.residual.mlstm_layer
     layer.q.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+class Doubled(Primitive):
+    """A primitive that returns twice its output."""
+
+    def forward(self, *tensors: Tensor, call: Any) -> Any:
+        y, states = super().forward(*tensors, call=call)
+        return 2 * y, states
+
+
+class DoubledBlock(Block):
+    def forward(self, *tensors: Tensor, call: Any) -> Any:
+        y, states = super().forward(*tensors, call=call)
+        return 2 * y, states
+
+
+class DoubledModel(SequenceModel):
+    def forward(self, *given: Any, **options: Any) -> Any:  # type: ignore[override]
+        y = super().forward(*given, **options)
+        return (2 * y[0], y[1]) if isinstance(y, tuple) else 2 * y
+
+
+def set_class(model: SequenceModel) -> None:
+    model.headwise_linear.__class__ = Doubled
+
+
+def set_class_of_block(model: SequenceModel) -> None:
+    model.mlstm_block.__class__ = DoubledBlock
+
+
+def set_class_of_model(model: SequenceModel) -> None:
+    model.__class__ = DoubledModel
+
+
+def set_op(model: SequenceModel) -> None:
+    norm = model.mlstm_block.residual.mlstm_layer.cell.head_norm
+    norm.op = norm.op.model_copy(update={"eps": 0.5})
 
 
 def set_data(model: SequenceModel) -> None:

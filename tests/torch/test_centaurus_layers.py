@@ -6,6 +6,7 @@ The kernel is tested in tests/kernels/test_centaurus.py and tests/kernels/test_c
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_rate_divides_and_restores() -> None:
         model(x[:, :7])
     with pytest.raises(seqblocks.RunError, match="may span two sequences"):
         model(x, resets=torch.zeros(1, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("tokens", [1000, 6, 7])
+def test_a_wrong_number_of_tokens_is_that_of_the_input(tokens: int) -> None:
+    """Steps that merge 16 tokens in two steps of 4 need a multiple of 16, whichever step is the first that fails."""
+    model = build("    - downsample: {factor: 4}\n    - downsample: {factor: 4, name: again}\n")
+    with pytest.raises(seqblocks.RunError, match=f"merges 16 tokens into one: pass a multiple of 16, not {tokens}$"):
+        model(torch.zeros(1, tokens, 4, dtype=torch.float64))
+    with pytest.raises(seqblocks.RunError, match=f"downsample by 4 .* not {tokens | 1}") as caught:
+        build("    - downsample: {factor: 4}\n")(torch.zeros(1, tokens | 1, 4, dtype=torch.float64))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_stream_of_a_changed_rate_runs_by_frames() -> None:

@@ -43,6 +43,19 @@ def test_onnx_with_the_weights_of_a_folder(spec: Path, tmp_path: Path, capsys: p
     )
 
 
+def test_the_spec_of_a_saved_model_with_other_weights(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has the spec and its overrides; `--weights` may also name that folder itself."""
+    saved, other, file = tmp_path / "saved", seqblocks.build(spec, set={"width": 6}, seed=2), tmp_path / "m.pt2"
+    seqblocks.save(seqblocks.build(spec, set={"width": 6}, seed=1), saved)
+    seqblocks.save(other, tmp_path / "other")
+    x = torch.ones(1, 2, 4)
+    for weights, model in ((saved, seqblocks.load(saved)), (tmp_path / "other", other)):
+        assert main(["export", str(saved), "--weights", str(weights), "--pt2", str(file)]) == 0, capsys.readouterr()
+        torch.testing.assert_close(torch.export.load(file).module()(x), model(x))
+
+
 def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", str(spec), "--pt2", str(tmp_path / "m.pt2"), "--step", "--batch", "2", "--set", "width=6"]
     assert main([*words, "--seed", "3"]) == 0
@@ -69,7 +82,7 @@ def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.Ca
         (["{spec}", "--onnx", "a", "--weights", "{folder}/no"], 2, "no"),
         (["{spec}", "--onnx", "a", "--weights", "{folder}/other"], 2, "do not fit m: size mismatch for linear"),
         (["vil_digits", "--onnx", "a", "--step"], 2, "cannot stream: it reads a whole image. Export its graph"),
-        (["{folder}/no.yaml", "--onnx", "a"], 1, "E803"),
+        (["{folder}/no.yaml", "--onnx", "a"], 2, "E803"),
         (["{folder}/bad.yaml", "--onnx", "a"], 1, "E301"),
     ],
 )

@@ -26,6 +26,7 @@ from tests.torch.planned import (
     parametrize_last,
     replace_last,
     set_data,
+    set_op,
     tokens,
 )  # fmt: skip
 
@@ -37,12 +38,22 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
     step = compiled(model)
     assert_compiled_follows(model, step)
     assert isinstance(model._traced, Stepper)
-    for change in (add_to_all, set_data, load_others, assign_others, parametrize_last, replace_last):
+    for change in (add_to_all, set_data, load_others, assign_others, set_op, parametrize_last, replace_last):
         change(model)
         assert_compiled_follows(model, step)
 
 
 @pytest.mark.slow
+def test_a_stream_that_begins_in_compiled_code_is_compiled_once() -> None:
+    model, x = build(SMALL), tokens()[:, 0]
+    torch._dynamo.reset()
+    begin = torch.compile(lambda x: model.step(x, model.init_state(2)), backend="eager", fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        expected, _ = model.step(x)
+        for _ in range(3):
+            torch.testing.assert_close(begin(x)[0], expected, rtol=1e-10, atol=1e-10)
+
+
 def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
     """Experts break the graph: what is read before the break has to be guarded there."""
     experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"

@@ -286,7 +286,8 @@ def test_the_config_is_copied(saved: Path, tmp_path: Path) -> None:
     [
         ("hbu", "new", {}, "there is no layout 'hbu'; use seqblocks, official, hub"),
         ("hub", "m", {}, "m is not empty; use a new folder"),
-        ("hub", "no/where", {}, "there is no folder"),
+        ("hub", "new/model.safetensors", {}, "a folder is written, but .* is the name of a file. Use .*new/model$"),
+        ("hub", "m/spec.yaml/new", {}, "cannot be written: Not a directory"),
         ("hub", "new", {"spec": "mamba_130m"}, "m contains its own spec: do not pass another one"),
         ("hub", "new", {"shard_size": "much"}, "the shard size must be a number of bytes"),
     ],
@@ -310,12 +311,15 @@ def test_a_damaged_folder_leaves_nothing(saved: Path) -> None:
 def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["convert", str(saved), "--to", "hub", "--out", str(tmp_path / "hub")]
     assert main(words) == 0
-    assert "22 tensors as hub, " in capsys.readouterr().out
+    done = capsys.readouterr()
+    assert "22 tensors as hub, " in done.out
+    assert "note: there is no config.json, because none came with the weights" in done.err
     assert main(words) == 2
     assert "is not empty" in capsys.readouterr().err
     more = ["--spec", "mamba_130m", *(f"--set={name}={value}" for name, value in CHANGES.items()), "--format", "json"]
     words = ["convert", str(tmp_path / "hub"), "--to", "official", "--out", str(tmp_path / "official"), *more]
     assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["tensors"] == 22
+    data = json.loads(capsys.readouterr().out)
+    assert (data["tensors"], len(data["notes"])) == (22, 1)
     assert main(["convert", str(tmp_path / "hub"), "--to", "official", "--out", str(tmp_path / "x")]) == 2
     assert "config.json that describes the model" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def _module(name: str) -> Any:
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
 RUN = [
     "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
-    "split_model", "both_ways", "pipelined",
+    "refused_weights", "split_model", "both_ways", "pipelined", "experts_without_tokens", "disagreements",
 ]  # fmt: skip
 
 
@@ -90,6 +90,33 @@ def test_master_weights_train_and_float32_parameters_stay_so(results):
     assert kinds == {"torch.float32"}
 
 
+def test_experts_without_tokens_on_a_rank_get_their_gradients_in_eval_mode(results):
+    found, wrong = _result(results, "experts_without_tokens")
+    model = on_ranks.with_chosen_experts(seqblocks.build_text(on_ranks.EXPERTS, dtype="float64"))
+    model(on_ranks.routed_tokens([0, 1, 2, 0, 1, 3])).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-14, msg=name)
+    assert max(wrong.values()) < 1e-14, wrong
+
+
+def test_weights_and_inputs_that_differ_between_ranks_are_errors_on_all(results):
+    errors = _result(results, "disagreements")
+    weights = "UsageError: the weights of the ranks differ, in 2 of 2 parameters, such as linear.weight: build"
+    assert [name for name, error in errors.items() if error.startswith(weights)] == [
+        "split", "sharded", "parts of a sequence",
+    ]  # fmt: skip
+    assert "linear.bias is float32 [4] on one and float32 [4] without gradients on another" in errors["one is frozen"]
+    assert "layer_norm.weight is float32 [4] on one and missing on another" in errors["another model"]
+    assert "pass the same seed on all ranks" in errors["seed"]
+    inputs = {
+        "tokens": "x", "lengths": "x", "resets": "x, resets", "one token": "x", "samples": "x", "features": "x",
+        "context": "context", "bounds": "cu_seqlens",
+    }  # fmt: skip
+    for name, given in inputs.items():
+        assert errors[name].startswith(f"RunError: the inputs of the ranks differ ({given}): pass the same"), name
+    assert results["disagreements"][1] == errors
+
+
 def test_checkpoints_go_from_two_ranks_to_one_and_back(results):
     assert _result(results, "checkpoints") == []
 
@@ -97,8 +124,19 @@ def test_checkpoints_go_from_two_ranks_to_one_and_back(results):
 def test_a_folder_that_the_first_rank_cannot_write_is_an_error_on_all(results):
     _result(results, "refused_folder")
     first, second = results["refused_folder"]
-    assert first == ("UsageError", "there is no folder /no folder")
-    assert second == ("RunError", "the first rank failed: UsageError: there is no folder /no folder")
+    assert first == ("UsageError", "/file/model cannot be written: Not a directory")
+    assert second == ("RunError", f"the first rank failed: UsageError: {first[1]}")
+
+
+def test_weights_that_one_rank_cannot_read_are_an_error_on_all(results):
+    _result(results, "refused_weights")
+    for first, second in zip(*results["refused_weights"], strict=True):  # a sharded and a split model
+        assert first[0] == second[0] == 0, "the extra of the first rank is written"
+        (_, missing), (_, damaged) = second[1:]
+        assert missing.startswith("missing does not exist; load needs a folder")
+        assert damaged.startswith("damaged has changed since it was written")
+        assert second[1:] == [("UsageError", missing), ("UsageError", damaged)]
+        assert first[1:] == [("RunError", f"another rank failed: UsageError: {text}") for text in (missing, damaged)]
 
 
 def test_a_model_that_is_split_over_ranks_computes_what_one_does(results):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,6 +170,18 @@ def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
     close(session(input=x)[0]["output"], model.eval()(x))
 
 
+def test_an_empty_state_in_onnxruntime(tmp_path: Path) -> None:
+    """A window of one token has a state without tokens."""
+    model = made("{linear: {features: 4, as: x}}, {attention: {q: x, k: x, v: x, heads: 2, window: 1}}")
+    export.onnx(model, tmp_path / "m.onnx", "step", check=False)
+    session = Session(tmp_path / "m.onnx")
+    state, before = session.initial(3), None
+    for x in torch.randn(2, 3, 4).unbind():
+        found, state = session(state, input=x)
+        y, before = model.step(x, before)
+        close(found["output"], y)
+
+
 # ------------------------------------------------------------------------------------------------ faults
 
 
@@ -226,6 +239,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for call, kind, message in [
         (lambda: export.onnx(seqblocks.build("vil_digits"), file, "step"), RunError, "cannot stream.*graph `forward`"),
         (lambda: export.onnx(model, file, "steps"), UsageError, "there is no graph 'steps'; use forward, step"),
+        (lambda: export.onnx(model, file, ["step"]), UsageError, r"there is no graph \['step'\]; use forward"),
+        (lambda: export.onnx(model, file, batch=10**30), UsageError, r"at most 10\^9, or None, not 1000"),
+        (lambda: export.onnx(model, file, batch=10**9, length=10**9), UnavailableError, "take 16,000,000,000 GB and"),
+        (lambda: export.onnx(model, tmp_path / "\udcff.onnx"), UsageError, "its folders must be UTF-8"),
+        (lambda: export.pt2(model, tmp_path / "\ud800" / "m.pt2"), UsageError, "its folders must be UTF-8"),
         (lambda: export.onnx(model, file, "context"), UsageError, "its only input is the one that streams"),
         (lambda: export.onnx(model, file, "step", length=3), UsageError, "`length` applies only to the graphs"),
         (lambda: export.onnx(model, file, batch=0), UsageError, "batch must be a whole number of at least 1"),
@@ -303,6 +321,47 @@ def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_does_not_end_the_process_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTInductor packages code with the same writer. Compiling takes a minute, so a program is packaged instead."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def package(program: Any, package_path: Any, inductor_configs: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        torch.export.save(program, package_path)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
+    try:
+        with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"):
+            export.aoti(made("{linear: 3}"), tmp_path / "m.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lack_of_memory_is_an_error_of_the_machine() -> None:
+    with pytest.raises(UnavailableError, match="needs more memory: pass a smaller batch"), program.explained_memory():
+        torch.empty(1 << 60, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="must match"), program.explained_memory():
+        torch.ones(2) + torch.ones(3)
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "€" * 83], ids=["ascii", "others"])
+def test_a_name_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.pt2"
+    export.pt2(made("{linear: 3}"), file)
+    assert [*tmp_path.iterdir()] == [file]
+    assert len(os.fsencode(files._weights_of(tmp_path / f".{files._prefix(file)}.01234567.onnx").name)) < 255
+
+
+def test_a_new_file_has_the_mode_of_the_one_it_replaces(tmp_path: Path) -> None:
+    file, model = tmp_path / "m.pt2", made("{linear: 3}")
+    export.pt2(model, file)
+    for mode in (0o600, 0o664):
+        file.chmod(mode)
+        export.pt2(model, file)
+        assert stat.S_IMODE(file.stat().st_mode) == mode
 
 
 @pytest.mark.long

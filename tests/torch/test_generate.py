@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
+from seqblocks.runtime import generate as generation
 from seqblocks.runtime.frames import MOST_ROWS
+from seqblocks.runtime.generate import UNCHECKED
 
 SMALL = {
     "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},
@@ -127,11 +129,11 @@ def test_the_head_of_a_short_prompt_reads_its_last_token_alone() -> None:
     model = build("mamba_small")
     stepper = model._stepper_for(prompt())
     assert stepper is not None
-    stepper.read(model.init_state(3), prompt())
-    names, seen = stepper._source._names, []
-    head = next(name for name, value in reversed(names.items()) if name in stepper._source._prepared)
-    run = names[head]
-    names[head] = lambda x: seen.append(len(x)) or run(x)
+    values, seen = dict(stepper._source.values), []
+    head = next(name for name in reversed(values) if name in stepper._source._prepared)
+    run = values[head]
+    values[head] = lambda x: seen.append(len(x)) or run(x)
+    stepper._set_values(values)
     stepper.read(model.init_state(3), prompt())
     assert seen == [3]
 
@@ -309,8 +311,27 @@ def test_inputs_that_a_state_contains_are_refused() -> None:
     state = model.init_state(1, image=image)
     with pytest.raises(RunError, match="the state already depends on image: pass either that input or the state"):
         seqblocks.generate(model, [1], 3, state=state, image=image)
-    with pytest.raises(RunError, match="the model has no input 'images'"):
+    with pytest.raises(RunError, match=r"no input 'images', and generate no such argument: it takes .*, image$"):
         seqblocks.generate(model, [1], 3, state=state, images=image)
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "max_length"])
+def test_arguments_of_other_libraries(name: str) -> None:
+    message = f"the model has no input '{name}', and generate no such argument: it takes max_new_tokens, .*, output$"
+    with pytest.raises(RunError, match=message):
+        seqblocks.generate(build("mlstm_small"), [1], 3, **{name: 5})
+
+
+def test_bytes_are_the_prompt_of_a_model_of_bytes() -> None:
+    model = seqblocks.build("mamba_small", set={"dim": 16, "depth": 1}).eval()
+    expected = seqblocks.generate(model, [list(b"abc"), list(b"de")], 5)
+    assert torch.equal(seqblocks.generate(model, b"abc", 5)[0], expected[0])
+    assert torch.equal(seqblocks.generate(model, bytearray(b"abc"), 5)[0], expected[0])
+    assert all(map(torch.equal, seqblocks.generate(model, [b"abc", b"de"], 5), expected))
+    with pytest.raises(UsageError, match=r"not str: encode it, with text\.encode"):
+        seqblocks.generate(model, "abc", 5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"at least one token id, not torch\.int64"):
+        seqblocks.generate(model, b"", 5)
 
 
 def test_nothing_to_do() -> None:
@@ -322,7 +343,9 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ("text", {}, "a prompt is token ids, in a tensor or in lists, not str"),
+        ("text", {}, "a prompt is token ids, in a tensor or in lists, not str: encode it with the model's tokenizer"),
+        (b"text", {}, "bytes are the token ids of a model of 256 tokens, and this model has 13"),
+        ([b"a", b"bc"], {}, "bytes are the token ids of a model of 256 tokens, and this model has 13"),
         ([[1, 2], []], {}, "at least one token id"),
         (torch.zeros(1, 3), {}, "must be a sequence of at least one token id, not torch.float32"),
         (torch.tensor(3), {}, r"must be a sequence of at least one token id, not torch.int64 \[\]"),
@@ -406,12 +429,38 @@ def test_weights_that_a_callback_changes_are_used_from_the_next_token_on() -> No
     assert found[0].tolist() == expected
 
 
-def test_the_model_is_compared_with_its_plan_once_for_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_compared_with_its_plan_once_for_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = build("mamba_small"), []
     find = type(model)._stepper_for
     monkeypatch.setattr(type(model), "_stepper_for", lambda self, x: count.append(1) or find(self, x))
-    seqblocks.generate(model, prompt(), 9)
-    assert len(count) == 2  # for the prompt, and for the tokens
+    seqblocks.generate(model, prompt(), 2 * UNCHECKED + 2)
+    assert len(count) == 4  # for the prompt, the first token, and twice more
+
+
+def test_weights_that_another_thread_loads_are_used_within_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that a token reads in place would otherwise be new, and those that are prepared old, to the end."""
+    model, other, x, calls = build("mamba_small"), build("mamba_small"), prompt(1), 0
+    weights = {name: 1.5 * p for name, p in model.state_dict().items()}
+    logits_of = generation._logits
+
+    def logits_as_weights_are_loaded(y: Any, output: str | None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == UNCHECKED:  # those of the prompt are the first; the next token is compared
+            model.load_state_dict(weights)
+        return logits_of(y, output)
+
+    monkeypatch.setattr(generation, "_logits", logits_as_weights_are_loaded)
+    found = seqblocks.generate(model, x, 3 * UNCHECKED)
+    with torch.no_grad():
+        y, state = other(x, return_state=True)
+        expected, y = [], y[:, -1]
+        for count in range(1, 3 * UNCHECKED + 1):
+            if count == UNCHECKED:
+                other.load_state_dict(weights)
+            expected.append(int(y.argmax()))
+            y, state = other.step(torch.tensor(expected[-1:]), state)
+    assert found[0].tolist() == expected
 
 
 def test_moving_a_model_frees_its_old_weights() -> None:

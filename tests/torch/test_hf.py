@@ -21,6 +21,7 @@ import seqblocks
 import seqblocks.hf as hf
 from seqblocks.distributed import shard
 from seqblocks.errors import RunError, UsageError
+from seqblocks.hf import library
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.shards import Parts
 
@@ -276,6 +277,22 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(seqblocks.UnavailableError, match=r"pip install 'seqblocks\[hub\]'"):
         importlib.import_module("seqblocks.hf")
+
+
+def test_a_later_version_of_transformers_is_an_error_that_says_what_is_untested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for version in ("5.0.0", "5.23.0", "5.24.1", transformers.__version__):
+        library.check_version(version)
+    for version in ("5.25.0.dev0", "6.0"):
+        with pytest.raises(seqblocks.UnavailableError, match=f"up to 5.24, and {version} is installed"):
+            library.check_version(version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "7.1.0")
+    with pytest.raises(seqblocks.UnavailableError, match=r"Untested: .*`generate`.*'transformers<5\.25'"):
+        importlib.reload(library)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    after = f"<{library.LATEST[0]}.{library.LATEST[1] + 1}"
+    assert f"transformers>=5.0,{after}" in project, "pip should not install what is refused"
 
 
 # --- which classes fit -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 import seqblocks
 import seqblocks.hf as hf
 from seqblocks.errors import RunError, UsageError
+from seqblocks.hf.library import CACHE
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -134,6 +135,17 @@ def test_rejected_drafts_are_removed(model: Any) -> None:
     assert len(calls) < 14, "some drafts should be accepted"
 
 
+def test_drafts_take_pad_tokens_in_a_prompt_with_a_mask_for_tokens(small: Any) -> None:
+    x = torch.tensor([[5, 0, 7, 9, 0, 3, 0]])
+    options = {"pad_token_id": 0, "attention_mask": torch.ones_like(x), "max_new_tokens": 14}
+    expected = new_tokens(small, x, **options)
+    assert new_tokens(small, x, assistant_model=hf.wrap(built("mamba_small", 5)), **options) == expected
+    assert new_tokens(small, x, prompt_lookup_num_tokens=3, **options) == expected
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], 1)
+    options["attention_mask"] = torch.tensor([[0] * 2 + [1] * 7])
+    assert new_tokens(small, padded, assistant_model=hf.wrap(built("mamba_small", 5)), **options) == expected
+
+
 def test_draws(small: Any) -> None:
     x = prompt(2, 5)
     drawn = []
@@ -152,11 +164,23 @@ def test_a_cache_is_continued_and_not_changed(small: Any) -> None:
         cache = small(x[:, :8], use_cache=True).past_key_values
     for end in (9, 12, 12):
         tail = torch.cat([x[:, :8], prompt(1, end - 8, seed=end)], 1)
-        assert new_tokens(small, tail, past_key_values=cache) == new_tokens(small, tail)
+        assert new_tokens(small, tail, **{CACHE: cache}) == new_tokens(small, tail)
     first = small.generate(x, **GREEDY, return_dict_in_generate=True)
     assert first.past_key_values.get_seq_length() == 17
-    more = new_tokens(small, first.sequences, past_key_values=first.past_key_values)
+    more = new_tokens(small, first.sequences, **{CACHE: first.past_key_values})
     assert new_tokens(small, x, max_new_tokens=12)[0][6:] == more[0]
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # as of transformers 5.24
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_the_names_of_old_and_new_versions(small: Any, name: str) -> None:
+    x = prompt(1, 9)
+    with torch.no_grad():
+        cache = getattr(small(x[:, :8], use_cache=True), CACHE)
+        torch.testing.assert_close(small(x[:, 8:], **{name: cache}).logits, small(x).logits[:, 8:])
+    assert new_tokens(small, x, **{name: cache}) == new_tokens(small, x)
+    with pytest.raises(RunError, match="past_key_values and cache are two names of one argument"):
+        small(x[:, 8:], past_key_values=cache, cache=cache)
 
 
 def test_long_prompts_are_read_in_chunks(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +243,8 @@ def test_faults(small: Any) -> None:
         small.generate(x, pad_token_id=0, **GREEDY)
     with pytest.raises(UsageError, match="cache_implementation='static' is a cache of keys and values"):
         small.generate(x, cache_implementation="static", **GREEDY)
-    with pytest.raises(RunError, match="past_key_values must be a StateCache from an earlier call, not DynamicCache"):
-        small.generate(x, past_key_values=transformers.DynamicCache(), **GREEDY)
+    with pytest.raises(RunError, match=f"{CACHE} must be a StateCache from an earlier call, not DynamicCache"):
+        small.generate(x, **{CACHE: transformers.DynamicCache()}, **GREEDY)
     with pytest.raises(RunError, match="continuous batching needs a paged cache of keys and values"):
         small.generate_batch([[1, 2]])
     with pytest.raises(UsageError, match="generate takes a model from build, not SeqblocksForCausalLM"):
@@ -228,4 +252,4 @@ def test_faults(small: Any) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         small.generate(x, nonsense=3, **GREEDY)
     with pytest.raises(RunError, match="holds 1 sequences and the input 2"):
-        small.generate(x, past_key_values=small(x[:1, :3], use_cache=True).past_key_values, **GREEDY)
+        small.generate(x, **{CACHE: small(x[:1, :3], use_cache=True).past_key_values}, **GREEDY)

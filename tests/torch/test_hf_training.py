@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.modelcard import TrainingSummary
 
 import seqblocks
 import seqblocks.hf as hf
@@ -104,6 +106,46 @@ def test_activations_are_computed_again(done: tuple[Path, Trainer], tmp_path: Pa
     run = trainer(tmp_path, model, save_strategy="no")
     run.train()
     torch.testing.assert_close(losses(run), losses(done[1]), rtol=1e-5, atol=1e-5)
+
+
+def loss_of(folder: Path, model: Any, **options: Any) -> float:
+    run = trainer(folder, model.eval(), **options)
+    loss: torch.Tensor = run.compute_loss(model, {"input_ids": ROWS, "labels": ROWS})
+    return loss.item()
+
+
+def test_smoothed_labels_are_shifted(tmp_path: Path) -> None:
+    """The Trainer knows from a table of class names whether labels are those of the next token."""
+    model = hf.wrap(seqblocks.build_text(TEXT, seed=0))
+    plain = loss_of(tmp_path, model)
+    assert loss_of(tmp_path, model, label_smoothing_factor=1e-9) == pytest.approx(plain, rel=1e-5)
+    scores = -model(ROWS).logits[:, :-1].log_softmax(-1)
+    expected = 0.9 * plain + 0.1 * scores.mean().item()
+    assert loss_of(tmp_path, model, label_smoothing_factor=0.1) == pytest.approx(expected, rel=1e-5)
+
+
+def test_model_cards_name_the_task(tmp_path: Path) -> None:
+    images = hf.wrap(seqblocks.build("vil_digits", set={"dim": 16, "depth": 2}, seed=0))
+    texts = hf.wrap(seqblocks.build_text(TEXT, seed=0))
+    for model, task in ((images, "image-classification"), (texts, "text-generation")):
+        assert TrainingSummary.from_trainer(trainer(tmp_path, model)).tasks == task
+
+
+@pytest.mark.parametrize("name", ["hybrid_small", "jamba_small"])
+def test_the_trainer_decays_what_parameter_groups_does(tmp_path: Path, name: str) -> None:
+    model = hf.wrap(seqblocks.build(name, set={"dim": 16}, seed=0))
+    parametrize.register_parametrization(model.model.embed, "weight", torch.nn.Identity())
+    model.adapter = torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    run = trainer(tmp_path, model, weight_decay=0.1)
+    decayed, plain = ({id(p) for p in group["params"]} for group in model.model.parameter_groups())
+    added = model.adapter["linear"]
+    decayed.add(id(added.weight))
+    plain |= {id(added.bias), *map(id, model.adapter["norm"].parameters())}
+    run.create_optimizer()
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.1, 0]
+    assert [{id(p) for p in group["params"]} for group in run.optimizer.param_groups] == [decayed, plain]
+    other = torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    assert run.get_decay_parameter_names(other) == ["linear.weight"]
 
 
 def test_images_are_classified(tmp_path: Path) -> None:

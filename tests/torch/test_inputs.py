@@ -287,6 +287,8 @@ def _plain_call() -> Any:
         (lambda m, x, c: m.init_state(2, text=x, **c), "the input text streams"),
         (lambda m, x, c: m.init_state(2, picture=x, **c), "the model has no input 'picture'"),
         (lambda m, x, c: built(AGENT)(x, foo=x), "the model has no input 'foo': call model(x)"),
+        (lambda m, x, c: built(AGENT)(x, done=x), "no input 'done': pass resets, which is True at the first"),
+        (lambda m, x, c: built(AGENT)(x, attention_mask=x), "no input 'attention_mask': pass resets or cu_seqlens"),
         (lambda m, x, c: built(AGENT)(), "the model needs its input: call model(x)"),
         (lambda m, x, c: built(AGENT).init_state(2, foo=x), "the model has no input 'foo'"),
     ],

@@ -233,3 +233,20 @@ def test_building_does_not_wait_for_the_compiler(root) -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout
     before, after = output.split()
     assert after == before
+
+
+def test_an_interrupted_entry_leaves_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive right after the backend was set."""
+
+    class Interrupted:
+        backend = "auto"
+
+        def __setattr__(self, name: str, value: str) -> None:
+            super().__setattr__(name, value)
+            if value == "reference":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "_local", Interrupted())
+    with pytest.raises(KeyboardInterrupt), use_backend("reference"):
+        pass
+    assert dispatch.requested() == "auto"

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks.analysis import lookahead
+from seqblocks.checkpoint import hf_config
 from seqblocks.report import listing
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.testing import random_input
+from seqblocks.testing import check_lookahead, random_input
 
 HEAD = "seqblocks: 1\nmodel:\n  input: {features: 3, sample_rate: 8000}\n  steps: "
 FRAMES = "[{downsample: {factor: 4}}, {causal_conv: {kernel: 2}}, {upsample: {factor: 4}}]"
@@ -59,6 +61,50 @@ def test_latency_is_the_delay_of_a_stream(steps: str, latency: int, lookahead: i
     assert measured_lookahead(model, 24) == lookahead <= int(found.lookahead or 0)
 
 
+CENTRED = "{conv1d: {features: 3, kernel: 6, causal: false}}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "lookahead"),
+    [
+        ("[{scan: {order: reverse, steps: [{shift: 1}]}}]", 1),
+        ("[{scan: {order: [forward, reverse], merge: concat, steps: [{shift: 3}]}}]", 3),
+        ("[{scan: {order: reverse, steps: [{shift: 2}, token_shift, {causal_conv: {kernel: 3}}]}}]", 5),
+        ("[{scan: {order: reverse, steps: [{shift: 4}]}}, {shift: {by: 3, name: back}}]", 1),
+        (f"[{{scan: {{order: reverse, steps: [{CENTRED}]}}}}]", 3),
+        (f"[{CENTRED}]", 2),
+        ("[{scan: {order: reverse, steps: [{scan: {order: reverse, steps: [{shift: 2}]}}, {shift: 1}]}}]", 0),
+        ("[{scan: {order: reverse, steps: [{attention: {q: input, k: input, v: input, heads: 1, window: 3}}]}}]", 2),
+        ("[{downsample: 4}, {scan: {order: reverse, steps: [{shift: 1}]}}, {upsample: 4}]", 7),
+    ],
+)
+def test_the_lookahead_of_a_reverse_scan_is_measured_too(steps: str, lookahead: int) -> None:
+    model = seqblocks.build_text(HEAD + steps, dtype=torch.float64, seed=0).eval()
+    assert seqblocks.summarise(model).lookahead == lookahead == measured_lookahead(model, 24)
+
+
+def test_each_output_is_checked_against_its_own_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = "{scan: {from: input, order: reverse, steps: [{shift: 2}], as: later}}"
+    text = f"{HEAD}[{{linear: {{features: 2, as: now}}}}, {later}]\n  outputs: [later, now]"
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    check_lookahead(model)
+    wrong = {"later": lookahead.Ahead(extra=1, later=1), "now": lookahead.Ahead(extra=9, later=9)}
+    monkeypatch.setattr(lookahead, "of_outputs", lambda _: wrong)
+    with pytest.raises(AssertionError, match="lookahead 1 of later"):
+        check_lookahead(model)
+
+
+def test_a_second_head_that_looks_ahead_leaves_a_causal_language_model() -> None:
+    text = (
+        "seqblocks: 1\nmodel:\n  input: {tokens: 9}\n  steps: [{embed: {features: 4, as: h}}, {unembed: {as: logits}}, "
+        "{scan: {from: h, order: reverse, steps: [{shift: 1}]}}, {unembed: {name: second, as: mtp}}]\n"
+        "  outputs: [mtp, logits]\nexpect: {lookahead: {logits: 0, mtp: 1}}"
+    )
+    spec = seqblocks.load_text(text)[1]
+    assert hf_config.causal_lm_obstacle(spec) is None
+    assert not hf_config.is_causal(spec)  # as a whole
+
+
 def test_the_denoiser() -> None:
     model = seqblocks.build("centaurus_denoiser", dtype=torch.float64)
     with torch.no_grad():
@@ -82,7 +128,10 @@ def test_rate_and_lookahead_of_every_wire() -> None:
 
 
 def test_the_latency_without_streaming_is_the_lookahead() -> None:
-    whole = seqblocks.load_text(HEAD + "[{scan: {order: reverse, steps: [causal_conv]}}]")[1]
+    window = seqblocks.load_text(HEAD + "[{scan: {order: reverse, steps: [causal_conv]}}]")[1]
+    found = seqblocks.summarise(window)
+    assert (found.latency, found.latency_ms) == (3, pytest.approx(3 / 8))
+    whole = seqblocks.load_text(HEAD + "[{scan: {order: reverse, steps: [{position_embed: {length: 9}}]}}]")[1]
     vector = seqblocks.load_text(HEAD + "[causal_conv, pool]")[1]
     for model in (whole, vector):
         found = seqblocks.summarise(model)

@@ -49,8 +49,8 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save needs a model from seqblocks.build, not Linear"),
         (lambda: checkpoint.save(torch.compile(small()), "x"), "save the model in it, model.get_submodule"),
-        (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
-        (lambda: checkpoint.save(small(), "."), r"\. contains files that save did not write and would remove: "),
+        (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "a folder is written, but no/such/folder/x.pt"),
+        (lambda: checkpoint.save(small(), "."), r"\. is the working directory, which cannot be replaced\. Write"),
         (lambda: small().init_state("x"), "batch_size must be a number of sequences, not 'x'"),
         (lambda: small().stream(torch.ones(2, 3)), "batch_size must be a number of sequences, not Tensor$"),
         (lambda: small().init_state(2.0), "not 2.0"),
@@ -61,6 +61,14 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small().init_state(1, dtype="x"), "dtype x is not a supported dtype"),
         (lambda: small().parameter_groups("x"), "weight_decay must be a number, at least 0, not 'x'"),
         (lambda: small().parameter_groups(-1), "not -1"),
+        (lambda: small(dim=64), r'build_text has no argument .dim.: to change a value .* pass set={"dim": 64}$'),
+        (lambda: seqblocks.build("mamba_small", dim=64), r'^build has no argument .dim.: .* pass set={"dim": 64}$'),
+        (lambda: seqblocks.build("mamba_small", sed=1), "build has no argument 'sed': did you mean 'seed'"),
+        (lambda: seqblocks.build_model(small().spec, dim=6), r'build_model .* set={"dim": 6} to load_model$'),
+        (lambda: seqblocks.build_model(small().spec, set={}), "has no argument 'set': pass it to load_model$"),
+        (lambda: seqblocks.build("mamba_small", {"dim": 6}), r"^build takes only spec without a name: .* set=…, dev"),
+        (lambda: seqblocks.load(".", dim=64), r'^load has no argument .dim.: to change .* pass set={"dim": 64}$'),
+        (lambda: seqblocks.from_pretrained(".", dim=64), r'from_pretrained .* pass set={"dim": 64}$'),
         (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs an official state dict"),
     ],
 )
@@ -124,6 +132,65 @@ def test_an_input_of_another_dtype(model: str, given: str, message: str) -> None
         with pytest.raises(RunError, match=re.escape(message)) as caught:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+STEPS = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - linear: {features: 4}
+    - residual: [causal_conv]
+    - repeat: {times: 1, steps: [silu]}
+    - parallel: {branches: [a: [silu], b: [silu]], merge: sum}
+    - scan: {order: [forward, reverse], merge: sum, steps: [silu]}
+    - experts: {count: 2, top: 1, steps: [linear: 4]}
+"""
+KINDS = ["linear", "residual", "repeat", "parallel", "scan", "experts"]
+
+
+@pytest.mark.parametrize("name", [*KINDS, "residual.causal_conv"])
+def test_a_step_cannot_be_called_by_itself(name: str) -> None:
+    """Its arguments are not those of an ordinary module."""
+    module = seqblocks.build_text(STEPS).get_submodule(name)
+    x = torch.zeros(1, 3, 4)
+    for given, named in (([x], {}), ([x, x[0]], {}), ([x], {"state": None}), ([], {"x": x})):
+        with pytest.raises(RunError, match=r"is a step of a model.*cannot be called by itself. Call the model"):
+            module(*given, **named)
+
+
+@pytest.mark.parametrize("name", ["done", "attention_mask", "reset", "sate"])
+def test_unknown_arguments_of_streams(name: str) -> None:
+    model, x = small().eval(), torch.zeros(1, 4)
+    hint = r": (pass resets|call model)"
+    for call in (model.step, model.stream(1).step, lambda x, **named: model.stream(1).read(x[None], **named)):
+        with pytest.raises(RunError, match=f"the model has no input '{name}'{hint}"):
+            call(x, **{name: torch.zeros(1)})
+
+
+def test_a_step_takes_no_context() -> None:
+    text = "{seqblocks: 1, model: {inputs: {q: {features: 4}, m: {features: 4}}, steps: [%s]}}"
+    model = seqblocks.build_text(text % "cross_attention: {q: q, k: m, v: m, heads: 2}")
+    for name, message in (("m", r"does not take m, .* = model.init_state\(batch, m=…\)$"), ("q", "q by position")):
+        with pytest.raises(RunError, match=message):
+            model.step(torch.zeros(1, 4), **{name: torch.zeros(1, 2, 4)})
+
+
+@pytest.mark.parametrize("result", [lambda y: y[0], lambda y: [*y], lambda y: (y[0],)])
+@pytest.mark.parametrize("name", ["linear", "residual", "repeat.0", "scan", "experts.router", "residual.causal_conv"])
+def test_a_hook_that_returns_no_pair(name: str, result: Callable[[Any], Any]) -> None:
+    model = seqblocks.build_text(STEPS)
+    model.get_submodule(name).register_forward_hook(lambda module, inputs, output: result(output))
+    with pytest.raises(RunError, match=rf"^{name.rpartition('.')[2]}: a forward hook returned (Tensor|list|tuple)"):
+        model(torch.zeros(1, 3, 4))
+
+
+@torch.no_grad()
+def test_a_hook_that_returns_no_pair_in_a_stream() -> None:
+    model = small().eval()
+    model.causal_conv.register_forward_hook(lambda module, inputs, output: output[0])
+    with pytest.raises(RunError, match=r"^causal_conv: a forward hook returned Tensor, and a step returns"):
+        model.step(torch.zeros(1, 4))
 
 
 def test_autocast_converts_all_but_float64() -> None:
@@ -321,3 +388,30 @@ def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
         "assert {'testing', 'checkpoint', 'state', 'kernels', 'build'} <= set(dir(seqblocks))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+LONG, ODD = "x" * 100_000, "a\x1b[31mb\u202e"
+ECHOING: dict[str, Callable[[seqblocks.SequenceModel, Any], object]] = {
+    "device": lambda model, value: seqblocks.build("mamba_small", device=value),
+    "dtype": lambda model, value: seqblocks.build("mamba_small", dtype=value),
+    "seed": lambda model, value: seqblocks.build("mamba_small", seed=value),
+    "dtype of a summary": lambda model, value: seqblocks.summarise(model, value),
+    "batch size": lambda model, value: model.init_state(value),
+    "state": lambda model, value: model(torch.zeros(1, 2, dtype=torch.long), state={value: {}}),
+    "number of tokens": lambda model, value: seqblocks.generate(model, [1, 2], value),
+    "auxiliary loss": lambda model, value: model.auxiliary_losses(value),
+    "folder to load": lambda model, value: seqblocks.load(value),
+    "pretrained folder": lambda model, value: seqblocks.from_pretrained(value),
+}
+
+
+@pytest.mark.parametrize("what", ECHOING)
+def test_an_error_that_echoes_a_value_is_readable(what: str) -> None:
+    """It is short, and shows control characters and those that change the direction of text as escapes."""
+    model = seqblocks.build("mamba_small", set={"dim": 16, "depth": 1}, device="meta")
+    for value in (LONG, ODD):
+        with pytest.raises(seqblocks.SeqblocksError) as caught:
+            ECHOING[what](model, value)
+        text = str(caught.value)
+        assert len(text) <= 2000
+        assert all(line.isprintable() for line in text.split("\n"))

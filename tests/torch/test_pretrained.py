@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
@@ -162,6 +161,36 @@ def test_weights_of_transformers_survive_a_round_trip_bit_for_bit(family: str, s
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["save", "load and save", "save_pretrained"])
+def test_a_model_goes_back_to_transformers_after_training(way: str, tmp_path: Path) -> None:
+    """Its config.json is kept, with the dtype of the new weights; without one, transformers builds its default model.
+    """
+    theirs = peer("mamba", 0, torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = seqblocks.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    ids = torch.randint(0, theirs.config.vocab_size, (1, 9))
+    ours(ids).square().mean().backward()
+    torch.optim.SGD(ours.parameters(), 0.1).step()
+    if way == "save_pretrained":
+        from seqblocks.hf import wrap
+
+        wrap(ours).save_pretrained(tmp_path / "ours")
+    else:
+        seqblocks.save(ours, tmp_path / "ours")
+    if way == "load and save":
+        seqblocks.save(seqblocks.load(tmp_path / "ours"), tmp_path / "ours")
+    convert(tmp_path / "ours", "hub", tmp_path / "back")
+    again, report = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert [key for key, names in report.items() if names] == []
+    assert again.dtype == torch.float32
+    before, after = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("theirs", "back"))
+    assert after == {**before, "dtype": "float32"}
+    with torch.no_grad():
+        expected = ours(ids)
+        assert (again.eval()(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_head_in_the_file_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     """transformers never ties xLSTM's head, whatever its config says."""
     model = peer("xlstm", 0, torch.float32, mode="train", tie_word_embeddings=True)
@@ -177,137 +206,6 @@ def test_a_head_in_the_file_that_differs_from_the_embedding_is_not_tied(tmp_path
 
 
 # --- without transformers -------------------------------------------------------------------------------------------
-
-MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "time_step_rank": 3}
-OFFICIAL = {
-    "d_model": 16, "n_layer": 2, "vocab_size": 11, "rms_norm": True, "ssm_cfg": {"dt_rank": 3, "layer": "Mamba1"}
-}  # fmt: skip
-XLSTM = {
-    "model_type": "xlstm", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "num_heads": 2,
-    "ffn_round_up_to_multiple_of": 8
-}  # fmt: skip
-FALCON = {**MAMBA, "model_type": "falcon_mamba"}
-MAMBA2 = {**MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 8, "n_groups": 2}
-ATTENTION = {**MAMBA, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
-GRIFFIN = {**ATTENTION, "model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]}
-QWEN = {
-    **ATTENTION, "model_type": "qwen3_next", "head_dim": 16, "linear_key_head_dim": 8, "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "full_attention_interval": 2,
-}  # fmt: skip
-OLMO = {**ATTENTION, "model_type": "olmo_hybrid"}
-KIMI = {
-    **ATTENTION, "model_type": "kimi_linear", "num_experts": 3, "num_experts_per_token": 2, "moe_intermediate_size": 8,
-    "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 2},
-}  # fmt: skip
-JAMBA = {**ATTENTION, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 3}
-BAMBA = {**ATTENTION, "model_type": "bamba", "mamba_n_heads": 4, "attn_layer_indices": [0]}
-ZAMBA = {
-    **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
-    "n_mamba_heads": 4,
-}  # fmt: skip
-GLA = {**MAMBA, "model_type": "gla", "num_heads": 2}
-KINDS = ("gla", "retnet", "delta_net", "gated_deltanet", "kda", "linear_attn", "gated_deltaproduct")
-FLA = [{**GLA, "model_type": kind} for kind in KINDS]
-FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
-
-
-CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
-ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
-MORE = {  # optional entries of a config
-    "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
-    "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
-    "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand", "initializer_range",
-    "time_step_min", "time_step_floor", "time_step_scale", "rescale_prenorm_residual", "w_init_variance_scale",
-    "linear_a_log_max", "linear_dt_min",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
-def test_no_config_ends_in_a_traceback(config: dict[str, Any]) -> None:
-    for key in {*config, *MORE}:
-        for value in ODD:
-            with contextlib.suppress(seqblocks.UsageError):
-                assert families.spec_text({**config, key: value}).startswith("seqblocks: 1")
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
-def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
-    text = families.spec_text(config)
-    model = seqblocks.build_text(text)
-    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "attention"])
-def test_a_recurrent_gemma_may_have_one_kind_of_layer(kind: str) -> None:
-    model = seqblocks.build_text(families.spec_text({**GRIFFIN, "block_types": [kind]}), device="meta")
-    names = {name.split(".")[5] for name, _ in model.named_parameters() if "mixer" in name}
-    assert names == {"griffin_mixer" if kind == "recurrent" else "attention_mixer"}
-
-
-def test_the_blocks_of_an_xlstm_are_those_of_num_blocks() -> None:
-    """transformers reads num_hidden_layers only where num_blocks is null; its default is 32."""
-    for depths, count in (({"num_blocks": 3}, 3), ({"num_blocks": None}, 2), ({}, 2)):
-        model = seqblocks.build_text(families.spec_text({**XLSTM, **depths}), device="meta")
-        assert len(model.blocks) == count
-
-
-def test_official_configs_have_the_size_of_the_releases() -> None:
-    """mamba-130m and mamba2-130m pad their vocabularies to multiples of 8 and 16; this test uses a smaller state space.
-    """
-    config = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "rms_norm": True}
-    second = {**config, "pad_vocab_size_multiple": 16, "ssm_cfg": {"layer": "Mamba2"}}
-    small = {**second, "n_layer": 1, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 768, "rmsnorm": False, "D_has_hdim": True}}
-    layer = 768 * (2 * 768 + 2 * 768 + 2 * 128 + 12) + 5 * (768 + 256) + 2 * 12 + 768 + 1536 * 768 + 768
-    for some, count in ((config, 129_135_360), (second, 128_989_632), (small, 50288 * 768 + layer + 768)):
-        model = seqblocks.build_text(families.spec_text(some), device="meta")
-        assert sum(parameter.numel() for parameter in model.parameters()) == count
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ([], "config.json is not a mapping"),
-        ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
-        ({"model_type": "bert"}, "of model_type 'bert', but"),
-        ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
-        ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
-        ({**MAMBA, "vocab_size": None}, "vocab_size must be a whole number, not None"),
-        ({"model_type": "mamba"}, "hidden_size must be a whole number, not None"),
-        ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', but seqblocks only supports 'silu'"),
-        ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, but expand \* hidden_size is 32"),
-        ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
-        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "'Mamba3', but seqblocks only supports 'Mamba1' or 'Mamba2'"),
-        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1]}}, r"must be two numbers of at least 0, not \[1"),
-        ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], but"),
-        ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
-        ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, but expand \* hidden_size is 32"),
-        ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"must be two numbers of at least 0, not \[0\."),
-        ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', but seqblocks only supports"),
-        ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', but seqblocks only supports"),
-        ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, but seqblocks only supports"),
-        ({**GRIFFIN, "rope_parameters": 3}, "rope_parameters is not a mapping"),
-        ({**QWEN, "attention_bias": True}, "attention_bias is True, but seqblocks only supports False"),
-        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
-        ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, but seqblocks only supports 1"),
-        ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False, but seqblocks only supports True"),
-        ({**JAMBA, "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, but seqblocks only supports"),
-        ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
-        ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
-        ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, but mamba_expand \* hidden_size is 32"),
-        ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
-        ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, but num_hidden_layers is 2"),
-        ({**GLA, "use_short_conv": True}, "use_short_conv is True, but seqblocks only supports False"),
-        ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', but seqblocks only"),
-        ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, but seqblocks only supports None"),
-        ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], but seqb"),
-    ],
-)
-def test_unsupported_configs(config: Any, message: str, tmp_path: Path) -> None:
-    safetensors.save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(seqblocks.UsageError, match=message):
-        seqblocks.from_pretrained(tmp_path)
-
 
 SPEC = """
 seqblocks: 1
@@ -422,6 +320,19 @@ checkpoint: {first: second, second: first}
 """
 
 
+def test_a_config_beside_the_weights_is_kept_whatever_spec_reads_them(tmp_path: Path, spec: Path) -> None:
+    place = write(tmp_path / "w", "safetensors", tensors())
+    for text in ('{"n_embd": 4}', "[1]", "{}"):
+        (place / "config.json").write_text(text)
+        seqblocks.save(seqblocks.from_pretrained(place, spec), tmp_path / "m")
+        kept = json.loads((tmp_path / "m" / "config.json").read_text()).get("converted_from")
+        assert kept == ({"n_embd": 4} if "n_embd" in text else None)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    for damaged in (json.dumps({**config, "converted_from": 3}), "{"):  # `load` needs nothing of it
+        (tmp_path / "m" / "config.json").write_text(damaged)
+        seqblocks.load(tmp_path / "m")
+
+
 @pytest.mark.parametrize("place", ["m", "m/model.safetensors"])
 @pytest.mark.parametrize("with_spec", [False, True])
 def test_a_checkpoint_map_does_not_apply_to_weights_of_ours(tmp_path: Path, place: str, with_spec: bool) -> None:
@@ -473,11 +384,12 @@ def test_weights_of_ours_can_be_loaded_in_part(tmp_path: Path, spec: Path) -> No
 
 
 def test_a_model_that_was_read_can_be_saved(tmp_path: Path) -> None:
-    text = families.spec_text(MAMBA)
+    config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11}
+    text = families.spec_text(config)
     model = seqblocks.build_text(text)
     found = {name: tensor for name, tensor in named(model).items() if name != "lm_head.weight"}
     place = write(tmp_path / "w", "safetensors", found)
-    (place / "config.json").write_text(json.dumps(MAMBA))
+    (place / "config.json").write_text(json.dumps(config))
     again = seqblocks.from_pretrained(place)
     seqblocks.save(again, tmp_path / "m")
     assert torch.equal(seqblocks.load(tmp_path / "m")(torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
@@ -599,65 +511,3 @@ def test_the_folder_of_a_bundled_model(tmp_path: Path) -> None:
     spec = check.load_model("mamba_130m", changes)
     assert seqblocks.from_pretrained(tmp_path / "w", spec).spec is spec
     assert folder.WHOLE == "model.safetensors"
-
-
-ROPE = [
-    {**top, **below}
-    for top in ({}, {"rope_theta": 5e5}, {"rope_theta": None})
-    for below in (
-        {}, {"rope_parameters": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}, {"rope_parameters": {"rope_theta": None}},
-    )
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_rotary_positions_of_olmo_are_those_that_transformers_reads(tmp_path: Path) -> None:
-    library = transformers()
-    for entries in ROPE:
-        config = {**OLMO, **entries}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        theirs = (library.AutoConfig.from_pretrained(tmp_path).rope_parameters or {}).get("rope_theta")
-        assert f"rotary: {theirs or 0}," in families.spec_text(config), entries
-
-
-def test_the_rotary_share_of_bamba_is_read_only_below_rope_parameters() -> None:
-    """The values match those that transformers reads."""
-    usual = families.spec_text({**BAMBA, "num_attention_heads": 1})
-    assert "turned: 8," in usual
-    assert families.spec_text({**BAMBA, "num_attention_heads": 1, "partial_rotary_factor": 1.0}) == usual
-    below = {"rope_parameters": {"partial_rotary_factor": 1.0}}
-    assert "turned: 16," in families.spec_text({**BAMBA, "num_attention_heads": 1, **below})
-
-
-@pytest.mark.parametrize(
-    ("config", "alias", "name", "value"),
-    [
-        (KIMI, "norm_topk_prob", "moe_renormalize", False),
-        (KIMI, "n_shared_experts", "num_shared_experts", 2),
-        (KIMI, "num_local_experts", "num_experts", 3),
-        (KIMI, "num_experts_per_tok", "num_experts_per_token", 1),
-        (JAMBA, "num_local_experts", "num_experts", 5),
-        (GRIFFIN, "sliding_window", "attention_window_size", 4),
-        (ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
-    ],
-)  # fmt: skip
-def test_second_names_of_entries_are_read(config: dict[str, Any], alias: str, name: str, value: Any) -> None:
-    without = {key: entry for key, entry in config.items() if key != name}
-    expected = families.spec_text({**without, name: value})
-    assert families.spec_text({**without, alias: value}) == expected
-    assert families.spec_text({**without, alias: value, name: value}) == expected
-    other = [*value, "mamba"] if isinstance(value, list) else value + 1
-    with pytest.raises(seqblocks.UsageError, match=f"{alias} is .* and {name} is .*: these are two names of one entry"):
-        families.spec_text({**without, alias: value, name: other})
-
-
-def test_groups_of_experts_are_refused_by_either_name() -> None:
-    with pytest.raises(seqblocks.UsageError, match="num_expert_group is 8, but seqblocks only supports 1"):
-        families.spec_text({**KIMI, "n_group": 8})
-
-
-def test_second_names_are_those_of_transformers() -> None:
-    mapping = transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    for family, names in families.ALIASES.items():
-        assert names.items() <= mapping[family].attribute_map.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,36 @@ def test_logits_and_weights_are_those_of_transformers(
     before, after = weights_in(place), weights_in(tmp_path / "back")
     assert before.headers.keys() == after.headers.keys()
     assert all(torch.equal(before.read(name), after.read(name)) for name in before.headers)
+
+
+ONE_EXPERT = {"num_experts_per_tok": 1, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [
+        ("jamba", {"expert_layer_period": 1, "expert_layer_offset": 0, "num_experts": 3}),
+        ("qwen3_next", {**ONE_EXPERT, "num_experts": 3, "mlp_only_layers": []}),
+        ("qwen3_next", {**ONE_EXPERT, "num_experts": 1, "mlp_only_layers": []}),
+        ("kimi_linear", {**ONE_EXPERT, "mlp_layer_types": ["sparse"] * 3}),
+    ],
+)
+def test_experts_in_every_layer_or_one_per_token(family: str, entries: dict[str, Any], tmp_path: Path) -> None:
+    """A router that is not trained is a warning; the model loads."""
+    model = peer(family, 0, torch.float32, **entries)
+    model.save_pretrained(tmp_path / "theirs")
+    if "norm_topk_prob" in entries:
+        with pytest.warns(seqblocks.SpecWarning, match="W905"):
+            ours = seqblocks.from_pretrained(tmp_path / "theirs").eval()
+    else:
+        ours = seqblocks.from_pretrained(tmp_path / "theirs").eval()
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert (ours(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    seqblocks.checkpoint.convert(tmp_path / "theirs", DRAWN[family][2], tmp_path / "back")
+    before, after = weights_in(tmp_path / "theirs"), weights_in(tmp_path / "back")
+    assert before.headers.keys() == after.headers.keys()
 
 
 @pytest.mark.parametrize(("family", "seed"), CASES)

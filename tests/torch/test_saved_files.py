@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import seqblocks
 from seqblocks import load, save
@@ -24,6 +25,7 @@ from tests.torch.saved import SHARDS, TEXT, WHOLE, contents, model, names, same
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 
+HUGE = f"{'9' * 5000}GB"
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, which this system lacks")
 
 
@@ -66,11 +68,21 @@ def test_the_size_of_shards(path: Path, size: Any, files: int) -> None:
     assert same(load(path), model())
 
 
-@pytest.mark.parametrize("size", [0, -1, "5 gigabytes", "GB", True, None, "0.1"])
+@pytest.mark.parametrize("size", [0, -1, "5 gigabytes", "GB", True, None, "0.1", f"{HUGE}x"])
 def test_invalid_sizes(path: Path, size: Any) -> None:
     with pytest.raises(seqblocks.UsageError, match="the shard size must be a number of bytes, such as"):
         save(model(), path, shard_size=size)
     assert not path.exists()
+
+
+def test_a_size_may_have_any_number_of_digits(path: Path) -> None:
+    for size in (10**5000, HUGE):
+        save(model(), path, shard_size=size)
+    with pytest.raises(seqblocks.UsageError) as caught:
+        save(model(), path, shard_size=f"{HUGE}x")
+    assert len(str(caught.value)) < 200
+    with pytest.raises(seqblocks.UsageError, match="the shard size must be a number of bytes"):
+        save(model(), path, shard_size=-(10**5000))
 
 
 def test_a_missing_library_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,33 +130,167 @@ def test_save_refuses_files(tmp_path: Path) -> None:
                 call()
 
 
-def test_files_of_others_are_not_removed(path: Path) -> None:
-    path.mkdir()
-    save(model(), path)  # an empty folder is accepted
-    (path / "notes.txt").write_text("mine")
-    with pytest.raises(seqblocks.UsageError, match=r"save did not write and would remove: notes\.txt\. Save to"):
+OTHERS = {"optimizer.pt": "state", "runs/events": "log"}
+
+
+def put_others(path: Path) -> None:
+    for name, text in OTHERS.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    (path / "latest").symlink_to("runs")
+
+
+def others_of(path: Path) -> dict[str, str]:
+    assert (path / "latest").readlink() == Path("runs")
+    return {name: (path / name).read_text() for name in OTHERS}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_files_of_others_stay(path: Path, replacement: str, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on systems without hard links."""
+    if not links:
+        monkeypatch.setattr(os, "link", fail)
+    put_others(path)
+    numbers = [(path / name).stat().st_ino for name in ("optimizer.pt", "runs")]
+    for seed in (1, 2, 3):
+        save(model(seed), path, shard_size=(100 if seed == 2 else "5GB"))
+        assert same(load(path), model(seed))
+        assert others_of(path) == OTHERS
+        own = sorted([*SHARDS, "config.json"] if seed == 2 else WHOLE)
+        assert names(path) == sorted([*own, *{name.split("/")[0] for name in OTHERS}, "latest"])
+        assert names(path.parent) == ["m"]
+        assert [(path / name).stat().st_ino for name in ("optimizer.pt", "runs")] == numbers, "moved, not copied"
+    monkeypatch.chdir(path)
+    with pytest.raises(seqblocks.UsageError, match=r"^\. is the working directory, which cannot be replaced"):
+        save(model(), ".")
+    monkeypatch.chdir(path / "runs")
+    save(model(4), "..")
+    assert same(load(".."), model(4))
+    assert Path("events").read_text() == "log", "the working directory is still the same folder"
+
+
+def test_files_of_others_are_never_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the new folder takes the place of the old one, it has them already."""
+    save(model(), path)
+    put_others(path)
+    place, found = writing._place, []
+
+    def placed(folder: Path, target: Path, prefix: str) -> None:
+        found.extend(names(folder))
+        place(folder, target, prefix)
+
+    monkeypatch.setattr(writing, "_place", placed)
+    save(model(1), path)
+    files = {name for name in OTHERS if "/" not in name}
+    assert files
+    assert files <= {*found}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_working_directory_is_not_replaced(saved: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it has no files of others."""
+    if saved:
+        save(model(), path)
+    else:
+        path.mkdir()
+    monkeypatch.chdir(path)
+    for same_folder in (".", path, "../m"):
+        with pytest.raises(seqblocks.UsageError, match="is the working directory, which cannot be replaced"):
+            save(model(1), same_folder)
+    assert Path.cwd() == path.resolve()
+    assert names(path) == (WHOLE if saved else [])
+
+
+def test_models_of_others_are_not_replaced(path: Path) -> None:
+    save(model(), path)
+    (path / RECORD).unlink()
+    message = r"was not written by save: it has no seqblocks\.json, but model\.safetensors, which would be replaced"
+    with pytest.raises(seqblocks.UsageError, match=message):
         save(model(1), path)
-    assert names(path) == sorted([*WHOLE, "notes.txt"])
-    assert same(load(path), model())
-    (path / "notes.txt").unlink()
-    (path / RECORD).unlink()  # weights written by another program
-    with pytest.raises(seqblocks.UsageError, match=r"was not written by save: it has no seqblocks\.json"):
+    (path / "model.safetensors").unlink()
+    save(model(1), path)  # the same spec, and a config.json of seqblocks
+    for name, text in (("spec.yaml", "seqblocks: 1"), ("config.json", '{"model_type": "gla"}'), ("config.json", "[]")):
+        (path / RECORD).unlink()
+        (path / "model.safetensors").unlink()
+        (path / name).write_text(text)
+        with pytest.raises(seqblocks.UsageError, match=f"has no seqblocks.json, but {name}, which would be replaced"):
+            save(model(1), path)
+        (path / name).unlink()
         save(model(1), path)
+
+
+def test_folders_above_are_created(tmp_path: Path) -> None:
+    save(model(), tmp_path / "a" / "b" / "m")
+    assert same(load(tmp_path / "a" / "b" / "m"), model())
+    (tmp_path / "file").touch()
+    with pytest.raises(seqblocks.UsageError, match="cannot be written: Not a directory"):
+        save(model(), tmp_path / "file" / "m")
+
+
+def test_the_name_of_a_file_is_refused(tmp_path: Path) -> None:
+    for name in ("m.pt", "m.pth", "m.safetensors", "m.bin"):
+        with pytest.raises(seqblocks.UsageError, match=rf"a folder is written, but .*{name} is the name of a fi.*/m$"):
+            save(model(), tmp_path / "new" / name)
+    assert names(tmp_path) == []
+    (tmp_path / "m.pt").mkdir()  # an existing folder is one
+    save(model(), tmp_path / "m.pt")
+
+
+def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(seqblocks.UsageError, match="m cannot be written: No such file"):
+        save(model(), "m")
+
+
+def test_extra_belongs_to_the_model(path: Path) -> None:
+    each = model()
+    optimizer = torch.optim.AdamW(each.parameters())
+    each(torch.ones(1, 2, 4)).sum().backward()
+    optimizer.step()
+    save(each, path, extra={"optimizer": optimizer.state_dict(), "step": 7})
+    found = torch.load(path / "seqblocks.extra.pt")
+    assert found["step"] == 7
+    again = torch.optim.AdamW(load(path).parameters())
+    again.load_state_dict(found["optimizer"])
+    pairs = zip(again.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in pairs)
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    for wrong in ({"f": lambda: 3}, {"file": (x for x in [1])}, {"deep": deep}):
+        with pytest.raises(seqblocks.UsageError, match="extra cannot be stored"):
+            save(model(1), path, extra=wrong)
+    with pytest.raises(seqblocks.UsageError, match="extra must be a mapping, such as"):
+        save(model(1), path, extra=[1])
+    assert same(load(path), each)
+    save(model(1), path)
+    assert names(path) == WHOLE, "that of another model is removed"
 
 
 def test_files_added_to_the_old_folder_meanwhile_are_not_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(model(), path)
+    (path / "runs").mkdir()
+    (path / "step").write_text("1")
     exchange = writing._exchange
 
     def meanwhile(a: Path, b: Path) -> bool:
-        (b / "runs").mkdir()
         (b / "runs" / "log.txt").write_text("new")
-        return exchange(a, b)
+        (b / "more").write_text("new")
+        (b / "next").write_text("2")
+        os.replace(b / "next", b / "step")
+        exchanged = exchange(a, b)
+        (b / "runs").mkdir()
+        (b / "runs" / "other.txt").write_text("newer")
+        return exchanged
 
     monkeypatch.setattr(writing, "_exchange", meanwhile)
     save(model(1), path)
     assert same(load(path), model(1))
-    assert [each.read_text() for each in path.parent.glob("**/log.txt")] == ["new"]
+    found = {name: (path / name).read_text() for name in ("runs/log.txt", "runs/other.txt", "more", "step")}
+    assert found == {"runs/log.txt": "new", "runs/other.txt": "newer", "more": "new", "step": "2"}
+    assert names(path.parent) == ["m"]
 
 
 def test_the_mode_is_the_umask_s_or_the_old_one_s(path: Path) -> None:
@@ -265,11 +411,11 @@ def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
     """The library's own error would be different."""
     resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
     handler = signal.getsignal(signal.SIGXFSZ)
-    for count in (10, 300):
+    for count, more in ((10, {}), (300, {}), (3000, {"extra": {"state": torch.zeros(999)}})):
         before = limited(count, signal.SIG_IGN)
         try:
             with pytest.raises(OSError, match="File too large"):
-                save(model(), path)
+                save(model(), path, **more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
@@ -299,7 +445,7 @@ def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, replace
 
 
 OPERATIONS = [
-    *((os, name) for name in ("mkdir", "open", "chmod", "fsync", "rename", "unlink", "rmdir")),
+    *((os, name) for name in ("mkdir", "open", "chmod", "fsync", "rename", "unlink", "rmdir", "link", "replace")),
     (writing, "_exchange"), (folder, "_save_file"), (Path, "write_bytes"), (Path, "write_text"),
 ]  # fmt: skip
 
@@ -329,16 +475,17 @@ def one_of_both(path: Path) -> int:
     return seed
 
 
-def fail(*_: Any) -> None:
+def fail(*_: Any, **__: Any) -> None:
     raise OSError(5, "Input/output error")
 
 
 def test_any_operation_that_fails_loses_nothing(path: Path, replacement: str) -> None:
+    put_others(path)
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
         done = count_operations(patch, lambda at: None)
         save(model(2), path, shard_size=100)
-    assert {"mkdir", "chmod", "fsync", "_save_file", "write_text", "unlink", "rmdir"} <= set(done)
+    assert {"mkdir", "chmod", "fsync", "_save_file", "write_text", "unlink", "rmdir", "link", "rename"} <= set(done)
     for at in range(1, len(done) + 1):
         save(model(1), path)
         with pytest.MonkeyPatch.context() as patch:
@@ -352,11 +499,13 @@ def test_any_operation_that_fails_loses_nothing(path: Path, replacement: str) ->
         seed = one_of_both(path)
         assert seed == 2 or not saved, f"{done[at - 1]}: reported as saved"
         save(model(2), path)
+        assert others_of(path) == OTHERS
         assert names(path.parent) == ["m"], f"{done[at - 1]}: files were left"
 
 
 @needs_fork
 def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, replacement: str) -> None:
+    put_others(path)
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
         done = count_operations(patch, lambda at: None)
@@ -371,7 +520,9 @@ def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, repl
 
         assert os.waitpid(child(work), 0)[1] == signal.SIGKILL
         one_of_both(path)
+        assert (writing.current(path) / "optimizer.pt").read_text() == "state"
         save(model(2), path)
+        assert others_of(path) == OTHERS
         assert one_of_both(path) == 2
         assert names(path.parent) == ["m"], f"{done[at - 1]}: files were left"
 

@@ -21,6 +21,7 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.stepping import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
+    EXPERTS,
     GATES,
     LINEAR,
     SMALL,
@@ -38,7 +39,11 @@ from tests.torch.planned import (
     load_others,
     parametrize_last,
     replace_last,
+    set_class,
+    set_class_of_block,
+    set_class_of_model,
     set_data,
+    set_op,
     steps,
     tokens,
 )  # fmt: skip
@@ -218,7 +223,11 @@ def test_a_state_of_the_past_is_not_changed() -> None:
     torch.testing.assert_close(state, before, rtol=0, atol=0)
 
 
-CHANGES = [add_to_all, load_others, assign_others, replace_last, parametrize_last, hook_block, hook_inside, set_data]
+SEEN = [
+    add_to_all, load_others, assign_others, replace_last, parametrize_last, hook_block, hook_inside, set_class,
+    set_class_of_block, set_class_of_model, set_op,
+]  # fmt: skip
+CHANGES = [*SEEN, set_data]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -228,6 +237,30 @@ def test_a_changed_model_is_planned_again(change: Any) -> None:
     change(model)
     after, _ = steps(model)
     assert (after - before).abs().max() > 1e-3
+    assert_follows(model)
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_a_change_applies_from_the_next_token_on(change: Any) -> None:
+    model, x = build(), tokens()
+    _, state = steps(model)
+    change(model)
+    with torch.no_grad():
+        y, _ = model.step(x[:, 0], state)
+        expected, _ = model(x[:, :1], state=state, return_state=True)
+    torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["p", "q", "s"])
+def test_another_op_of_a_step_that_is_computed_with_others_is_used_from_the_next_token_on(name: str) -> None:
+    model, x = build(CONVOLUTIONS), tokens()
+    _, state = steps(model)
+    module: Any = model.get_submodule(name)
+    module.op = module.op.model_copy(update={"activation": "none"})
+    with torch.no_grad():
+        y, _ = model.step(x[:, 0], state)
+        expected, _ = model(x[:, :1], state=state, return_state=True)
+    torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-10)
     assert_follows(model)
 
 
@@ -253,7 +286,8 @@ def test_an_update_by_a_fused_optimiser_applies_from_the_next_token_on(optimizer
         y, _ = model.step(x[:, 0], state)
         expected, _ = model(x[:, :1], state=state, return_state=True)
     torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-10)
-    assert model._stepper is plan
+    assert model._stepper
+    assert model._stepper._make_run is plan._make_run  # the plan is not made again
 
 
 def test_a_compiled_optimiser_is_compiled_once() -> None:
@@ -273,11 +307,13 @@ def test_a_new_stream_computes_derived_values_again_without_a_new_plan(spec: str
     model = build(spec)
     steps(model)
     plan = model._stepper
+    assert plan is not None
     for parameter in model.parameters():
         parameter.data.add_(0.1)
     model.init_state(2)
     assert_follows(model)
-    assert model._stepper is plan is not None
+    assert model._stepper
+    assert model._stepper._make_run is plan._make_run
 
 
 def _to_float64(model: SequenceModel) -> None:
@@ -330,20 +366,6 @@ def test_torchs_default_device_is_not_used() -> None:
         with torch.device("meta"):
             y, _ = model.step(x)
         torch.testing.assert_close(y, model(x[:, None])[:, 0])
-
-
-EXPERTS = """
-seqblocks: 1
-model:
-  input: {tokens: 11}
-  steps:
-    - embed: {features: 8, as: h}
-    - linear: {features: 4, as: a}
-    - linear: {from: h, features: 4, as: b}
-    - add: {with: a}
-    - experts: {count: 3, top: 1, steps: [{experts: {count: 2, top: 2, steps: [{linear: 4}]}}]}
-    - unembed
-"""
 
 
 @pytest.mark.parametrize("spec", [SPEC, EXPERTS], ids=["mixers", "experts"])

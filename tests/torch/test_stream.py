@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import seqblocks
 from seqblocks.runtime import cuda_graph
@@ -39,7 +40,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches on any other than the current device run at once, and a replay would not repeat them."""
-    current, calls = [torch.device("cuda", 0)], []
+    current, calls, modes = [torch.device("cuda", 0)], [], set()
 
     @contextlib.contextmanager
     def switched(device: torch.device) -> Iterator[None]:
@@ -47,8 +48,9 @@ def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.Mon
         yield
         current.pop()
 
-    def note(*args: Any) -> Any:
+    def note(*args: Any, **options: Any) -> Any:
         calls.append(current[-1].index)
+        modes.update(options.values())
         return mock.MagicMock()
 
     monkeypatch.setattr(torch.cuda, "device", switched)
@@ -58,6 +60,7 @@ def test_a_graph_is_recorded_on_the_device_of_the_stream(monkeypatch: pytest.Mon
     assert len(calls) > 6
     assert {*calls} == {1}
     assert len(current) == 1
+    assert modes == {"thread_local"}  # calls in other threads do not end the capture
 
 
 def by_hand(model: SequenceModel, tokens: Tensor, resets: Tensor | None = None) -> Tensor:
@@ -90,6 +93,34 @@ def test_it_equals_an_ordinary_stream_bit_for_bit(model: SequenceModel, recorded
     for each in (plain, stream):
         each.select(torch.tensor([2, 0]))
     assert torch.equal(stream.step(TOKENS[:2, 10]), plain.step(TOKENS[:2, 10]))
+
+
+def test_select_records_again_only_for_another_number_of_sequences(
+    model: SequenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recordings = []
+
+    def noted(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        recordings.append(device)
+        return record(function, device)
+
+    monkeypatch.setitem(cuda_graph.RECORDERS, "cpu", noted)
+    plain, stream = model.stream(3), model.stream(3)
+    stream.capture()
+    counts = []
+    for t, index in enumerate(([2, 0, 0], [1, 1, 2], [0, 2], [1, 0])):  # the first two as in beam search
+        tokens = TOKENS[: 3 if t < 3 else 2, t]
+        assert torch.equal(stream.step(tokens), plain.step(tokens))
+        kept = stream.state
+        for each in (plain, stream):
+            each.select(torch.tensor(index))
+        counts.append(len(recordings))
+        assert all(x.shape[0] == tokens.shape[0] for x in tree_leaves(kept))
+    assert torch.equal(stream.step(TOKENS[:2, 4]), plain.step(TOKENS[:2, 4]))
+    assert counts == [1, 1, 1, 2]
+    with pytest.raises(seqblocks.RunError, match="no such sequences"):
+        stream.select(torch.tensor([0, 2]))
+    assert torch.equal(stream.step(TOKENS[:2, 5]), plain.step(TOKENS[:2, 5]))
 
 
 CONTEXT = """

@@ -42,6 +42,53 @@ def test_a_spec_follows_torchtitans_protocol():
     torch.testing.assert_close(model(x, positions=positions), one(x, resets=positions == 0))
 
 
+def groups_by_decay(optimizers):
+    """Return the names of the parameters with each weight decay."""
+    found = {}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        found.setdefault(group["weight_decay"], set()).update(group["param_names"])
+    return found
+
+
+def test_weight_decay_in_torchtitan_spares_what_the_spec_exempts():
+    model = seqblocks.build("hybrid_small", set=SMALL)
+    names = dict(model.named_parameters())
+    exempt = {id(p) for p in model.parameter_groups()[1]["params"]}
+    of_layers = [name for name in names if name.startswith("layers")]
+    others = [name for name in names if not name.startswith("layers")]
+    kinds = (torch.optim.AdamW, torch.optim.SGD)
+    optimizers = [
+        kind([{"params": [(n, names[n]) for n in of_layers], "weight_decay": 0.1, "lr": 0.5},
+              {"params": [(n, names[n]) for n in others], "weight_decay": decay}], lr=0.1)
+        for kind, decay in zip(kinds, (0.2, 0.0), strict=True)
+    ]  # fmt: skip
+    titan.exempt_from_decay(optimizers[:1], [model], None)
+    found = groups_by_decay(optimizers[:1])
+    assert found[0.0] == {name for name, p in names.items() if id(p) in exempt}
+    assert found == {0.0: found[0.0], 0.1: names.keys() - found[0.0]}, "outside of the layers, all are exempt"
+    for group in optimizers[0].param_groups:
+        assert [id(names[name]) for name in group["param_names"]] == [id(p) for p in group["params"]]
+        assert group["lr"] == (0.5 if group["param_names"][0].startswith("layers") else 0.1)
+    titan.exempt_from_decay(optimizers, [model])
+    assert groups_by_decay(optimizers[:1]) == found, "a second call should change nothing"
+    assert set(groups_by_decay(optimizers[1:])) == {0.1, 0.0}
+
+
+def test_torchtitan_is_given_the_groups():
+    pytest.importorskip("torchtitan", reason="needs the extra `torchtitan`")
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    spec = titan.model_spec("hybrid_small", set=SMALL)
+    with torch.device("meta"):
+        model = spec.model.build()
+    every = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1, "weight_decay": 0.1})
+    config = OptimizersContainer.Config(param_groups=[every], implementation="foreach")
+    built = config.build(model_parts=[model])
+    spec.post_optimizer_build_fn(built, [model], None)
+    exempt = {id(p) for p in model.parameter_groups()[1]["params"]}
+    assert groups_by_decay(built)[0.0] == {name for name, p in model.named_parameters() if id(p) in exempt}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_checkpoint_of_torchtitan_is_read_and_written_by_one_process(tmp_path):
     pytest.importorskip("torchtitan")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from seqblocks.kernels import linear_attention, mlstm
 from tests.triton import launch_counts
 
 pytestmark = pytest.mark.skipif(launch_counts.triton_common.MISSING != "", reason="Triton is not installed")
@@ -42,3 +44,26 @@ def test_views_and_allocations_are_no_launches() -> None:
         assert counts.total() == [0, 0]
         x.add_(1.0).t().contiguous()
     assert dict(counts.torch) == {"add_": 1, "clone": 1}
+
+
+def inputs(kind: str) -> dict[str, torch.Tensor]:
+    B, S, H, D = 2, 256, 2, 64
+    x = {name: torch.zeros(B, S, H, D, dtype=torch.bfloat16, requires_grad=True) for name in "qkv"}
+    if kind == "mlstm":
+        return x | {name: torch.zeros(B, S, H) for name in "if"}
+    x["decay"] = torch.zeros(B, S, H, *((D,) if "key" in kind else ()))
+    return x | ({"beta": torch.zeros(B, S, H)} if "delta" in kind else {})
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "head", "key", "delta head", "delta key"])
+def test_resets_take_at_most_four_operations_forward_and_backward(kind: str) -> None:
+    def counted(resets: torch.Tensor | None) -> list[int]:
+        call: Any = mlstm if kind == "mlstm" else linear_attention
+        with launch_counts.counting() as counts:
+            y = call(**inputs(kind), resets=resets)
+            forward = sum(counts.total())
+            y.backward(y.detach())
+        return [forward, sum(counts.total()) - forward]
+
+    without, having = counted(None), counted(torch.zeros(2, 256, dtype=torch.bool))
+    assert [b - a for a, b in zip(without, having, strict=True)] == [4, 4]

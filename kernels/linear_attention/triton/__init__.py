@@ -49,13 +49,12 @@ def run(
         run_torch = implementation("linear_attention", "torch").run
         found: tuple[Tensor, Tensor] = run_torch(*tensors, resets, reverse, scale, normalize, chunk_size)
         return found
-    marks = common.marks(resets)
     if not _has_kernels_of_the_mlstm(decay, beta is not None, bonus is not None, q.shape[3]):
-        y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, marks, reverse, scale)
+        y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
     else:
         if not scale > 0.0:  # the kernels take the logarithm of scale
             q, scale = q * scale, 1.0
-        y, last, *_ = launch.per_head(q, k, v, _of_heads(decay), state, marks, reverse, scale)
+        y, last, *_ = launch.per_head(q, k, v, _of_heads(decay), state, resets, reverse, scale)
     return read_out((y.float(), last), True) if normalize else (y, last)
 
 

@@ -31,6 +31,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     within_block,
 )
 from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, start, store_rows
+from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
 
 
@@ -38,6 +39,7 @@ from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
 @no_type_check
 def state_gradients(
     q, k, dy, beta, since, until, blocks, through, of_state, weights, C, last, dlast, dC, dx, dstate, flows,
+    clean_q, clean_k, clean_dy, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, bb, bs, bh, scale,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -47,6 +49,10 @@ def state_gradients(
     flows [parts, N, chunks + 1, W]: this program's part of <S, dS> before every chunk and after the last. A decay per
     key has one per channel, with parts over blocks of BV values only.
     """
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    dy = chosen(dy, clean_dy, faults)
+    beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -63,11 +69,11 @@ def state_gradients(
     j = tl.arange(0, L)
     grad = tl.zeros((BK, BV), tl.float32)
     if dlast is not None:
-        grad = tl.load(dlast + wide * K * V + cell, own, 0.0)
+        grad = finite(tl.load(dlast + wide * K * V + cell, own, 0.0), faults)
     if flows is not None:
         part = block % ACROSS if W > 1 else block
         flows += (part.to(tl.int64) * N + wide) * (chunks + 1) * W
-        flow = grad * tl.load(last + wide * K * V + cell, own, 0.0)
+        flow = grad * finite(tl.load(last + wide * K * V + cell, own, 0.0), faults)
         if W > 1:
             tl.store(flows + chunks * W + dk, tl.sum(flow, 1), is_k)
         else:
@@ -121,12 +127,15 @@ def state_gradients(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def value_gradients(
-    k, dy, beta, until, blocks, weights, solved, dx, dC, dv,
+    k, dy, beta, until, blocks, weights, solved, dx, dC, dv, clean_k, clean_dy, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, gb, gs, gh, bb, bs, bh,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Compute gradients of values. A program per chunk and BV values."""
+    k = chosen(k, clean_k, faults)
+    dy = chosen(dy, clean_dy, faults)
+    beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)
@@ -163,7 +172,7 @@ def value_gradients(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def weight_gradients(
-    v, dy, beta, errors, dx, dv, between_keys, of_queries, of_keys, dbeta,
+    v, dy, beta, errors, dx, dv, between_keys, of_queries, of_keys, dbeta, clean_v, clean_dy, clean_beta, faults,
     S, H, V: tl.constexpr, vb, vs, vh, gb, gs, gh, bb, bs, bh, eb, es, eh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr, BV: tl.constexpr,
 ):
@@ -172,6 +181,9 @@ def weight_gradients(
     of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: gradients of a delta rule's A. The same
     program computes the gradient of beta, e . (dx - A^T de).
     """
+    v = chosen(v, clean_v, faults)
+    dy = chosen(dy, clean_dy, faults)
+    beta = chosen(beta, clean_beta, faults)
     at = tl.program_id(0).to(tl.int64)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
@@ -234,7 +246,7 @@ def _later(total, decays, marks, t, left, j, d, gs, BONUS: tl.constexpr, REVERSE
 @no_type_check
 def key_gradients(
     q, k, v, dy, dv, g, beta, bonus, resets, since, until, blocks, errors, C, dC, of_queries, of_keys,
-    dq, dk, dbonus, reads, writes,
+    dq, dk, dbonus, reads, writes, clean_q, clean_k, clean_v, clean_dy, clean_g, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr,
     qb, qs, qh, kb, ks, kh, vb, vs, vh, yb, ys, yh, eb, es, eh, gb, gs, gh, bb, bs, bh, scale,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -246,6 +258,12 @@ def key_gradients(
     with a bonus, where a token reads before its own decay; otherwise `reads` holds the difference. A program per block
     of 16 tokens and BK channels; for a decay per head, each block of channels is one part.
     """
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
+    dy = chosen(dy, clean_dy, faults)
+    g = chosen(g, clean_g, faults)
+    beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
     COLUMNS: tl.constexpr = (K + BK - 1) // BK
     column = tl.program_id(0) % COLUMNS

@@ -20,19 +20,21 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     within_block,
 )
 from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, start, store_rows
+from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def sums(
-    g, resets, since, until, blocks, through,
+    g, resets, since, until, blocks, through, clean_g, faults,
     S, H, gb, gs, gh, W: tl.constexpr, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute sums of decays. Tokens are added one by one, so that sums have one sign and few terms.
 
     A program per chunk and BD channels.
     """
+    g = chosen(g, clean_g, faults)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -102,6 +104,7 @@ def _inverse(A):
 @no_type_check
 def pairs(
     q, k, g, beta, bonus, resets, since, until, blocks, weights, between_keys, solved,
+    clean_q, clean_k, clean_g, clean_beta, faults,
     S, H, K: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, bb, bs, bh, scale,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr,
@@ -114,6 +117,10 @@ def pairs(
     A decay per key does not factor out of q . k: for earlier blocks it factors at the start of this block, and within
     the block pairs are computed one by one.
     """
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    g = chosen(g, clean_g, faults)
+    beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
     block = tl.program_id(0) % BLOCKS
     at = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -274,7 +281,7 @@ def invert(solved, L: tl.constexpr):
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def solve(
-    k, v, since, blocks, solved, of_state, given,
+    k, v, since, blocks, solved, of_state, given, clean_k, clean_v, faults,
     S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, vb, vs, vh, W: tl.constexpr, GROUP: tl.constexpr,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -283,6 +290,8 @@ def solve(
 
     A program per chunk.
     """
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
     chunks = tl.cdiv(S, L)
     at = tl.program_id(0).to(tl.int64)
     n = tl.program_id(0) // chunks
@@ -315,7 +324,7 @@ def solve(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def states(
-    k, v, beta, state, until, blocks, through, of_state, errors, C, last,
+    k, v, beta, state, until, blocks, through, of_state, errors, C, last, clean_k, clean_v, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, vb, vs, vh, bb, bs, bh,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -325,6 +334,9 @@ def states(
     For a delta rule, whose programs hold all of K, replace the values from `solve` in errors by v - S'^T k. A program
     per block of the state, which stays in registers.
     """
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
+    beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -340,7 +352,7 @@ def states(
     j = tl.arange(0, L)
     total = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        total = tl.load(state + wide * K * V + cell, own, 0.0)
+        total = finite(tl.load(state + wide * K * V + cell, own, 0.0), faults)
     if until is not None:
         until += wide * chunks * L * W
         blocks += ((tl.num_programs(0) // TILES).to(tl.int64) * AFTER + wide) * chunks * (L // 16) * W
@@ -375,12 +387,15 @@ def states(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def outputs(
-    q, v, beta, since, blocks, errors, weights, C, y,
+    q, v, beta, since, blocks, errors, weights, C, y, clean_q, clean_v, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr, qb, qs, qh, vb, vs, vh, bb, bs, bh, scale,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Compute the outputs. A program per chunk and BV values."""
+    q = chosen(q, clean_q, faults)
+    v = chosen(v, clean_v, faults)
+    beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)

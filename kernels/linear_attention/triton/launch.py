@@ -10,11 +10,11 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch.custom_op import custom_op
-from seqblocks.kernels.linear_attention import separate
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
 from seqblocks.kernels.mlstm.triton.sizes import LONGEST_CHUNK
 from seqblocks.kernels.numerics import filled, no_second_derivative
+from seqblocks.kernels.resets import nonfinite_triton as nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
 
 Maybe = Tensor | None
@@ -55,20 +55,18 @@ def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
 @custom_op("seqblocks::linear_attention_triton")
 def per_head(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe, reverse: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y and the last state, and for the backward pass gates, segments and states per chunk."""
-    (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
-    q, k, v, state, resets = _laid_out((q, k, v), (state, resets))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y and the last state, and for the backward pass gates, segments, states per chunk and faults."""
+    q, k, v, state = _laid_out((q, k, v), (state,))
     results = _per_head_fake(q, k, v, decay, state, resets, reverse, scale)
-    y, last, planes, segments, C = results
+    y, last, planes, segments, C, faults = results
     planes[DIVISORS].zero_()  # no kernel writes this plane, and an op must return the same values every time
     plan = mlstm.Plan(q, k, v, reverse, scale=scale)
     marks = segments if resets is not None else None
     plan.forward(
-        q, k, v, None, decay, (state, None, None), resets, y, (last, None, None), planes, marks, C, None, 0.0, False
+        q, k, v, None, decay, (state, None, None), resets, y, (last, None, None), planes, marks, C, None, faults, 0.0,
+        False,
     )
-    if found is not None:
-        found.mark(y, last)
     return results
 
 
@@ -76,44 +74,37 @@ def per_head(
 def _per_head_fake(q, k, v, decay, state, resets, reverse, scale):  # type: ignore[no-untyped-def]
     plan = mlstm.Plan(q, k, v, reverse, scale=scale)
     planes, C = plan.workspaces(q)
-    return v.new_empty(v.shape), _last(k, v), planes, plan.segments(q, resets), C
+    return v.new_empty(v.shape), _last(k, v), planes, plan.segments(q, resets), C, nonfinite.empty(v, resets)
 
 
 @custom_op("seqblocks::linear_attention_triton_backward", outputs=5)
 def per_head_backward(
-    dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe,
-    y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, reverse: bool, scale: float,
+    dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe,
+    y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, faults: Tensor, reverse: bool, scale: float,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, decay and the state; an absent decay has an empty one."""
-    undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, None, state), resets, reverse)
-    if undefined is not None:
-        (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
-        if found is not None:
-            (dy, dlast), (y, last) = found.clean_outputs(dy, dlast), found.clean_outputs(y, last)
     dy, q, k, v, dlast = _laid_out((dy, q, k, v), (dlast,))
     results = _per_head_backward_fake(dy, dlast, q, k, v, decay, state, *(None,) * 8)
     dq, dk = _for_value_heads(q, v), _for_value_heads(k, v)
     plan = mlstm.Plan(q, k, v, reverse, scale=scale)
     plan.backward(
         dy, (dlast, None, None), q, k, v, None, decay, y, (last, None, None), planes,
-        segments if resets is not None else None, C, None,
+        segments if faults.numel() else None, C, None, faults,
         (dq, dk, results[2], None, _if(decay, results[3]), _if(state, results[4]), None, None), 0.0, False,
     )
     results[0], results[1] = _summed(dq, q), _summed(dk, k)
-    if undefined is not None:
-        undefined.fill(results[:3], results[3:4] if decay is not None else [], _if(state, results[4]))
     return results
 
 
 @per_head_backward.register_fake
 def _per_head_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, q, k, v, decay, state, resets, y, last, planes, segments, C, reverse, scale
+    dy, dlast, q, k, v, decay, state, y, last, planes, segments, C, faults, reverse, scale
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, decay, state)]
 
 
 def _save_per_head(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.reverse, ctx.scale = inputs
+    *tensors, _, ctx.reverse, ctx.scale = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[2:])
@@ -121,7 +112,7 @@ def _save_per_head(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate_per_head(ctx, dy, dlast, *_):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    grads = per_head_backward(filled(dy, saved[6]), dlast, *saved, ctx.reverse, ctx.scale)
+    grads = per_head_backward(filled(dy, saved[5]), dlast, *saved, ctx.reverse, ctx.scale)
     return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), None, None, None
 
 
@@ -142,7 +133,9 @@ class _Chunks:
     ) -> None:
         B, self.S, heads, self.K = q.shape
         self.H, self.V = v.shape[2:]
-        self.given = (q, k, v, decay, beta, bonus, resets)
+        self.given = (q, k, v, decay, beta, bonus)
+        self.inputs = nonfinite.Inputs(q, k, v, decay, beta, nonfinite.BELOW_INF, nonfinite.FINITE)
+        self.found = nonfinite.Found()
         self.N, self.scale = B * self.H, scale
         self.per_key = decay is not None and decay.dim() == 4 and self.K > 1
         self.narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
@@ -174,11 +167,11 @@ class _Chunks:
 
     def prepare(self, errors: Maybe) -> dict[str, Any]:
         """Compute decay sums, weights between tokens and a delta rule's system, solved for v into `errors` if given."""
-        q, k, v, decay, beta, bonus, resets = self.given
+        q, k, v, decay, beta, bonus = self.given
         assert q is not None
         assert k is not None
         assert v is not None
-        wide, N, T = torch.float32, self.N, self.places
+        wide, N, T, found = torch.float32, self.N, self.places, self.found
         work: dict[str, Any] = dict.fromkeys(
             ("since", "until", "blocks", "through", "solved", "of_state", "between_keys"))
         if self.decayed:
@@ -187,7 +180,7 @@ class _Chunks:
             work["through"] = self.empty(N, self.chunks, self.W, dtype=wide)
             size = self.size("sums")
             forward.sums[N * self.chunks, ceil_div(self.W, size["BD"])](
-                decay, resets, work["since"], work["until"], work["blocks"], work["through"],
+                decay, found.resets, work["since"], work["until"], work["blocks"], work["through"], found.g, found.flag,
                 self.S, self.H, *token_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
             )
         work["weights"] = self.empty(N, T, self.L)
@@ -196,8 +189,8 @@ class _Chunks:
             if errors is None:
                 work["between_keys"] = self.empty(N, T, self.L, dtype=wide)
         forward.pairs[(N * T // 16,)](
-            q, k, decay, beta, bonus, resets, work["since"], work["until"], work["blocks"], work["weights"],
-            work["between_keys"], work["solved"],
+            q, k, decay, beta, bonus, found.resets, work["since"], work["until"], work["blocks"], work["weights"],
+            work["between_keys"], work["solved"], found.q, found.k, found.g, found.x, found.flag,
             self.S, self.H, self.K, *token_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
             **self.size("pairs"),
         )
@@ -205,6 +198,7 @@ class _Chunks:
             forward.invert[(N * self.chunks,)](work["solved"], L=self.L, num_warps=4)
             forward.solve[(N * self.chunks,)](
                 k, v, work["since"], work["blocks"], work["solved"], work["of_state"], errors,
+                found.k, found.v, found.flag,
                 self.S, self.H, self.K, self.V, *token_strides(k, v), W=self.W, **self.of_dots, **self.size("solve"),
             )
         return work
@@ -214,28 +208,32 @@ class _Chunks:
 def chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
     reverse: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y and the last state, and for the backward pass states per chunk and a delta rule's v - S'^T k."""
-    (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)
-    q, k, v, decay, bonus, state, resets = _laid_out((q, k, v, decay), (bonus, state, resets))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y, the last state, and for the backward pass states per chunk, a delta rule's v - S'^T k, and faults."""
+    q, k, v, decay, bonus, state = _laid_out((q, k, v, decay), (bonus, state))
     results = _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
-    y, last, C, errors = results
+    y, last, C, errors, faults = results
     plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
     with common.on(q):
+        if resets is not None:
+            plan.found = plan.inputs.searched((state, None, None), resets, faults)
+        found = plan.found
         work = plan.prepare(errors)
         size = plan.size("states")
         across, along = plan.tiles(size)
         forward.states[(plan.N * across * along,)](
             k, v, beta, state, work["until"], work["blocks"], work["through"], work["of_state"], errors, C, last,
+            found.k, found.v, found.x, found.flag,
             plan.S, plan.H, plan.K, plan.V, *token_strides(k, v, beta), W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("outputs")
         forward.outputs[(plan.N * plan.chunks * plan.tiles(size)[1],)](
             q, v, beta, work["since"], work["blocks"], errors, work["weights"], C, y,
+            found.q, found.v, found.x, found.flag,
             plan.S, plan.H, plan.K, plan.V, *token_strides(q, v, beta), plan.scale, W=plan.W, **plan.of_dots, **size,
         )
-    if found is not None:
-        found.mark(y, last)
+        if resets is not None:
+            plan.inputs.spread(found, y, (last, None, None), reverse)
     return results
 
 
@@ -244,21 +242,17 @@ def _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale):  #
     plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
     C = plan.empty(plan.N, plan.chunks * plan.K * plan.V)
     errors = plan.empty(plan.N, plan.places * plan.V if beta is not None else 0)
-    return v.new_empty(v.shape), _last(k, v), C, errors
+    return v.new_empty(v.shape), _last(k, v), C, errors, nonfinite.empty(v, resets)
 
 
 @custom_op("seqblocks::linear_attention_triton_chunks_backward", outputs=7)
 def chunks_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
-    state: Maybe, resets: Maybe, last: Tensor, C: Tensor, errors: Tensor, reverse: bool, scale: float,
+    state: Maybe, last: Tensor, C: Tensor, errors: Tensor, faults: Tensor, reverse: bool, scale: float,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, decay, beta, bonus and the state; empty for absent ones."""
-    undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, beta, state), resets, reverse)
-    if undefined is not None:
-        (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)
-        if found is not None:
-            (dy, dlast), (_, last) = found.clean_outputs(dy, dlast), found.clean_outputs(None, last)
-    dy, q, k, v, decay, bonus, dlast, resets = _laid_out((dy, q, k, v, decay), (bonus, dlast, resets))
+    dy, q, k, v, decay, bonus, dlast = _laid_out((dy, q, k, v, decay), (bonus, dlast))
+    resets = faults if faults.numel() else None
     results = _chunks_backward_fake(dy, dlast, q, k, v, decay, beta, bonus, state, *(None,) * 6)
     _, _, dv, ddecay, dbeta, _, dstate = results
     dq, dk = _for_value_heads(q, v), _for_value_heads(k, v)
@@ -267,6 +261,9 @@ def chunks_backward(
     lengths = (plan.S, plan.H, plan.K, plan.V)
     of_weights = {"W": plan.W, **plan.of_dots}
     with common.on(q):
+        if resets is not None:
+            plan.found = plan.inputs.searched_with_gradients(dy, (dlast, None, None), faults, reverse)
+        found = plan.found
         work = plan.prepare(None)
         sums = (work["since"], work["until"], work["blocks"])
         size = plan.size("state_gradients")
@@ -277,18 +274,20 @@ def chunks_backward(
             flows = plan.empty(along if plan.per_key else across * along, N, plan.chunks + 1, plan.W, dtype=wide)
         backward.state_gradients[(N * across * along,)](
             q, k, dy, beta, *sums, work["through"], work["of_state"], work["weights"], C, last, dlast, dC, dx,
-            _if(state, dstate), flows, *lengths, *token_strides(q, k, dy, beta), scale,
+            _if(state, dstate), flows, found.q, found.k, found.dy, found.x, found.flag,
+            *lengths, *token_strides(q, k, dy, beta), scale,
             W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("value_gradients")
         backward.value_gradients[(N * plan.chunks * plan.tiles(size)[1],)](
             k, dy, beta, work["until"], work["blocks"], work["weights"], work["solved"], dx, dC, dv,
-            *lengths, *token_strides(k, dy, beta), **of_weights, **size,
+            found.k, found.dy, found.x, found.flag, *lengths, *token_strides(k, dy, beta), **of_weights, **size,
         )
         of_queries = plan.empty(N, plan.places, plan.L)
         of_keys = None if beta is None else torch.empty_like(of_queries)
         backward.weight_gradients[(N * plan.chunks,)](
             v, dy, beta, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
+            found.v, found.dy, found.x, found.flag,
             plan.S, plan.H, plan.V, *token_strides(v, dy, beta, dv), scale,
             **{name: x for name, x in plan.of_dots.items() if name != "GROUP"}, **plan.size("weight_gradients"),
         )
@@ -300,35 +299,38 @@ def chunks_backward(
         tiles = N * plan.places // 16
         dbonus = None if bonus is None else plan.empty(tiles, plan.K, dtype=wide)
         backward.key_gradients[(tiles * columns,)](
-            q, k, v, dy, dv, decay, beta, bonus, resets, *sums, errors, C, dC, of_queries, of_keys,
-            dq, dk, dbonus, reads, writes, *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
+            q, k, v, dy, dv, decay, beta, bonus, found.resets, *sums, errors, C, dC, of_queries, of_keys,
+            dq, dk, dbonus, reads, writes, found.q, found.k, found.v, found.dy, found.g, found.x, found.flag,
+            *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
             **of_weights, **size,
         )
         if decay is not None:
             assert flows is not None
             size = plan.size("decay_gradients")
             backward.decay_gradients[N * plan.chunks, ceil_div(plan.W, size["BD"])](
-                resets, reads, writes, flows, ddecay, plan.S, plan.H, parts, flows.shape[0], FRESH=state is None,
+                found.resets, reads, writes, flows, ddecay, plan.S, plan.H, parts, flows.shape[0], FRESH=state is None,
                 **plan.of_sums, **size,
+            )
+        if resets is not None:
+            plan.inputs.fill(
+                found, (dq, dk, dv, _if(decay, ddecay), _if(beta, dbeta), dbonus),
+                (_if(state, dstate), None, None), reverse, plan.places,
             )
     results[0], results[1] = _summed(dq, q), _summed(dk, k)
     if bonus is not None and dbonus is not None:
         results[5] = dbonus.view(q.shape[0], *bonus.shape[:1], -1, plan.K).sum((0, 2)).to(bonus.dtype)
-    if undefined is not None:
-        named = [x for x, given in zip(results[3:5], (decay, beta), strict=True) if given is not None]
-        undefined.fill(results[:3], named, _if(state, results[6]), _if(bonus, results[5]))
     return results
 
 
 @chunks_backward.register_fake
 def _chunks_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, q, k, v, decay, beta, bonus, state, resets, last, C, errors, reverse, scale
+    dy, dlast, q, k, v, decay, beta, bonus, state, last, C, errors, faults, reverse, scale
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, decay, beta, bonus, state)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.reverse, ctx.scale = inputs
+    *tensors, _, ctx.reverse, ctx.scale = inputs
     y, *kept = output
     ctx.shape = y.shape
     ctx.set_materialize_grads(False)

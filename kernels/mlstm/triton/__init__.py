@@ -45,12 +45,11 @@ def run(
             normalize=normalize, return_state=return_state,
         )
     C, n, m = (None, None, None) if state is None else state
-    marks = common.marks(resets)
     tensors, options = (q, k, v, i, f, C, n, m), (eps, input_gate, normalize, return_state)
     if q.shape[1] == 1 and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
-        h, *last = launch.step(*tensors, marks, *options)
+        h, *last = launch.step(*tensors, common.marks(resets), *options)
     else:
-        h, *last = launch.scan(*tensors, marks, reverse, *options)[:4]
+        h, *last = launch.scan(*tensors, resets, reverse, *options)[:4]
     return h, MLSTMState(*last) if return_state else None
 
 

@@ -43,6 +43,7 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     weights_read,
     weights_written,
 )  # fmt: skip
+from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import constexpr, exp, jit, load_tile, operand, reciprocal, tl
 
 LARGEST_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
@@ -51,11 +52,12 @@ LARGEST_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def factors(
-    dh, h, gates, segments, planes, links,
+    dh, h, gates, segments, planes, links, clean_dh, faults,
     S, H, DV: tl.constexpr, gb, gs, gh, scale, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):
     """Compute the factors of each token from r = dh . h and the divisor. One program per chunk."""
+    dh = chosen(dh, clean_dh, faults)
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -71,7 +73,7 @@ def factors(
         dv = first + tl.arange(0, BV)
         is_v = inside(dv, DV, BV)
         a = load_tile(grads, sign * j * gs, dv, is_t, is_v).to(tl.float32)
-        r += tl.sum(a * load_tile(outs, sign * j * H * DV, dv, is_t, is_v).to(tl.float32), 1)
+        r += tl.sum(a * finite(load_tile(outs, sign * j * H * DV, dv, is_t, is_v).to(tl.float32), faults), 1)
     floor = load_plane(gates, FLOOR, plane, base, j)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
@@ -101,6 +103,7 @@ def factors(
 @no_type_check
 def state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, links, dC, dnorm, dC0, dn0, flows, ahead,
+    clean_q, clean_dh, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh,
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -111,6 +114,8 @@ def state_gradients(
     ahead [2, N, K]: the gradient, from later chunks, of the m after each chunk; and 1 if the gradient of the last m is
     passed on to it.
     """
+    q = chosen(q, clean_q, faults)
+    dh = chosen(dh, clean_dh, faults)
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     BLOCKS: tl.constexpr = (DK + BK - 1) // BK * ACROSS
     n, block, chunks, place, plane, dk, dv, is_k, is_v, first = own_block(S, DK, DV, L, BK, BV)
@@ -122,12 +127,12 @@ def state_gradients(
     total = tl.zeros((BK,), tl.float32)
     flow = 0.0
     if dC_out is not None:
-        grad = tl.load(dC_out + wide * DK * DV + cell, own, 0.0)
+        grad = finite(tl.load(dC_out + wide * DK * DV + cell, own, 0.0), faults)
         if norm is not None:
-            total = tl.load(dn_out + wide * DK + dk, first, 0.0)
-        flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
+            total = finite(tl.load(dn_out + wide * DK + dk, first, 0.0), faults)
+        flow = tl.sum(grad * finite(tl.load(C_out + wide * DK * DV + cell, own, 0.0), faults))
         if norm is not None:
-            flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
+            flow += tl.sum(total * finite(tl.load(n_out + wide * DK + dk, first, 0.0), faults))
     given, passes = 0.0, 1.0
     all_chunks = (tl.num_programs(0) // BLOCKS).to(tl.int64) * chunks
     parts = flows + wide * (chunks + 1) * BLOCKS + block
@@ -315,11 +320,16 @@ def _value_gradients(
 @no_type_check
 def gradients(
     q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
+    clean_q, clean_k, clean_v, clean_dh, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dq, dk and dv. The programs of a tile are adjacent, so that common data is read from memory once."""
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
+    dh = chosen(dh, clean_dh, faults)
     OF_KEYS: tl.constexpr = (DK + BK - 1) // BK
     SHARING: tl.constexpr = 2 * OF_KEYS + (DV + BV - 1) // BV
     which = tl.program_id(0) % SHARING
@@ -355,6 +365,7 @@ def _sum_of_parts(parts, step, count, MOST: tl.constexpr, base, j):
 @no_type_check
 def gate_gradients(
     i, f, dm_out, gates, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
+    clean_f, clean_i, faults,
     S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
     EXP: tl.constexpr, FRESH: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
@@ -363,6 +374,8 @@ def gate_gradients(
 
     In this order, all sums are cumulative. FRESH: there is no initial state.
     """
+    i = chosen(i, clean_i, faults)
+    f = chosen(f, clean_f, faults)
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -387,7 +400,7 @@ def gate_gradients(
         if dm_out is not None:
             end = tl.sum(tl.load(flows + chunks * state_tiles, state_tile < state_tiles, 0.0), 0)
             passes = tl.load(ahead + tl.num_programs(0) + tl.program_id(0))
-            g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
+            g += tl.where(passes > 0.0, finite(tl.load(dm_out + n), faults) - end, 0.0)
         dm = load_plane(factors, D_M, plane, base, j) + tl.where(j == BT - 1, g, 0.0)
         read += dm
         # A token whose e equals x attains the maximum x, also for the tokens after it until the maximum or the segment

@@ -24,18 +24,21 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     store_rows,
     weights_read,
 )  # fmt: skip
+from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import exp, load_tile, log_sigmoid, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def states(
-    k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
+    k, v, C0, n0, gates, segments, C, norm, C_out, n_out, clean_k, clean_v, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, kb, ks, kh, vb, vs, vh,
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Compute C and n before every chunk and after the last; n only if `norm` is not None."""
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     n, block, chunks, place, plane, dk, dv, is_k, is_v, first = own_block(S, DK, DV, L, BK, BV)
     wide = n.to(tl.int64)
@@ -45,9 +48,9 @@ def states(
     state = tl.zeros((BK, BV), tl.float32)
     total = tl.zeros((BK,), tl.float32)
     if C0 is not None:
-        state = tl.load(C0 + wide * DK * DV + cell, own, 0.0)
+        state = finite(tl.load(C0 + wide * DK * DV + cell, own, 0.0), faults)
         if norm is not None:
-            total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
+            total = finite(tl.load(n0 + wide * DK + dk, is_k, 0.0), faults)
     for tile in range(chunks * (L // BT)):
         base = place + tile * BT
         if tile % (L // BT) == 0:
@@ -78,12 +81,15 @@ def states(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def outputs(
-    q, k, v, C, norm, gates, segments, h,
+    q, k, v, C, norm, gates, segments, h, clean_q, clean_k, clean_v, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, log_scale, eps,
     GROUP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Compute h, and q . n. One program per tile of tokens and of values."""
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     n, tile, part, at, base, plane, j, is_t = own_tile(S, ACROSS, L, BT)
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)

@@ -9,6 +9,7 @@ from typing import no_type_check
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.mlstm.triton.tensors import CARRIED, E_REST, FLOOR, KEEP, WRITE, E, U, X, start
+from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import binary, constexpr, jit, log_sigmoid, tl
 
 LEAST_LOG_F = constexpr(-1e6)  # so that sums over a chunk are finite
@@ -143,10 +144,12 @@ def _passage(b, e, rest, reaches, broken, BT: tl.constexpr):
 @common.kernel(do_not_specialize=["S"])  # one compiled kernel for all lengths
 @no_type_check
 def totals(
-    i, f, resets, passages,
+    i, f, resets, passages, clean_f, clean_i, faults,
     S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
     """Compute passages [2, N, K]: sum and most of the map of every chunk from the m before it to the m after it."""
+    i = chosen(i, clean_i, faults)
+    f = chosen(f, clean_f, faults)
     at = tl.program_id(0)
     chunks = tl.cdiv(S, BT)
     b, e, rest, _, _, segment = _chunk_gates(
@@ -160,13 +163,13 @@ def totals(
 
 @common.kernel(do_not_specialize=["K"])
 @no_type_check
-def entering(passages, m0, m_enters, K, BC: tl.constexpr):
+def entering(passages, m0, m_enters, faults, K, BC: tl.constexpr):
     """Compute m_enters [N, K + 1]: m before every chunk and after the last. One program per head."""
     n = tl.program_id(0)
     j = tl.arange(0, BC)
     m = tl.full((), 0.0, tl.float64)
     if m0 is not None:
-        m = binary(tl.load(m0 + n).to(tl.float64))
+        m = binary(finite(tl.load(m0 + n), faults).to(tl.float64))
     m_enters += n * (K + 1)
     tl.store(m_enters, m)
     for first in range(0, K, BC):
@@ -182,7 +185,7 @@ def entering(passages, m0, m_enters, K, BC: tl.constexpr):
 @common.kernel(do_not_specialize=["S", "N"])
 @no_type_check
 def gates(
-    i, f, resets, m0, m_enters, planes, segments, m_out,
+    i, f, resets, m0, m_enters, planes, segments, m_out, clean_f, clean_i, faults,
     S, N, H, ib, js, ih, fb, fs, fh,
     EACH: tl.constexpr, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
@@ -191,6 +194,8 @@ def gates(
     m_enters: with EACH, the m before each chunk. m is a binary logarithm in float64; the last one is rounded before it
     is used, because the state stores it in float32.
     """
+    i = chosen(i, clean_i, faults)
+    f = chosen(f, clean_f, faults)
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
     first = tl.program_id(0) % chunks if EACH else 0
@@ -203,7 +208,7 @@ def gates(
     if EACH and EXP:
         m = tl.load(m_enters + n * (chunks + 1) + first)
     elif m0 is not None:
-        m = binary(tl.load(m0 + n).to(tl.float64))
+        m = binary(finite(tl.load(m0 + n), faults).to(tl.float64))
     if not EXP:
         m = tl.where(first == 0, m, 0.0)  # A reset at the first token discards the given m.
     for c in range(first, end):

@@ -17,7 +17,7 @@ from seqblocks.kernels.dispatch.self_check import launch_size
 from seqblocks.kernels.mlstm.triton import backward, forward, gates, sizes
 from seqblocks.kernels.mlstm.triton.tensors import FACTORS, GATES
 from seqblocks.kernels.numerics import filled, no_second_derivative
-from seqblocks.kernels.resets import nonfinite
+from seqblocks.kernels.resets import nonfinite_triton as nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
 
 
@@ -49,7 +49,7 @@ class Plan:
         # Gates have one value per token: one warp scans those of a chunk without exchanges between warps.
         self.of_gates = {"REVERSE": reverse, "BT": L, "num_warps": 1}
         self.of_dots = {"GROUP": self.H // max(1, heads), "REVERSE": reverse, **dot, **self.chunk}
-        self.exp = exp
+        self.exp, self.reverse = exp, reverse
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -71,23 +71,29 @@ class Plan:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, i: Tensor | None, f: Tensor | None, state: tuple[Tensor | None, ...],
         resets: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
-        C: Tensor, norm: Tensor | None, eps: float, normalize: bool,
+        C: Tensor, norm: Tensor | None, faults: Tensor, eps: float, normalize: bool,
     ) -> None:
         """Launch the forward pass. state, last: C, n, m before the first token and after the last."""
+        found = nonfinite.Found()
         with common.on(q):
-            self.gates(i, f, resets, state[2], planes, segments, last[2])
-            self.states(k, v, state[0], state[1], planes, segments, last[0], last[1], C, norm)
+            if resets is not None:
+                inputs = self.inputs(q, k, v, i, f)
+                found = inputs.searched(state, resets, faults)
+            self.gates(i, f, found, state[2], planes, segments, last[2])
+            self.states(k, v, state[0], state[1], planes, segments, last[0], last[1], C, norm, found)
             size = self.size_of("outputs", q)
             forward.outputs[(self.tiles * self.v_tiles(size),)](
-                q, k, v, C, norm, planes, segments, h,
+                q, k, v, C, norm, planes, segments, h, found.q, found.k, found.v, found.flag,
                 self.S, self.H, self.DK, self.DV, *token_strides(q, k, v), *self.scales, eps,
                 NORMALIZE=normalize, **self.of_dots, **size,
             )
+            if resets is not None:
+                inputs.spread(found, h, last, self.reverse)
 
     def backward(
         self, dh: Tensor, dlast: tuple[Tensor | None, ...], q: Tensor, k: Tensor, v: Tensor, i: Tensor | None,
         f: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
-        C: Tensor, norm: Tensor | None, grads: tuple[Tensor | None, ...], eps: float, normalize: bool,
+        C: Tensor, norm: Tensor | None, faults: Tensor, grads: tuple[Tensor | None, ...], eps: float, normalize: bool,
     ) -> None:
         """Launch the backward pass. grads: memory for those of q, k, v, i, f, and C, n, m before the first token."""
         dq, dk, dv, di, df, dC0, dn0, dm0 = grads
@@ -95,10 +101,14 @@ class Plan:
         links, ahead = (planes.new_empty(2, self.N, self.chunks) for _ in range(2))
         per_chunk = self.N * self.chunks
         lengths = (self.S, self.H, self.DK, self.DV)
+        found = nonfinite.Found()
         with common.on(q):
+            if faults.numel():
+                inputs = self.inputs(q, k, v, i, f)
+                found = inputs.searched_with_gradients(dh, dlast, faults, self.reverse)
             dC, dnorm = torch.empty_like(C), None if norm is None else torch.empty_like(norm)
             backward.factors[(per_chunk,)](
-                dh, h, planes, segments, factors, links,
+                dh, h, planes, segments, factors, links, found.dy, found.flag,
                 self.S, self.H, self.DV, *token_strides(dh), self.scales[0], eps,
                 EXP=self.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(self.DV))),
                 **self.of_gates | {"num_warps": min(8, self.chunk["L"] // 16)},
@@ -108,27 +118,36 @@ class Plan:
             flows = planes.new_empty(self.N, self.chunks + 1, state_tiles)
             backward.state_gradients[(self.N * state_tiles,)](
                 q, dh, C, norm, last[0], last[1], dlast[0], dlast[1], planes, factors, links if self.exp else None,
-                dC, dnorm, dC0, dn0, flows, ahead, *lengths, *token_strides(q, dh), **self.of_dots, **size,
+                dC, dnorm, dC0, dn0, flows, ahead, found.q, found.dy, found.flag,
+                *lengths, *token_strides(q, dh), **self.of_dots, **size,
             )
             size = self.size_of("gradients", q)
             rows, columns = (planes.new_empty(self.k_tiles(size), self.N, self.places) for _ in range(2))
             backward.gradients[(self.tiles * (2 * self.k_tiles(size) + self.v_tiles(size)),)](
                 q, k, v, dh, C, norm, dC, dnorm, planes, segments, factors, dq, rows, dk, columns, dv,
+                found.q, found.k, found.v, found.dy, found.flag,
                 *lengths, *token_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
             )
-            if df is None:
-                return
-            backward.gate_gradients[(per_chunk,)](
-                i, f, dlast[2], planes, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
-                self.S, self.H, *token_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
-                EXP=self.exp, FRESH=dC0 is None,
-                **{key: common.power_of_two(x.shape[at]) for key, x, at in (
-                    ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
-                **self.of_gates,
-            )
+            if df is not None:
+                backward.gate_gradients[(per_chunk,)](
+                    i, f, dlast[2], planes, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
+                    found.g, found.x, found.flag,
+                    self.S, self.H, *token_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
+                    EXP=self.exp, FRESH=dC0 is None,
+                    **{key: common.power_of_two(x.shape[at]) for key, x, at in (
+                        ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
+                    **self.of_gates,
+                )
+            if faults.numel():
+                inputs.fill(found, (dq, dk, dv, df, di, None), (dC0, dn0, dm0), self.reverse)
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor | None, f: Tensor | None) -> nonfinite.Inputs:
+        """Return the inputs of a call with resets. Closed gates (i or f of -inf) and open ones (f of inf) are valid."""
+        kind = nonfinite.BELOW_INF if i is None else nonfinite.NOT_NAN
+        return nonfinite.Inputs(q, k, v, f, i, kind, nonfinite.BELOW_INF)
 
     def gates(
-        self, i: Tensor | None, f: Tensor | None, resets: Tensor | None, m0: Tensor | None, planes: Tensor,
+        self, i: Tensor | None, f: Tensor | None, found: nonfinite.Found, m0: Tensor | None, planes: Tensor,
         segments: Tensor | None, m_out: Tensor | None,
     ) -> None:
         each, m_enters = self.each, None
@@ -137,21 +156,24 @@ class Plan:
             passages = planes.new_empty(2, self.N, self.chunks, dtype=torch.float64)
             m_enters = planes.new_empty(self.N, self.chunks + 1, dtype=torch.float64)
             gates.totals[(self.N * self.chunks,)](
-                i, f, resets, passages, self.S, self.H, *token_strides(i, f), **options
+                i, f, found.resets, passages, found.g, found.x, found.flag,
+                self.S, self.H, *token_strides(i, f), **options,
             )
-            gates.entering[(self.N,)](passages, m0, m_enters, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1)
+            gates.entering[(self.N,)](
+                passages, m0, m_enters, found.flag, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1
+            )
         gates.gates[(self.N * self.chunks if each else self.N,)](
-            i, f, resets, m0, m_enters, planes, segments, m_out,
+            i, f, found.resets, m0, m_enters, planes, segments, m_out, found.g, found.x, found.flag,
             self.S, self.N, self.H, *token_strides(i, f), EACH=each, **options,
         )
 
     def states(
         self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, planes: Tensor, segments: Tensor | None,
-        C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor | None,
+        C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor | None, found: nonfinite.Found,
     ) -> None:
         size = self.size_of("states", k)
         forward.states[(self.N * self.k_tiles(size) * self.v_tiles(size),)](
-            k, v, C0, n0, planes, segments, C, norm, C_out, n_out,
+            k, v, C0, n0, planes, segments, C, norm, C_out, n_out, found.k, found.v, found.flag,
             self.S, self.H, self.DK, self.DV, *token_strides(k, v), **self.of_dots, **size,
         )
 
@@ -174,21 +196,15 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return h, the last C, n, m (empty unless return_state), and gates, segments, C and n of the chunks."""
-    found = None
-    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
-        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
-        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
-    q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return h, the last C, n, m (empty unless return_state), gates, segments, C and n of the chunks, and faults."""
+    q, k, v, C0, n0, m0 = _laid_out((q, k, v), (C0, n0, m0))
     results = _scan_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
-    h, C_out, n_out, m_out, planes, segments, C, norm = results
+    h, C_out, n_out, m_out, planes, segments, C, norm, faults = results
     plan = Plan(q, k, v, reverse, input_gate == "exp")
     last = (C_out, n_out, m_out) if return_state else (None, None, None)
     marks = segments if resets is not None else None
-    plan.forward(q, k, v, i, f, (C0, n0, m0), resets, h, last, planes, marks, C, norm, eps, normalize)
-    if found is not None:
-        found.mark(h, C_out, n_out, m_out)
+    plan.forward(q, k, v, i, f, (C0, n0, m0), resets, h, last, planes, marks, C, norm, faults, eps, normalize)
     return results
 
 
@@ -203,59 +219,50 @@ def _scan_fake(  # type: ignore[no-untyped-def]
     planes, C = plan.workspaces(f)
     segments = plan.segments(f, resets)
     norm = f.new_empty(plan.N, plan.chunks * DK)
-    return v.new_empty(v.shape), *state, planes, segments, C, norm
+    return v.new_empty(v.shape), *state, planes, segments, C, norm, nonfinite.empty(v, resets)
 
 
 @custom_op("seqblocks::mlstm_triton_backward", outputs=8)
 def scan_backward(
     dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
-    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C0: Tensor | None, n0: Tensor | None, m0: Tensor | None,
     h: Tensor, C_out: Tensor | None, n_out: Tensor | None, planes: Tensor, segments: Tensor | None,
-    C: Tensor, norm: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
+    C: Tensor, norm: Tensor, faults: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, i, f and of the initial C, n, m, which are empty without an initial state."""
-    undefined = None
-    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
-        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
-        undefined = found.without_gradient(dh, dC_out, dn_out, dm_out)
-        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
-        dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
-        h, C_out, n_out = found.clean_outputs(h, C_out, n_out)
     dh, q, k, v, dC_out, dn_out, dm_out, h = _laid_out((dh, q, k, v), (dC_out, dn_out, dm_out, h))
     plan = Plan(q, k, v, reverse, input_gate == "exp")
     results = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
     given = tuple(results[5:]) if C0 is not None else (None, None, None)
     plan.backward(
-        dh, (dC_out, dn_out, dm_out), q, k, v, i, f, h, (C_out, n_out, None), planes, segments, C, norm,
+        dh, (dC_out, dn_out, dm_out), q, k, v, i, f, h, (C_out, n_out, None), planes, segments, C, norm, faults,
         (*results[:5], *given), eps, normalize,
     )
-    if undefined is not None:
-        nonfinite.fill(results, *undefined)
     return results
 
 
 @scan_backward.register_fake
 def _scan_backward_fake(  # type: ignore[no-untyped-def]
-    dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, h, C_out, n_out, planes, segments,
-    C, norm, reverse, eps, input_gate, normalize
+    dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, planes, segments,
+    C, norm, faults, reverse, eps, input_gate, normalize
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     *tensors, resets = inputs[:9]
-    h, C_out, n_out, _, planes, segments, C, norm = output
+    h, C_out, n_out, _, planes, segments, C, norm, faults = output
     ctx.options, ctx.return_state = inputs[9:13], inputs[13]
     state = (C_out, n_out) if ctx.return_state else (None, None)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, resets, h, *state, planes, segments if resets is not None else None, C, norm)
-    ctx.mark_non_differentiable(planes, segments, C, norm)
+    kept = segments if resets is not None else None
+    ctx.save_for_backward(*tensors, h, *state, planes, kept, C, norm, faults)
+    ctx.mark_non_differentiable(planes, segments, C, norm, faults)
 
 
 def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    h, C_out, n_out = saved[9:12]
+    h, C_out, n_out = saved[8:11]
     last = (dC, dn, dm)
     if any(x is not None for x in last):
         last = filled(dC, C_out), filled(dn, n_out), filled(dm, n_out[..., 0])

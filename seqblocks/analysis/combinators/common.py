@@ -15,32 +15,38 @@ from seqblocks.analysis.values import read_arguments
 from seqblocks.analysis.wires import read_port, wire_at
 from seqblocks.combinators import Combinator
 from seqblocks.language.document import Node, Sequence
+from seqblocks.language.expressions import UNKNOWN
 from seqblocks.op import Port
 
 Combine = Callable[[Context, Step, Any, int], graph.Node | None]
 Check = Callable[[Context, Node, int], object]
+Scope = Callable[[Context, Step], Names]
 
 
-def combines(cls: type[Combinator], check: Check = lower_inside) -> Callable[[Combine], Combine]:
+def combines(
+    cls: type[Combinator], check: Check = lower_inside, scope: Scope = lambda ctx, step: ctx.names
+) -> Callable[[Combine], Combine]:
     """Register the function that creates the node of a combinator from its arguments and its input value.
 
     check: reports faults in an argument that holds steps, if that function did not lower them. It may raise Fault.
+    scope: returns the names that are visible to those steps.
     """
 
     def register(function: Combine) -> Combine:
         @lowers(cls)
         def lower(ctx: Context, step: Step, cls: type[Combinator]) -> graph.Node | None:
             x = _read_input(ctx, step, cls)
-            arguments = read_arguments(ctx, step, cls)
+            # `repeat: {times: depth}` would be the layers around it, most likely meant as an entry of `let:`
+            arguments = read_arguments(ctx._replace(layers=None) if cls.open_keys else ctx, step, cls)
             if arguments is None:
-                _check_steps(ctx, step, cls, check)
+                _check_steps(ctx._replace(names=scope(ctx, step)), step, cls, check)
                 return None
             steps = ctx.run.steps
             try:
                 return function(ctx, step, arguments, x)
             finally:
                 if ctx.run.steps == steps:
-                    _check_steps(ctx, step, cls, check, only_lists=True)
+                    _check_steps(ctx._replace(names=scope(ctx, step)), step, cls, check, only_lists=True)
 
         return function
 
@@ -62,9 +68,8 @@ def _check_steps(ctx: Context, step: Step, cls: type[Combinator], check: Check, 
 
     only_lists: do not report that something else is in their place, which was reported.
     """
-    names = Names(ctx.names)
-    names.incomplete = cls.open_keys  # the name of the index is unknown too
-    ctx = ctx._replace(names=names)
+    if cls.open_keys:  # the number of layers is not known
+        ctx = ctx._replace(layers=UNKNOWN)
     x = ctx.run.unknown()
     for key, (_, node) in step.fields.items():
         is_list, is_word = isinstance(node, Sequence), cls.open_keys and key not in cls.model_fields

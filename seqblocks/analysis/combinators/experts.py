@@ -10,14 +10,18 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts
+from seqblocks.errors import Fault
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire
 
 
 @combines(Experts)
 def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
-    """Return the node. Raises Fault (E209, E419) if routing fails; reports steps mixing tokens (E417, E418)."""
-    _check_choice(arguments)
+    """Return the node. Raises Fault (E209) if routing fails; reports steps mixing tokens (E417, E418)."""
+    if arguments.top > arguments.count:
+        raise messages.combinators.top_above_count(arguments.top, arguments.count)
+    if caution := _untrained(arguments):
+        ctx.report(caution, step)
     wire = ctx.run.types[x]
     router = _router(ctx, step, arguments, x, wire)
     bodies = _bodies(ctx, arguments, x)
@@ -32,15 +36,15 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
     )  # fmt: skip
 
 
-def _check_choice(arguments: Experts) -> None:
-    if arguments.top > arguments.count:
-        raise messages.combinators.top_above_count(arguments.top, arguments.count)
+def _untrained(arguments: Experts) -> Fault | None:
+    """Return a warning (W905) if the weight of a token's expert is always 1, or None."""
     if arguments.count == 1 and arguments.score == "softmax":
-        raise messages.combinators.score_of_only_expert()
+        return messages.combinators.score_of_only_expert()
     if arguments.count == 1 and arguments.normalize:
-        raise messages.combinators.weight_of_only_expert()
+        return messages.combinators.weight_of_only_expert()
     if arguments.top == 1 and arguments.normalize:
-        raise messages.combinators.weight_of_single_choice()
+        return messages.combinators.weight_of_single_choice()
+    return None
 
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:

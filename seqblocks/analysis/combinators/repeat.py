@@ -11,23 +11,43 @@ from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
+from seqblocks.analysis.values import argument
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault
-from seqblocks.language.document import Node, Sequence, plain
+from seqblocks.language.document import Node, Scalar, Sequence, plain
+from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
+from seqblocks.op import fields_of
 
 Layer = tuple[str, Node]
 Pattern = list[tuple[str, int]]  # words and their counts
 _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
 
 
-@combines(Repeat)
+def _scope(ctx: Context, step: Step) -> Names:
+    """Return the names inside a repeat whose layers are unknown, and report unknown keys."""
+    node, words = step.get("index"), _words(step)
+    if "pattern" not in step.fields:
+        _check_words(ctx, step, None, words, set())
+    index = "layer" if node is None else argument(ctx, node, fields_of(Repeat)["index"])
+    others = [each.text for each in words.values() if isinstance(each, Scalar)]  # of a misspelt `index`
+    names = Names(ctx.names, {name: UNKNOWN for each in (index, *others) for name in (each, f"{each}s")})
+    names.incomplete = not (isinstance(index, str) and index.isidentifier())
+    return names
+
+
+def _words(step: Step) -> dict[str, Node]:
+    """Return the keys that are words of a pattern, or unknown."""
+    return {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
+
+
+@combines(Repeat, scope=_scope)
 def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
     """Return the node. Raises Fault if the pattern is invalid (E601, E602, E604), or `steps` is missing (E202)."""
-    words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
+    words = _words(step)
     pattern = [] if arguments.pattern is None else _read_pattern(arguments.pattern)
-    _check_words(ctx, step, arguments, words, {word for word, _ in pattern})
+    _check_words(ctx, step, arguments.pattern, words, {word for word, _ in pattern})
     if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
         return None
     if step.incomplete and not _is_complete(arguments, words, pattern):
@@ -35,11 +55,12 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     layers = _layers(arguments, words, pattern)
     bodies: dict[str, graph.Graph] = {}
     value = x
+    inside = ctx._replace(layers=UNKNOWN if ctx.layers is UNKNOWN else ctx.layers * len(layers))
     for index, (_, steps) in enumerate(layers):
         if ctx.run.full:  # already reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
-        bodies[str(index)] = lower_inside(ctx, steps, value, str(index), names=names)
+        bodies[str(index)] = lower_inside(inside, steps, value, str(index), names=names)
         value = bodies[str(index)].result
     node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
     if arguments.share != "none":
@@ -62,16 +83,16 @@ def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], shar
         ctx.report(fault, step)
 
 
-def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node], used: set[str]) -> None:
+def _check_words(ctx: Context, step: Step, pattern: str | None, words: dict[str, Node], used: set[str]) -> None:
     """Report words that the pattern does not use, or unknown keys if there is no pattern."""
     node = step.get("pattern")
-    chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
-    if not arguments.pattern:  # the other keys may be words of a misspelt pattern
+    chosen = node is not None and (node.span.source.is_override or plain(node) != pattern)
+    if not pattern:  # the other keys may be words of a misspelt pattern
         words = {word: node for word, node in words.items() if messages.combinators.is_misspelt_pattern(word)} or words
     for word, steps in words.items():
-        if word not in used and not (chosen and arguments.pattern):
-            if arguments.pattern:
-                fault = messages.combinators.word_not_in_pattern(word, arguments.pattern, used)
+        if word not in used and not (chosen and pattern):
+            if pattern:
+                fault = messages.combinators.word_not_in_pattern(word, pattern, used)
             else:
                 fault = messages.combinators.unknown_key_of_repeat(word, holds_steps=isinstance(steps, Sequence))
             ctx.report(fault, step.key_span(word))

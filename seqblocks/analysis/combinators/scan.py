@@ -34,7 +34,7 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
         result = result.with_facts(UNBOUNDED)
     if result and arguments.merge == "concat":
         result = result.with_features(result.features * len(arguments.orders))
-    owned = _owned(arguments, body)
+    owned = _owned(ctx, step, arguments, body)
     starts = _starts(ctx, step, arguments, body, owned)
     return make_node(ctx,
         step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=arguments, owned=owned, starts=starts
@@ -45,11 +45,12 @@ def _check_orders(arguments: Scan, wire: Wire | None) -> None:
     orders = arguments.orders
     if not orders:
         raise messages.combinators.no_orders()
-    if len(set(orders)) != len(orders):
-        raise messages.combinators.order_twice(orders)
+    if twice := next((order for at, order in enumerate(orders) if order in orders[:at]), None):
+        raise messages.combinators.order_twice(twice, orders)
     over_grid = [order for order in orders if order in GRID_ORDERS]
     if wire and over_grid:
-        must_have_grid(wire, f"order {over_grid[0]}", at="order", instead="forward or reverse")
+        first = over_grid[0]
+        must_have_grid(wire, f"order {first}", at="order", instead="forward or reverse", entry=first)
     if arguments.own not in ("none", []) and len(orders) < 2:
         raise messages.combinators.own_needs_orders()
 
@@ -82,16 +83,19 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
 # --- parameters owned by each order -----------------------------------------------------------------------------------
 
 
-def _owned(arguments: Scan, body: graph.Graph) -> frozenset[str]:
-    """Return the parameters selected by `own:`, by their names in the body. Raises Fault (E312, E208)."""
+def _owned(ctx: Context, step: Step, arguments: Scan, body: graph.Graph) -> frozenset[str]:
+    """Return the parameters selected by `own:`, by their names in the body. Raises Fault (E208)."""
     names = [item.name for item in graph.parameters(body)]
-    owned = set(names) if arguments.own == "all" else _named_by(arguments, body, names)
+    owned = set(names) if arguments.own == "all" else _named_by(ctx, step, arguments, body, names)
     _check_can_own(body, owned, names)
     return frozenset(owned)
 
 
-def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
-    """Return the parameters named by the entries of `own:`; an entry is a parameter, or a step with all of its own."""
+def _named_by(ctx: Context, step: Step, arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
+    """Return the parameters named by the entries of `own:`; an entry is a parameter, or a step with all of its own.
+
+    Entries that name nothing are reported.
+    """
     own = arguments.own if isinstance(arguments.own, list) else []
     below: dict[str, list[str]] = {name: [] for name in own}
     for name in names:
@@ -103,7 +107,8 @@ def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
         from seqblocks.analysis.sharing import owner_of  # only for the message
 
         shared = {item.name: item for item in graph.parameters(body, shared=True) if item.shared}
-        raise messages.combinators.nothing_to_own(unnamed[0], names, owner_of(unnamed[0], shared))
+        for name in unnamed:
+            ctx.report(messages.combinators.nothing_to_own(name, names, owner_of(name, shared)), step)
     return set(chain.from_iterable(below.values()))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from seqblocks.checkpoint.families import fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
-from seqblocks.checkpoint.families.values import Config, renamed
+from seqblocks.checkpoint.families.unread import check_all_read
+from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
 
@@ -50,7 +51,10 @@ ALIASES: dict[str, dict[str, str]] = {
 
 
 def spec_text(config: Any) -> str:
-    """Return a spec, as YAML, of the model in a config.json. Raises UsageError if it is not supported."""
+    """Return a spec, as YAML, of the model in a config.json.
+
+    Raises UsageError if it is not supported, or has entries that nothing reads and that may change the model.
+    """
     if not isinstance(config, dict):
         raise UsageError("config.json is not a mapping")
     kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
@@ -58,7 +62,10 @@ def spec_text(config: Any) -> str:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
         raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass a spec")
+    entries = Recorded(renamed(config, ALIASES.get(kind, {})))
     try:
-        return FAMILIES[kind](renamed(config, ALIASES.get(kind, {})))
+        text = FAMILIES[kind](entries)
     except ZeroDivisionError:
         raise UsageError(f"config.json: the sizes do not fit a {kind} model: heads have no features") from None
+    check_all_read(entries, kind)
+    return text

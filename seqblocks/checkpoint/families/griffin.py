@@ -11,6 +11,7 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    head_of,
     initial,
     number,
     require,
@@ -29,7 +30,8 @@ MIXERS = {"r": "griffin_mixer", "a": "attention_mixer"}  # of each kind of layer
 def recurrent_gemma(config: Config) -> str:
     """Write a RecurrentGemma language model."""
     require(config, hidden_activation=("gelu_pytorch_tanh", None))
-    dim, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    require(config, embeddings_scale_by_sqrt_dim=True)
+    dim, heads, head = whole(config, "hidden_size"), whole(config, "num_attention_heads"), head_of(config)
     eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
     depth = depth_of(config)
     width, kernel = whole_or(config, "lru_width", dim), whole(config, "conv1d_width", 4)
@@ -50,7 +52,7 @@ def recurrent_gemma(config: Config) -> str:
         "kv_heads": whole_or(config, "num_key_value_heads", heads),
         "window": whole(config, "attention_window_size", 2048),
         "rotary": base,
-        "turned": int(dim // heads * part),
+        "turned": int(head * part),
         "bias": flag(config, "attention_bias", False),
         "bias_out": True,
         "std": 1 / math.sqrt(dim),
@@ -60,7 +62,8 @@ def recurrent_gemma(config: Config) -> str:
         "r": f"- {layer}[{{griffin_mixer: {{dim: dim, {written(recurrent)}}}}}]}}",
         "a": f"- {layer}[{{attention_mixer: {{dim: dim, {written(attention)}}}}}]}}",
     }
-    found = words(config, "block_types", ("recurrent", "attention")) or ["recurrent"]
+    listed = "_block_types" if config.get("block_types") is None else "block_types"  # the first in the releases
+    found = words(config, listed, ("recurrent", "attention")) or ["recurrent"]
     blocks = ["griffin", "attention"]
     model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
         names=("model.embed_tokens", "model.final_norm"),

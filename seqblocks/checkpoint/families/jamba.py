@@ -9,6 +9,8 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    follows,
+    head_of,
     number,
     numbers,
     rank,
@@ -73,6 +75,7 @@ def _mamba(config: Config, eps: float) -> str:
 
 
 def _attention(config: Config, **more: float) -> str:
+    head_of(config)
     heads = whole(config, "num_attention_heads")
     shared = whole_or(config, "num_key_value_heads", heads)
     arguments = {"heads": heads, "kv_heads": shared, **more, "std": std_of(config)}
@@ -81,9 +84,9 @@ def _attention(config: Config, **more: float) -> str:
 
 def bamba(config: Config) -> str:
     """Write a Bamba language model: Mamba-2 and attention, a dense network after each."""
-    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), _rotary(config)
-    bias, heads = flag(config, "attention_bias", False), whole(config, "num_attention_heads")
-    turned = int(whole(config, "hidden_size") // heads * part)
+    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), rotary(config, 0.5, share_at_the_top=False)
+    bias, turned = flag(config, "attention_bias", False), int(head_of(config) * part)
+    follows(config, "attn_rotary_emb", turned, "the features of a head that are rotated")
     attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
     listed = numbers(config, "attn_layer_indices")
     layers = ["attention" if at in listed else "mamba2" for at in range(depth_of(config))]
@@ -96,11 +99,6 @@ def bamba(config: Config) -> str:
     names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
     model = language(config, "Bamba language model", ["mamba2", "attention", "hybrids"], eps)
     return model._replace(names=NAMES).text(layers, kinds, names)
-
-
-def _rotary(config: Config) -> tuple[float, float]:
-    """Return the base of rotary positions and the share of a head that is rotated, from `rope_parameters` only."""
-    return rotary({key: value for key, value in config.items() if key != "partial_rotary_factor"}, 0.5)
 
 
 def _mamba2(config: Config, eps: float) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types
 from seqblocks.checkpoint.families.text import language, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    follows,
+    mapping,
     number,
     numbers,
     require,
@@ -30,8 +30,8 @@ def kimi_linear(config: Config) -> str:
     Its layers have Kimi Delta Attention or latent attention, and dense or mixture-of-experts networks.
     """
     require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None), mla_use_nope=True)
-    require(config, moe_router_activation_func="sigmoid", moe_layer_freq=1)
-    eps, linear = number(config, "rms_norm_eps", 1e-5), _linear(config)
+    require(config, moe_router_activation_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
+    eps, linear = number(config, "rms_norm_eps", 1e-5), mapping(config, "linear_attn_config")
     layers = [
         ("memory" if kind == TYPES[0] else "attention") + ("_experts" if network == "sparse" else "")
         for kind, network in zip(_types(config, linear), _networks(config), strict=True)
@@ -50,19 +50,9 @@ def kimi_linear(config: Config) -> str:
     return model.text(layers, kinds, names)
 
 
-def _linear(config: Config) -> dict[str, Any]:
-    """Return the entries of Kimi Delta Attention, which releases store in a separate mapping."""
-    found = config.get("linear_attn_config") or {}
-    if not isinstance(found, dict):
-        raise UsageError("config.json: linear_attn_config is not a mapping")
-    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-    return {**config, **{ours: found[theirs] for theirs, ours in names.items() if theirs in found}, "lists": found}
-
-
-def _types(config: Config, linear: dict[str, Any]) -> list[str]:
+def _types(config: Config, linear: Config) -> list[str]:
     """Return the kind of each layer; the lists in releases count layers from 1."""
-    depth, full = depth_of(config), numbers(linear["lists"], "full_attn_layers")
+    depth, full = depth_of(config), numbers(linear, "full_attn_layers")
     usual = [TYPES[bool(at and at % 4 == 0)] for at in range(depth)]
     if full and config.get("layer_types") is None:
         usual = [TYPES[at + 1 in full] for at in range(depth)]
@@ -80,28 +70,35 @@ def _networks(config: Config) -> list[str]:
     return [NETWORKS[at >= dense] for at in range(depth)]
 
 
-def _layer(config: Config, word: str, linear: dict[str, Any], eps: float) -> str:
-    mixer = _memory(linear, eps) if word.startswith("memory") else _attention(config)
+def _layer(config: Config, word: str, linear: Config, eps: float) -> str:
+    mixer = _memory(config, linear, eps) if word.startswith("memory") else _attention(config)
     return decoder(mixer, _experts(config) if word.endswith("experts") else gated_network(config), eps)
 
 
-def _memory(linear: dict[str, Any], eps: float) -> str:
+def _memory(config: Config, linear: Config, eps: float) -> str:
+    """Return the step of Kimi Delta Attention. linear: the mapping in which releases store its sizes."""
+
+    def size(theirs: str, name: str, default: int) -> int:
+        return whole(linear, theirs) if theirs in linear else whole(config, name, default)
+
     arguments = {
-        "heads": whole(linear, "linear_num_heads", 32),
-        "head": whole(linear, "linear_head_dim", 128),
-        "kernel": whole(linear, "linear_conv_kernel_dim", 4),
+        "heads": size("num_heads", "linear_num_heads", 32),
+        "head": size("head_dim", "linear_head_dim", 128),
+        "kernel": size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
         "gate_bias": False,
         "eps": eps,
-        "std": std_of(linear),
+        "std": std_of(config),
     }
     return f"kda_mixer: {{dim: dim, {written(arguments)}}}"
 
 
 def _attention(config: Config) -> str:
+    head, common = whole(config, "qk_nope_head_dim", 128), whole(config, "qk_rope_head_dim", 64)
+    follows(config, "qk_head_dim", head + common, "qk_nope_head_dim + qk_rope_head_dim")
     arguments = {
         "heads": whole(config, "num_attention_heads"),
-        "head": whole(config, "qk_nope_head_dim", 128),
-        "common": whole(config, "qk_rope_head_dim", 64),
+        "head": head,
+        "common": common,
         "value": whole_or(config, "v_head_dim", 128),
         "rank": whole(config, "kv_lora_rank", 512),
         "q_rank": whole_or(config, "q_lora_rank", 0),

@@ -43,7 +43,7 @@ def layer_map(
     for part, found in (("token.mixer", mixers), ("channel.network", networks)):
         for step, official in found.items():
             own, theirs = f"{ours}.{part}.{step}", f"{OFFICIAL}.{official}"
-            if not any(f"[{{{step}:" in text for text in steps):
+            if not any(f"{part.rpartition('.')[2]}: [{{{step}:" in text for text in steps):
                 continue
             lines.append(swiglu(own, theirs, bias) if step == "swiglu" else f"{own}: {theirs}")
             if step == "experts":

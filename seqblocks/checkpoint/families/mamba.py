@@ -11,6 +11,7 @@ from seqblocks.checkpoint.families.values import (
     expansion,
     flag,
     initial,
+    mapping,
     number,
     rank,
     require,
@@ -63,9 +64,7 @@ def _steps(
 
 def mamba_ssm(config: Config) -> str:
     """Write a Mamba or Mamba-2 language model from the config of the official package."""
-    inner = config.get("ssm_cfg") or {}
-    if not isinstance(inner, dict):
-        raise UsageError("config.json: ssm_cfg is not a mapping")
+    inner = mapping(config, "ssm_cfg")
     require(inner, layer=("Mamba1", "Mamba2", None))
     require(config, attn_layer_idx=([], None), d_intermediate=(0, None), rms_norm=(True, None))
     multiple = whole(config, "pad_vocab_size_multiple", 8)
@@ -196,6 +195,7 @@ def falcon_mamba(config: Config) -> str:
     """Write a FalconMamba language model: Mamba with norms (without gains) on dt, B and C."""
     require(config, hidden_act="silu", use_mambapy=(False, True, None))
     dim, low = whole(config, "hidden_size"), rank(config.get("time_step_rank", "auto"))
+    inner = whole_or(config, "intermediate_size", int(number(config, "expand", 2) * dim))  # whatever `expand` says
     bias = scalar(flag(config, "use_bias", False))
     norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
     eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
@@ -215,7 +215,7 @@ blocks:
     about: Mamba's block with norms on what its scan reads, matching transformers
     args: {{dim: int}}
     let:
-      inner: floor({scalar(expansion(config))} * dim)
+      inner: {inner}
       low: {low or "ceil(dim / 16)"}
       state: {whole(config, "state_size", 16)}
       spread: {scalar(steps["dt_scale"])} / sqrt(low)

@@ -8,8 +8,11 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    head_of,
     initial,
+    mapping,
     number,
+    require,
     rotary,
     std_of,
     step_sizes,
@@ -68,6 +71,8 @@ def _memory(config: Config) -> str:
 
 
 def _attention(config: Config, eps: float) -> str:
+    head_of(config)
+    require(config, linear_use_gate=True)
     heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
     arguments = {
         "heads": heads,
@@ -84,7 +89,7 @@ def _attention(config: Config, eps: float) -> str:
 
 def _rotary(config: Config) -> float:
     """Return the base of rotary positions; 0 if it is null in the config."""
-    found = config.get("rope_parameters") or {}
-    if isinstance(found, dict) and {"rope_theta": 10000.0, **config, **found}["rope_theta"] is None:
+    found = mapping(config, "rope_parameters")
+    if found.get("rope_theta", config.get("rope_theta", 10000.0)) is None:
         return 0
     return rotary(config)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from seqblocks.combinators import MAX_REPEATS
@@ -11,6 +11,37 @@ from seqblocks.errors import UsageError, listing
 from seqblocks.language.expressions import MAX_MAGNITUDE
 
 Config = Mapping[str, Any]
+
+
+class Recorded(Config):
+    """The entries of a config.json. It records which were read, also in mappings inside it."""
+
+    def __init__(self, entries: Config) -> None:
+        self._entries = entries
+        self._read: set[str] = set()
+        self._inner: dict[str, Recorded] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        value = self._entries[key]
+        return self._inner.setdefault(key, Recorded(value)) if isinstance(value, dict) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield entries that were not read; the name of one in a mapping is `rope_parameters.factor`."""
+        for key, value in self._entries.items():
+            if key not in self._read:
+                yield key, value
+            elif key in self._inner:
+                yield from ((f"{key}.{name}", each) for name, each in self._inner[key].unread())
 
 
 def renamed(config: Config, aliases: Mapping[str, str]) -> Config:
@@ -58,6 +89,27 @@ def depth_of(config: Config) -> int:
     if found > MAX_REPEATS:
         raise UsageError(f"config.json: num_hidden_layers must be at most {MAX_REPEATS}, not {found}")
     return found
+
+
+def mapping(config: Config, key: str) -> Config:
+    """Return a mapping in the config, empty if the entry is absent or null."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise UsageError(f"config.json: {key} is not a mapping")
+    return found
+
+
+def follows(config: Config, key: str, value: Any, why: str) -> None:
+    """Raise UsageError if an entry is present with another value than the one that follows from others."""
+    if config.get(key) not in (None, value):
+        raise UsageError(f"config.json: {key} is {config[key]!r}, but seqblocks only supports {value!r}, {why}")
+
+
+def head_of(config: Config) -> int:
+    """Return the features of an attention head. Raises UsageError if `head_dim` says otherwise."""
+    head = whole(config, "hidden_size") // whole(config, "num_attention_heads")
+    follows(config, "head_dim", head, "hidden_size / num_attention_heads")
+    return head
 
 
 def numbers(config: Config, key: str) -> list[int]:
@@ -143,16 +195,19 @@ def scalar(value: float | str) -> str:
     return value if isinstance(value, str) else repr(value).lower()
 
 
-def rotary(config: Config, part: float = 1.0, base: float = 10000.0) -> tuple[float, float]:
+def rotary(
+    config: Config, part: float = 1.0, base: float = 10000.0, share_at_the_top: bool = True
+) -> tuple[float, float]:
     """Return the base of rotary positions and the share of a head that is rotated.
 
-    They are read from `rope_parameters` or, for older versions of transformers, from the top level. Raises UsageError
-    for other kinds of positions.
+    They are read from `rope_parameters` or, for older versions of transformers, from the top level; the share only
+    with `share_at_the_top`. Raises UsageError for other kinds of positions.
     """
-    found = config.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise UsageError("config.json: rope_parameters is not a mapping")
-    require(found, rope_type="default")
+    found = mapping(config, "rope_parameters")
+    require(found, rope_type="default", type="default")
     require(config, rope_scaling=(None,))
-    both = {**config, **found}
-    return number(both, "rope_theta", base), number(both, "partial_rotary_factor", part)
+    share, theta = "partial_rotary_factor", "rope_theta"
+    outer = config if share_at_the_top else {}
+    return number(found if theta in found else config, theta, base), number(
+        found if share in found else outer, share, part
+    )

@@ -10,6 +10,7 @@ from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
     flag,
+    follows,
     number,
     require,
     rotary,
@@ -48,6 +49,7 @@ def zamba2(config: Config) -> str:
     require(config, hidden_act=("gelu", None), use_long_context=(False, None))
     types, blocks = _types(config), whole(config, "num_mem_blocks", 1)
     hybrids = [at for at, kind in enumerate(types) if kind == "hybrid"]
+    follows(config, "hybrid_layer_ids", hybrids, "the hybrid layers of layers_block_type")
     layers = [f"shared{hybrids.index(at) % blocks}" if at in hybrids else "mamba" for at in range(len(types))]
     mixer, block, weights = _mamba2(config), _block(config), normal(std_of(config))
     eps = number(config, "rms_norm_eps", 1e-5)
@@ -77,10 +79,12 @@ def _types(config: Config) -> list[str]:
 
 def _mamba2(config: Config) -> str:
     expand, heads = whole(config, "mamba_expand", 2), whole(config, "n_mamba_heads", 8)
+    head = expand * whole(config, "hidden_size") // heads
+    follows(config, "mamba_headdim", head, "mamba_expand * hidden_size / n_mamba_heads")
     arguments = {
         "state": whole(config, "mamba_d_state", 64),
         "expand": expand,
-        "head": expand * whole(config, "hidden_size") // heads,
+        "head": head,
         "groups": whole(config, "mamba_ngroups", 1),
         "kernel": whole(config, "mamba_d_conv", 4),
         "bias": flag(config, "add_bias_linear", False),
@@ -95,7 +99,10 @@ def _mamba2(config: Config) -> str:
 
 
 def _block(config: Config) -> str:
-    heads = whole(config, "num_attention_heads")
+    heads, width = whole(config, "num_attention_heads"), 2 * whole(config, "hidden_size")
+    follows(config, "attention_hidden_size", width, "2 * hidden_size")
+    follows(config, "attention_head_dim", width // heads, "2 * hidden_size / num_attention_heads")
+    require(config, use_shared_mlp_adapter=True)
     arguments = {
         "heads": heads,
         "kv_heads": whole_or(config, "num_key_value_heads", heads),

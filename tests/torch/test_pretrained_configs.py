@@ -1,0 +1,266 @@
+"""Specs that `from_pretrained` generates from the config.json of published models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.checkpoint import families
+
+safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="needs the extra `hub`")
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "time_step_rank": 3}
+OFFICIAL = {
+    "d_model": 16, "n_layer": 2, "vocab_size": 11, "rms_norm": True, "ssm_cfg": {"dt_rank": 3, "layer": "Mamba1"}
+}  # fmt: skip
+XLSTM = {
+    "model_type": "xlstm", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "num_heads": 2,
+    "ffn_round_up_to_multiple_of": 8
+}  # fmt: skip
+FALCON = {**MAMBA, "model_type": "falcon_mamba"}
+MAMBA2 = {**MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 8, "n_groups": 2}
+ATTENTION = {**MAMBA, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+GRIFFIN = {**ATTENTION, "model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]}
+QWEN = {
+    **ATTENTION, "model_type": "qwen3_next", "head_dim": 16, "linear_key_head_dim": 8, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "full_attention_interval": 2,
+}  # fmt: skip
+OLMO = {**ATTENTION, "model_type": "olmo_hybrid"}
+KIMI = {
+    **ATTENTION, "model_type": "kimi_linear", "num_experts": 3, "num_experts_per_token": 2, "moe_intermediate_size": 8,
+    "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 2},
+}  # fmt: skip
+JAMBA = {**ATTENTION, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 3}
+BAMBA = {**ATTENTION, "model_type": "bamba", "mamba_n_heads": 4, "attn_layer_indices": [0]}
+ZAMBA = {
+    **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
+    "n_mamba_heads": 4,
+}  # fmt: skip
+GLA = {**MAMBA, "model_type": "gla", "num_heads": 2}
+KINDS = ("gla", "retnet", "delta_net", "gated_deltanet", "kda", "linear_attn", "gated_deltaproduct")
+FLA = [{**GLA, "model_type": kind} for kind in KINDS]
+FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
+
+
+HUB = (
+    "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
+    "bamba", "zamba2",
+)  # fmt: skip
+CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
+ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
+MORE = {  # optional entries of a config
+    "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
+    "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
+    "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand", "initializer_range",
+    "time_step_min", "time_step_floor", "time_step_scale", "rescale_prenorm_residual", "w_init_variance_scale",
+    "linear_a_log_max", "linear_dt_min",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
+def test_no_config_ends_in_a_traceback(config: dict[str, Any]) -> None:
+    for key in {*config, *MORE}:
+        for value in ODD:
+            with contextlib.suppress(seqblocks.UsageError):
+                assert families.spec_text({**config, key: value}).startswith("seqblocks: 1")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
+def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
+    text = families.spec_text(config)
+    model = seqblocks.build_text(text)
+    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_a_recurrent_gemma_may_have_one_kind_of_layer(kind: str) -> None:
+    model = seqblocks.build_text(families.spec_text({**GRIFFIN, "block_types": [kind]}), device="meta")
+    names = {name.split(".")[5] for name, _ in model.named_parameters() if "mixer" in name}
+    assert names == {"griffin_mixer" if kind == "recurrent" else "attention_mixer"}
+
+
+def test_the_blocks_of_an_xlstm_are_those_of_num_blocks() -> None:
+    """transformers reads num_hidden_layers only where num_blocks is null; its default is 32."""
+    for depths, count in (({"num_blocks": 3}, 3), ({"num_blocks": None}, 2), ({}, 2)):
+        model = seqblocks.build_text(families.spec_text({**XLSTM, **depths}), device="meta")
+        assert len(model.blocks) == count
+
+
+def test_official_configs_have_the_size_of_the_releases() -> None:
+    """mamba-130m and mamba2-130m pad their vocabularies to multiples of 8 and 16; this test uses a smaller state space.
+    """
+    config = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "rms_norm": True}
+    second = {**config, "pad_vocab_size_multiple": 16, "ssm_cfg": {"layer": "Mamba2"}}
+    small = {**second, "n_layer": 1, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 768, "rmsnorm": False, "D_has_hdim": True}}
+    layer = 768 * (2 * 768 + 2 * 768 + 2 * 128 + 12) + 5 * (768 + 256) + 2 * 12 + 768 + 1536 * 768 + 768
+    for some, count in ((config, 129_135_360), (second, 128_989_632), (small, 50288 * 768 + layer + 768)):
+        model = seqblocks.build_text(families.spec_text(some), device="meta")
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "config.json is not a mapping"),
+        ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
+        ({"model_type": "bert"}, "of model_type 'bert', but"),
+        ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
+        ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
+        ({**MAMBA, "vocab_size": None}, "vocab_size must be a whole number, not None"),
+        ({"model_type": "mamba"}, "hidden_size must be a whole number, not None"),
+        ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', but seqblocks only supports 'silu'"),
+        ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, but expand \* hidden_size is 32"),
+        ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "'Mamba3', but seqblocks only supports 'Mamba1' or 'Mamba2'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1]}}, r"must be two numbers of at least 0, not \[1"),
+        ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], but"),
+        ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
+        ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, but expand \* hidden_size is 32"),
+        ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"must be two numbers of at least 0, not \[0\."),
+        ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', but seqblocks only supports"),
+        ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', but seqblocks only supports"),
+        ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, but seqblocks only supports"),
+        ({**GRIFFIN, "rope_parameters": 3}, "rope_parameters is not a mapping"),
+        ({**QWEN, "attention_bias": True}, "attention_bias is True, but seqblocks only supports False"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
+        ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, but seqblocks only supports 1"),
+        ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False, but seqblocks only supports True"),
+        ({**JAMBA, "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, but seqblocks only supports"),
+        ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
+        ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, but mamba_expand \* hidden_size is 32"),
+        ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
+        ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, but num_hidden_layers is 2"),
+        ({**GLA, "use_short_conv": True}, "use_short_conv is True, but seqblocks only supports False"),
+        ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', but seqblocks only"),
+        ({**JAMBA, "foo": 3}, "an entry that seqblocks does not read in models of type jamba: foo. Remove it if"),
+        ({**JAMBA, "attention_bias": True, "attn_logit_softcapping": 5.0}, "entries .*attention_bias, attn_logit"),
+        ({**MAMBA, "final_logit_softcapping": 30.0}, "an entry .*: final_logit_softcapping"),
+        ({**OFFICIAL, "ssm_cfg": {"headdim": 8}}, r"an entry .*: ssm_cfg\.headdim"),
+        ({**GRIFFIN, "rope_parameters": {"factor": 2.0}}, r"an entry .*: rope_parameters\.factor"),
+        ({**KIMI, "linear_attn_config": {"gate_lower_bound": -5.0}}, r"linear_attn_config\.gate_lower_bound"),
+        ({**GLA, "attnres_block_size": 2}, "attnres_block_size is 2, but seqblocks only supports None"),
+        ({**GRIFFIN, "embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim is False, but"),
+        *(({**config, "head_dim": 16}, "head_dim is 16, but .* only supports 8, hidden_size / num_attention_heads")
+          for config in (GRIFFIN, OLMO, BAMBA, JAMBA)),
+        ({**ZAMBA, "attention_head_dim": 8}, r"attention_head_dim is 8, but .* only supports 16, 2 \* hidden_size"),
+        ({**ZAMBA, "attention_hidden_size": 8}, r"attention_hidden_size is 8, but .* only supports 32, 2 \* hidden"),
+        ({**ZAMBA, "mamba_headdim": 4}, "mamba_headdim is 4, but seqblocks only supports 8, mamba_expand"),
+        ({**ZAMBA, "hybrid_layer_ids": [0]}, r"hybrid_layer_ids is \[0\], but .* only supports \[1\], the hybrid"),
+        ({**KIMI, "qk_head_dim": 8}, "qk_head_dim is 8, but seqblocks only supports 192, qk_nope_head_dim"),
+        ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, but seqblocks only supports None"),
+        ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], but seqb"),
+    ],
+)
+def test_unsupported_configs(config: Any, message: str, tmp_path: Path) -> None:
+    safetensors.save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(seqblocks.UsageError, match=message):
+        seqblocks.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_every_entry_that_transformers_writes_is_read_or_harmless(family: str) -> None:
+    config = transformers().models.auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
+    config = json.loads(json.dumps(config))
+    assert families.spec_text(config).startswith("seqblocks: 1")
+    with pytest.raises(seqblocks.UsageError, match=r"does not read .*: odd_entry"):
+        families.spec_text({**config, "odd_entry": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        (MAMBA, {"d_model": 16, "n_layer": 2, "fused_add_norm": True, "rms_norm": True, "ssm_cfg": {}, "d_inner": 32}),
+        (OFFICIAL, {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "residual_in_fp32": True}),
+        (KIMI, {"head_dim": 72, "use_grouped_topk": True, "rope_theta": 1e4, "auto_map": {"AutoModel": "m.Kimi"}}),
+        (JAMBA, {"sliding_window": None, "num_logits_to_keep": 1, "router_aux_loss_coef": 0.001, "head_dim": 8}),
+        (ZAMBA, {"kv_channels": 4, "use_conv_bias": True, "attention_head_dim": 16, "hybrid_layer_ids": [1]}),
+        (QWEN, {"use_sliding_window": False, "rope_scaling": None, "partial_rotary_factor": 0.25}),
+        (GLA, {"conv_size": 4, "share_conv_kernel": True, "fuse_norm": True, "attn_mode": "chunk", "clamp_min": None}),
+    ],
+)  # fmt: skip
+def test_entries_of_releases_that_change_nothing(config: dict[str, Any], older: dict[str, Any]) -> None:
+    assert families.spec_text({**config, **older}) == families.spec_text(config)
+
+
+def test_entries_of_releases_that_describe_layers() -> None:
+    """The release of FalconMamba says `expand: 16`, and the one of RecurrentGemma `_block_types`."""
+    falcon = seqblocks.build_text(families.spec_text({**FALCON, "expand": 16, "intermediate_size": 24}), device="meta")
+    assert falcon.layers[0].falcon_mamba_block.residual.out_proj.weight.shape == (16, 24)
+    without = {key: value for key, value in GRIFFIN.items() if key != "block_types"}
+    griffin = families.spec_text({**without, "_block_types": GRIFFIN["block_types"], "head_dim": 8})
+    assert griffin == families.spec_text(GRIFFIN)
+
+
+ROPE = [
+    {**top, **below}
+    for top in ({}, {"rope_theta": 5e5}, {"rope_theta": None})
+    for below in (
+        {}, {"rope_parameters": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}, {"rope_parameters": {"rope_theta": None}},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rotary_positions_of_olmo_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    library = transformers()
+    for entries in ROPE:
+        config = {**OLMO, **entries}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        theirs = (library.AutoConfig.from_pretrained(tmp_path).rope_parameters or {}).get("rope_theta")
+        assert f"rotary: {theirs or 0}," in families.spec_text(config), entries
+
+
+def test_the_rotary_share_of_bamba_is_read_only_below_rope_parameters() -> None:
+    """The values match those that transformers reads."""
+    usual = families.spec_text({**BAMBA, "num_attention_heads": 1})
+    assert "turned: 8," in usual
+    assert families.spec_text({**BAMBA, "num_attention_heads": 1, "partial_rotary_factor": 1.0}) == usual
+    below = {"rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert "turned: 16," in families.spec_text({**BAMBA, "num_attention_heads": 1, **below})
+
+
+@pytest.mark.parametrize(
+    ("config", "alias", "name", "value"),
+    [
+        (KIMI, "norm_topk_prob", "moe_renormalize", False),
+        (KIMI, "n_shared_experts", "num_shared_experts", 2),
+        (KIMI, "num_local_experts", "num_experts", 3),
+        (KIMI, "num_experts_per_tok", "num_experts_per_token", 1),
+        (JAMBA, "num_local_experts", "num_experts", 5),
+        (GRIFFIN, "sliding_window", "attention_window_size", 4),
+        (ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
+    ],
+)  # fmt: skip
+def test_second_names_of_entries_are_read(config: dict[str, Any], alias: str, name: str, value: Any) -> None:
+    without = {key: entry for key, entry in config.items() if key != name}
+    expected = families.spec_text({**without, name: value})
+    assert families.spec_text({**without, alias: value}) == expected
+    assert families.spec_text({**without, alias: value, name: value}) == expected
+    other = [*value, "mamba"] if isinstance(value, list) else value + 1
+    with pytest.raises(seqblocks.UsageError, match=f"{alias} is .* and {name} is .*: these are two names of one entry"):
+        families.spec_text({**without, alias: value, name: other})
+
+
+def test_groups_of_experts_are_refused_by_either_name() -> None:
+    with pytest.raises(seqblocks.UsageError, match="num_expert_group is 8, but seqblocks only supports 1"):
+        families.spec_text({**KIMI, "n_group": 8})
+
+
+def test_second_names_are_those_of_transformers() -> None:
+    mapping = transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    for family, names in families.ALIASES.items():
+        assert names.items() <= mapping[family].attribute_map.items()
