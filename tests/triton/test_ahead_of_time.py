@@ -212,6 +212,19 @@ def test_no_tuple_has_a_result_that_may_be_none(op: str, root: Path) -> None:
                 assert not called & absent, ast.unparse(node)
 
 
+ALWAYS_THERE = {"q", "k", "v", "dy", "dh"}  # arguments of kernels that are never None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_absent_arguments_are_not_passed_on(op: str, root: Path) -> None:
+    """Triton 3.6 and earlier do not compile `x = chosen(x, ...)`, which may return x itself, if x is None."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in triton_files(root / "kernels" / op)]
+    for f in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
+        for statement in f.body:  # those below an `if x is not None` are not in this list
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("chosen("):
+                assert ast.unparse(statement.targets[0]) in ALWAYS_THERE, f.name
+
+
 @pytest.mark.slow
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
     names = table(["--names"], root, tmp_path)

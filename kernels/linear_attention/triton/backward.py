@@ -52,7 +52,8 @@ def state_gradients(
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -135,7 +136,8 @@ def value_gradients(
     """Compute gradients of values. A program per chunk and BV values."""
     k = chosen(k, clean_k, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)
@@ -183,7 +185,8 @@ def weight_gradients(
     """
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     at = tl.program_id(0).to(tl.int64)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
@@ -262,8 +265,10 @@ def key_gradients(
     k = chosen(k, clean_k, faults)
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
-    g = chosen(g, clean_g, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
     COLUMNS: tl.constexpr = (K + BK - 1) // BK
     column = tl.program_id(0) % COLUMNS

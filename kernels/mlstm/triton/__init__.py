@@ -88,7 +88,7 @@ def _example(
     reverse: bool = False, return_state: bool = True, heads: int = 1, dtype: torch.dtype = torch.float32, **facts: Any,
 ) -> Any:
     DK, DV = head_dims
-    H = heads if DK * DV <= 1 << 14 else min(heads, 2 if DK * DV <= 1 << 17 else 1)  # the reference saves all states
+    H = heads if DK * DV <= 1 << 12 else min(heads, 2 if DK * DV <= 1 << 17 else 1)  # the reference saves all states
     L = sizes.chunk(DK, DV, dtype == torch.bfloat16)["L"]
     # More chunks than one program processes, unless states are so large that the reference would save too many.
     S = 16 + L * (sizes.WALKED if DK * DV <= 1 << 14 else 1)
