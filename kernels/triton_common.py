@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any, no_type_check
 
@@ -39,10 +39,13 @@ def constexpr(value: float) -> Any:
 
 
 class Kernel:
-    """A Triton function launched from Python as `kernel[grid](...)`, with the options common to all launches."""
+    """A Triton function launched from Python as `kernel[grid](...)`, with the options common to all launches.
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    general: names of arguments for whose values Triton does not compile anew.
+    """
+
+    def __init__(self, function: Any, general: Collection[str] = ()) -> None:
+        self.function, self.general = function, general
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return partial(self.function[grid], **launch_options())
@@ -50,7 +53,7 @@ class Kernel:
 
 def kernel(**options: Any) -> Callable[[Any], Kernel]:
     """Return a decorator for kernels, with these options of `triton.jit`. Functions that kernels call use `jit`."""
-    return lambda function: Kernel(jit(function, **options))
+    return lambda function: Kernel(jit(function, **options), options.get("do_not_specialize", ()))
 
 
 @cache
@@ -65,27 +68,30 @@ def launch_options() -> dict[str, bool]:
     return {"enable_fp_fusion": True} if "enable_fp_fusion" in known else {}
 
 
-WRONG_PTXAS = "12.8"  # its code for sm_90 may read registers that nothing has written, see docs/kernels/launches.md
+WRONG_PTXAS = "12.8"  # its code for sm_90 may read registers that nothing has written: docs/kernels/compiler_faults.md
 
 
 @cache
 def refused_ptxas() -> str:
-    """Return why kernels cannot be assembled here, or "".
+    """Return why kernels for GPUs since sm_90 cannot be assembled here, or "".
 
     If the ptxas that Triton uses is wrong, this replaces it by the newer one that Triton brings for Blackwell GPUs, for
-    all kernels of the process and, through TRITON_PTXAS_PATH, of its children. Triton 3.9 does so itself.
+    all kernels of the process and, through TRITON_PTXAS_PATH, of its children. Triton 3.5 brings no newer one, and
+    Triton 3.8 and later use newer ones themselves.
     """
-    triton = importlib.import_module("triton")
     try:
-        tools = triton.knobs.nvidia
-        if tools.ptxas.version != WRONG_PTXAS:
-            return ""
-        if tools.ptxas_blackwell.version != WRONG_PTXAS:
-            tools.ptxas = tools.ptxas_blackwell.path
-            importlib.import_module("triton.backends.nvidia.compiler").get_ptxas_version.cache_clear()
-            return ""
+        tools = importlib.import_module("triton").knobs.nvidia
+        wrong = tools.ptxas.version == WRONG_PTXAS
     except (AttributeError, RuntimeError):  # a Triton with other names, or without ptxas
         return ""
+    if not wrong:
+        return ""
+    with contextlib.suppress(AttributeError, RuntimeError):  # a Triton without the newer one
+        newer = tools.ptxas_blackwell
+        if newer.version != WRONG_PTXAS:
+            tools.ptxas = newer.path
+            importlib.import_module("triton.backends.nvidia.compiler").get_ptxas_version.cache_clear()
+            return ""
     return f"ptxas {WRONG_PTXAS} makes wrong code: set TRITON_PTXAS_PATH to a ptxas of version 12.9 or later"
 
 
@@ -116,11 +122,11 @@ def can(
     if dtype not in DTYPES:
         return False, f"{str(dtype).removeprefix('torch.')}: Triton implementations compute in float32"
     if device == "cuda":
-        if requested_backend and refused_ptxas():
-            return False, refused_ptxas()
-        if _too_old(arch or (_arch_at(index) if requested_backend else "")):
+        arch = arch or (_arch_at(index) if requested_backend else "")
+        if _older(arch, OLDEST):
             return False, f"needs compute capability {'.'.join(map(str, OLDEST))} or later"
-        return True, "compiled for the device"
+        refused = "" if not arch.startswith("sm_") or _older(arch, (9, 0)) else _refused_ptxas()
+        return (False, refused) if refused else (True, "compiled for the device")
     if device == "cpu" and INTERPRETED:
         return requested_backend == "triton", "triton's interpreter, for tests: request it with backend='triton'"
     return False, f"needs a CUDA or ROCm device, not {device}"
@@ -137,8 +143,13 @@ def can_unless(refusal: Callable[..., str]) -> Callable[..., tuple[bool, str]]:
     return can_run
 
 
-def _too_old(arch: str) -> bool:
-    return arch.startswith("sm_") and int(arch[3:].rstrip("af")) < 10 * OLDEST[0] + OLDEST[1]
+def _older(arch: str, capability: tuple[int, int]) -> bool:
+    return arch.startswith("sm_") and int(arch[3:].rstrip("af")) < 10 * capability[0] + capability[1]
+
+
+@constant
+def _refused_ptxas() -> str:
+    return refused_ptxas()
 
 
 @constant

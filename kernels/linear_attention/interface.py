@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
+from seqblocks.kernels.dispatch.self_check import few_heads
 
 __all__ = ["linear_attention"]
 
@@ -70,7 +71,8 @@ def linear_attention(
         {"batch": B * HV, "length": q.shape[1]}, dtype=numerics.computed_in(*given),
         rule="dplr" if a is not None else "delta" if beta is not None else "add", resets=resets is not None,
         reverse=reverse, widths=(K, columns), bonus=bonus is not None,
-        decay=None if decay is None else "head" if decay.dim() == 3 else "key",
+        decay=None if decay is None else "head" if decay.dim() == 3 else "key", heads=few_heads(q.shape[2]),
+        group=HV // max(1, q.shape[2]),
     )  # fmt: skip
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     y, last = run(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
+from seqblocks.kernels.dispatch.self_check import few_heads
 from seqblocks.kernels.mlstm.reference import MLSTMState
 
 __all__ = ["MLSTMState", "mlstm", "mlstm_init_state", "mlstm_step"]
@@ -66,7 +67,7 @@ def mlstm(
         "mlstm", backend, _named(q, k, v, i, f, state, resets),
         {"batch": q.shape[0] * q.shape[2], "length": q.shape[1]}, dtype=numerics.computed_in(q, k, v, i, f),
         head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, normalize=normalize, resets=resets is not None,
-        reverse=reverse, return_state=return_state,
+        reverse=reverse, return_state=return_state, heads=few_heads(q.shape[2]),
     )
     h, last = run(
         q, k, v, i.to(dtype), f.to(dtype), state, None if resets is None else resets.bool(), reverse=reverse,

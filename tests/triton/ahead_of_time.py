@@ -11,7 +11,8 @@ constants and alignments that triton would derive from the arguments.
 
 A line has the case, the kernel, the architecture, the launch, registers per thread, bytes of local memory per thread
 (spills and indexed arrays), bytes of shared memory per program, and machine instructions, counting loops once. Where no
-device measures time, growing kernels show here.
+device measures time, growing kernels show here. A line `fault: ...` follows each kernel that the compiler got wrong in
+one of the ways that `compiler_faults.py` finds.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from seqblocks.kernels.mlstm import triton as mlstm_triton
 from seqblocks.kernels.residual_norm import triton as residual_norm_triton
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from seqblocks.kernels.slstm.triton import launch as slstm_triton
+from tests.triton.compiler_faults import overwritten, unwritten
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (
@@ -93,8 +95,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target:
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
 
 
-def usage(binary: Any) -> dict[str, int]:
-    """Return registers per thread, bytes of local memory per thread, shared bytes per program, and instructions."""
+def usage(binary: Any) -> dict[str, Any]:
+    """Return registers per thread, bytes of local memory per thread, shared bytes per program, instructions, and
+    faults of the compiler."""
     shared = binary.metadata.shared
     if "amdgcn" in binary.asm:
         text = binary.asm["amdgcn"]
@@ -102,7 +105,7 @@ def usage(binary: Any) -> dict[str, int]:
             "vgpr_count", "agpr_count", "private_segment_fixed_size")}
         count = len(re.findall(r"^\t(?:v|s|ds|global|buffer|flat)_", text, re.MULTILINE))
         used = {"registers": found["vgpr_count"], "local": found["private_segment_fixed_size"]}
-        return {**used, "shared": shared, "instructions": count}
+        return {**used, "shared": shared, "instructions": count, "faults": []}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -113,7 +116,8 @@ def usage(binary: Any) -> dict[str, int]:
         )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
     count = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?!NOP)\S", code, re.MULTILINE))
-    return {"registers": int(registers), "local": int(stack), "shared": shared, "instructions": count}
+    used = {"registers": int(registers), "local": int(stack), "shared": shared, "instructions": count}
+    return {**used, "faults": [*overwritten(binary.asm["ttgir"]), *unwritten(code)]}
 
 
 # ------------------------------------------------------------------------------
@@ -248,6 +252,12 @@ def cases_of_linear_attention() -> Iterator[tuple[str, Callable[[], None]]]:
         256, torch.bfloat16, "head", True, values=512, reverse=True, resets=True)
     yield "linear_attention D=128 bf16 delta per key", lambda: linear_attention(128, torch.bfloat16, "key", True)
     yield "linear_attention D=64 fp32 delta", lambda: linear_attention(64, torch.float32, delta=True)
+    # Widths of which some versions of Triton keep values outside of registers, see SPILLS in test_ahead_of_time.py
+    yield "linear_attention D=128 to 256 bf16 delta per head", lambda: linear_attention(
+        128, torch.bfloat16, "head", True, values=256)
+    yield "linear_attention D=128 bf16 delta per key resets", lambda: linear_attention(
+        128, torch.bfloat16, "key", True, resets=True)
+    yield "linear_attention D=256 bf16 delta per key", lambda: linear_attention(256, torch.bfloat16, "key", True)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -300,6 +310,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "mlstm D=512 bf16 many heads", lambda: mlstm(512, torch.bfloat16, batch=4)
     yield "mlstm D=256 to 512 bf16 many heads", lambda: mlstm(
         256, torch.bfloat16, values=512, batch=8)
+    yield "mlstm D=1024 bf16", lambda: mlstm(1024, torch.bfloat16)
     yield "mlstm step D=128 bf16", lambda: mlstm_step(128, torch.bfloat16)
     for width in (32, 64, 128, 256, 512, 1024):
         yield f"slstm D={width} bf16", lambda n=width: slstm(n, torch.bfloat16)
@@ -331,6 +342,7 @@ def rows(words: list[str]) -> Iterator[str]:
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
                 yield " | ".join([f"{name:<44}", f"{kernel:<16}", f"{arch:<6}", f"{tile:<32}", *(
                     f"{found[key]:>6}" for key in ("registers", "local", "shared", "instructions"))])
+                yield from (f"fault: {name} | {kernel} | {arch}: {fault}" for fault in found["faults"])
 
 
 def main(words: list[str]) -> None:

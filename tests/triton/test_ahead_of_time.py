@@ -1,7 +1,9 @@
-"""Every kernel compiles for GPUs that are not present, fits into shared memory, and keeps its values in registers.
+"""Every kernel compiles for GPUs that are not present, fits into shared memory, keeps its values in registers, and has
+none of the compilers' faults that are known.
 
 `ahead_of_time.py` compiles in a separate process. tests/golden/triton/<op>.txt is its output with the Triton version in
-the first line. Other versions are checked against the bounds, and for the same launches.
+the first line; tests/golden/triton/3.6.0/<op>.txt is that of Triton 3.6, for sm_80 and sm_90. Other versions are
+checked against the bounds, and for the same launches.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +23,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 GOLDEN = Path("tests", "golden", "triton")
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes available to a program
 LOCAL = 16  # bytes: a few values stored outside the loops are acceptable
+# More, by version of Triton, case and kernel. These use all 255 registers; twice the warps would have room for all
+# values, but take more instructions and barriers. Which is faster is not known: no device has timed both.
+SPILLS = {
+    ("3.6.0", "selective_scan N=16 fp32", "scan_backward"): 24,
+    ("3.6.0", "linear_attention D=128 bf16 delta per head", "state_gradients"): 24,
+    ("3.6.0", "linear_attention D=128 bf16 delta per key", "state_gradients"): 32,
+}
 REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above this, the second half of the registers
 
 
@@ -35,26 +45,65 @@ def table(words: list[str], root: Path, cache: Path) -> list[str]:
 
 def hold(lines: list[str]) -> None:
     assert len(lines) > 1
+    version = lines[0].removeprefix("triton ")
     for line in lines[1:]:
-        _, _, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
+        assert not line.startswith("fault: "), line
+        name, kernel, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
         registers, local, shared, instructions = map(int, numbers)
         assert instructions > 10, line
-        assert local <= LOCAL, line
+        assert local <= SPILLS.get((version, name, kernel), LOCAL), line
         assert shared <= SHARED[arch], line
         assert registers <= REGISTERS[arch], line
 
 
-def golden(root: Path, op: str) -> list[str]:
-    return (root / GOLDEN / f"{op}.txt").read_text(encoding="utf-8").splitlines()
+def test_a_fault_of_the_compiler_fails() -> None:
+    row = "mlstm D=16 bf16 | gates | sm_90 | BT=64 num_warps=1 | 64 | 0 | 0 | 539"
+    hold(["triton 3.9.0", row])
+    with pytest.raises(AssertionError, match="UR42"):
+        hold(["triton 3.9.0", row, "fault: mlstm D=16 bf16 | gates | sm_90: UR42 is read"])
+
+
+def test_every_kernel_is_searched_for_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.triton import ahead_of_time  # it needs Triton
+
+    binary = SimpleNamespace(asm={"ttgir": "tiles", "cubin": b""}, metadata=SimpleNamespace(shared=0))
+    for name, value in {
+        "cases": lambda: [("case", None)],
+        "launches": lambda arch, call: [("kernel", None, (), {})],
+        "compiled": lambda *args: binary,
+        "overwritten": lambda ttgir: [f"found in {ttgir}"],
+        "unwritten": lambda code: [f"found in {code}"],
+    }.items():
+        monkeypatch.setattr(ahead_of_time, name, value)
+    output = SimpleNamespace(stdout="REG:8 STACK:0")
+    monkeypatch.setattr(ahead_of_time.subprocess, "run", lambda *args, **options: output)
+    row, *faults = ahead_of_time.rows(["case | sm_90"])
+    assert row.split("|")[1].strip() == "kernel"
+    assert faults == [f"fault: case | kernel | sm_90: found in {x}" for x in ("tiles", "REG:8 STACK:0")]
+
+
+def golden_file(root: Path, op: str, version: str) -> Path:
+    """Return the recorded table of a version, "triton 3.6.0", by default that of the newest."""
+    folder = root / GOLDEN / version.removeprefix("triton ")
+    return (folder if folder.is_dir() else root / GOLDEN) / f"{op}.txt"
+
+
+def golden(root: Path, op: str, version: str) -> list[str]:
+    return golden_file(root, op, version).read_text(encoding="utf-8").splitlines()
 
 
 def kernels(lines: list[str]) -> set[str]:
     return {line.split("|")[1].strip() for line in lines[1:]}
 
 
+def of_arch(line: str) -> str:
+    """Return the architecture of a row, "" for the first line."""
+    return line.split("|")[2].strip() if "|" in line else ""
+
+
 def compare(lines: list[str], recorded: list[str]) -> None:
     if lines[0] == recorded[0]:
-        assert lines == recorded
+        assert [line for line in lines if of_arch(line) in {of_arch(x) for x in recorded}] == recorded
     else:  # another compiler has other numbers, for the same launches
         assert [line.split("|")[:4] for line in lines[1:]] == [line.split("|")[:4] for line in recorded[1:]]
 
@@ -94,7 +143,7 @@ def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureReq
     pairs = compiled_for(op)
     lines = table([" | ".join(pair) for pair in pairs], root, tmp_path)
     hold(lines)
-    first, *recorded = golden(root, op)
+    first, *recorded = golden(root, op, lines[0])
     cells = [(line, [cell.strip() for cell in line.split("|")]) for line in recorded]
     compare(lines, [first, *(line for line, (name, _, arch, *_) in cells if (name, arch) in pairs)])
     assert kernels(lines) == kernels([first, *recorded])
@@ -106,8 +155,10 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
     lines = table([op], root, tmp_path)
     hold(lines)
     if update_golden:
-        (root / GOLDEN / f"{op}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    compare(lines, golden(root, op))
+        file = golden_file(root, op, lines[0])
+        kept = lines if file.parent == root / GOLDEN else [line for line in lines if of_arch(line) != "gfx942"]
+        file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    compare(lines, golden(root, op, lines[0]))
 
 
 def triton_files(folder: Path) -> list[Path]:
@@ -159,6 +210,19 @@ def test_no_tuple_has_a_result_that_may_be_none(op: str, root: Path) -> None:
             if isinstance(node, ast.Tuple):
                 called = {ast.unparse(x.func) for x in node.elts if isinstance(x, ast.Call)}
                 assert not called & absent, ast.unparse(node)
+
+
+ALWAYS_THERE = {"q", "k", "v", "dy", "dh"}  # arguments of kernels that are never None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_absent_arguments_are_not_passed_on(op: str, root: Path) -> None:
+    """Triton 3.6 and earlier do not compile `x = chosen(x, ...)`, which may return x itself, if x is None."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in triton_files(root / "kernels" / op)]
+    for f in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
+        for statement in f.body:  # those below an `if x is not None` are not in this list
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("chosen("):
+                assert ast.unparse(statement.targets[0]) in ALWAYS_THERE, f.name
 
 
 @pytest.mark.slow

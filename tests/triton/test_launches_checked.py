@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,15 +23,19 @@ Launched = set[tuple[Any, ...]]
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Record launches without running them: kernels, the dtypes of their tensors, and their constants."""
+def recorded(monkeypatch: pytest.MonkeyPatch, numbers: bool = False) -> Iterator[Launched]:
+    """Record launches without running them: kernels, the dtypes of their tensors, and their constants.
+
+    With `numbers` also for what kinds of integers Triton compiles them: see `kinds`.
+    """
     found: Launched = set()
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         def note(*args: Any, **options: Any) -> None:
             dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
             absent = tuple(at for at, x in enumerate(args) if x is None)
-            found.add((kernel.function.__name__, dtypes, absent, *sorted((k, str(v)) for k, v in options.items())))
+            constants = sorted((k, str(v)) for k, v in options.items())
+            found.add((kernel.function.__name__, dtypes, absent, *constants, *(kinds(kernel, args) if numbers else ())))
 
         return note
 
@@ -38,6 +43,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         patch.setattr(triton_common.Kernel, "__getitem__", launch)
         patch.setattr(custom_op, "is_seen", lambda args: False)  # torch.library would stop at the shapes
         yield found
+
+
+def kinds(kernel: triton_common.Kernel, args: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Return which integers are 1 and which are multiples of 16, as Triton compiles differently for these."""
+    named = zip(inspect.signature(kernel.function.fn).parameters, args, strict=False)
+    integers = ((name, x) for name, x in named if isinstance(x, int) and name not in kernel.general)
+    return [(name, "1" if x == 1 else "multiple of 16" if x % 16 == 0 else "other") for name, x in integers]
 
 
 @pytest.fixture
@@ -90,13 +102,15 @@ def mlstm(B: int, S: int, H: int, DK: int, DV: int, x: torch.dtype, f: torch.dty
 
 
 def linear(
-    B: int, S: int, K: int, V: int, x: torch.dtype, g: torch.dtype, decay: str, delta: bool, bonus: bool, **options: Any
+    B: int, S: int, K: int, V: int, x: torch.dtype, g: torch.dtype, decay: str, delta: bool, bonus: bool,
+    heads: tuple[int, int] = (2, 4), **options: Any
 ) -> Any:
-    q, k = (leaf(B, S, 2, K, dtype=x) for _ in range(2))
-    shapes = {"head": (B, S, 4), "key": (B, S, 4, K)}
+    H, HV = heads
+    q, k = (leaf(B, S, H, K, dtype=x) for _ in range(2))
+    shapes = {"head": (B, S, HV), "key": (B, S, HV, K)}
     y, last = kernels.linear_attention(
-        q, k, leaf(B, S, 4, V, dtype=x), decay=leaf(*shapes[decay], dtype=g) if decay else None,
-        beta=leaf(B, S, 4, dtype=g) if delta else None, bonus=leaf(2, K) if bonus else None, return_state=True,
+        q, k, leaf(B, S, HV, V, dtype=x), decay=leaf(*shapes[decay], dtype=g) if decay else None,
+        beta=leaf(B, S, HV, dtype=g) if delta else None, bonus=leaf(H, K) if bonus else None, return_state=True,
         **options, backend="triton",
     )
     return [y, last]
@@ -223,3 +237,42 @@ def test_the_check_launches_what_the_call_launches(op: str, device: None, monkey
             keys[key] = found
         assert expected <= keys[key], (call, expected - keys[key], keys[key])
     assert len(keys) > 4
+
+
+# Shapes of training and of small models: lengths that are multiples of 16, several sequences
+TYPICAL = [
+    *(("mlstm", functools.partial(mlstm, 8, 2048, H, DK, DV, BF16, F32))
+      for H in (1, 3, 4, 16) for DK, DV in ((64, 128), (128, 128), (256, 512), (20, 24))
+      if H < 16 or DK * DV <= 1 << 12),  # the reference would save 1 GB of states or more, so examples have 2 heads
+    *(("linear_attention", functools.partial(linear, 8, 2048, K, V, BF16, F32, decay, delta, False, heads=heads))
+      for heads in ((1, 1), (4, 4), (16, 16), (2, 8)) for K, V in ((64, 128), (128, 128))
+      for decay, delta in (("head", False), ("head", True), ("key", True))),
+    ("causal_conv", functools.partial(conv, 8, 2048, 4096, 4, BF16, BF16, activation="silu")),
+    ("head_norm", functools.partial(norm, 4096, 4, 192, BF16, F32)),
+    ("residual_norm", functools.partial(residual, 4096, 768, BF16, F32, True)),
+    ("headwise_linear", functools.partial(headwise, 1 << 13, 64, 4, 4, BF16, BF16)),
+    ("selective_scan", functools.partial(scan, 8, 2048, 2048, 16, BF16, BF16)),
+    ("selective_scan", functools.partial(scan, 8, 2048, 768, 16, BF16, BF16, G=4)),
+    ("slstm", functools.partial(slstm, 8, 64, 4, 128, BF16, BF16)),
+    ("centaurus", functools.partial(bank, 8, 4096, 64, 128, 8, BF16, "neck", False)),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("op", sorted({op for op, _ in TYPICAL}))
+def test_the_check_compiles_what_a_typical_call_compiles(
+    op: str, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example's widths, strides and heads are 1, or multiples of 16, where those of the call are."""
+    checked: list[self_check.KernelCall] = []
+    monkeypatch.setattr(self_check, "fault_of", lambda call: checked.append(call) or "")
+    for _, call in (each for each in TYPICAL if each[0] == op):
+        checked.clear()
+        with recorded(monkeypatch, numbers=True) as expected:
+            run(call)
+        about = checked[0]
+        with recorded(monkeypatch, numbers=True) as found:
+            for _ in self_check.results(about):
+                pass
+        assert expected <= found, (call, *(sorted(map(str, x)) for x in (expected - found, found)))

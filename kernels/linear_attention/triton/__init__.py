@@ -98,11 +98,13 @@ def _tiles(
 
 def _example(
     widths: tuple[int, int], rule: str = "add", decay: str | None = None, bonus: bool = False, resets: bool = False,
-    reverse: bool = False, dtype: torch.dtype = torch.float32, **facts: Any,
+    reverse: bool = False, heads: int = 1, group: int = 1, dtype: torch.dtype = torch.float32, **facts: Any,
 ) -> Any:
     from seqblocks.kernels.linear_attention import linear_attention
 
-    (K, V), S, H, HV = widths, 150, 1, 2
+    (K, V), S = widths, 144
+    H = heads if K * V <= 1 << 14 else min(heads, 2)
+    HV = H * group
     tensors = {"q": normal(1, S, H, K), "k": normal(1, S, H, K, seed=1), "v": normal(1, S, HV, V, seed=2)}
     tensors["k"] = torch.nn.functional.normalize(tensors["k"], dim=-1)
     tensors["decay"] = -normal(1, S, HV, *((K,) if decay == "key" else ()), seed=3).exp()

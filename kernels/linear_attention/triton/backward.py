@@ -52,7 +52,8 @@ def state_gradients(
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -135,7 +136,8 @@ def value_gradients(
     """Compute gradients of values. A program per chunk and BV values."""
     k = chosen(k, clean_k, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)
@@ -183,7 +185,8 @@ def weight_gradients(
     """
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     at = tl.program_id(0).to(tl.int64)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
@@ -199,6 +202,13 @@ def weight_gradients(
     read = tl.zeros((L, L), tl.float32)
     keys = tl.zeros((L, L), tl.float32)
     own = tl.zeros((L,), tl.float32)
+    if beta is not None:  # a loop of its own: docs/kernels/compiler_faults.md
+        for first in range(0, V, BV):
+            d = first + tl.arange(0, BV)
+            is_d = inside(d, V, BV)
+            x = load_tile(errors + at * L * V, d, j * V, is_d, is_t)
+            of_x = load_tile(dx + at * L * V, d, j * V, is_d, is_t)
+            own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         is_d = inside(d, V, BV)
@@ -210,8 +220,6 @@ def weight_gradients(
             b = load_rows(dv, n, H, c, S, eb, es, eh, d, is_t, is_d, REVERSE, L)
             b = operand(b, DOT, PRECISION)
             keys += tl.dot(b, operand(x, DOT, PRECISION), input_precision=PRECISION)
-            of_x = load_tile(dx + at * L * V, d, j * V, is_d, is_t)
-            own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
         read += tl.dot(operand(a, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
     read = tl.where(t >= s, read * gain[None, :] * scale, 0.0)
     tl.store(of_queries + place, operand(read, of_queries.dtype.element_ty, PRECISION))
@@ -257,8 +265,10 @@ def key_gradients(
     k = chosen(k, clean_k, faults)
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
-    g = chosen(g, clean_g, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
     COLUMNS: tl.constexpr = (K + BK - 1) // BK
     column = tl.program_id(0) % COLUMNS

@@ -34,7 +34,8 @@ def sums(
 
     A program per chunk and BD channels.
     """
-    g = chosen(g, clean_g, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -119,8 +120,10 @@ def pairs(
     """
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
-    g = chosen(g, clean_g, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
     block = tl.program_id(0) % BLOCKS
     at = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -336,7 +339,8 @@ def states(
     """
     k = chosen(k, clean_k, faults)
     v = chosen(v, clean_v, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -395,7 +399,8 @@ def outputs(
     """Compute the outputs. A program per chunk and BV values."""
     q = chosen(q, clean_q, faults)
     v = chosen(v, clean_v, faults)
-    beta = chosen(beta, clean_beta, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)

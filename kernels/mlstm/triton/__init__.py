@@ -85,16 +85,17 @@ def _checked(
 
 def _example(
     head_dims: tuple[int, int], input_gate: str = "exp", normalize: bool = True, resets: bool = False,
-    reverse: bool = False, return_state: bool = True, dtype: torch.dtype = torch.float32, **facts: Any,
+    reverse: bool = False, return_state: bool = True, heads: int = 1, dtype: torch.dtype = torch.float32, **facts: Any,
 ) -> Any:
     DK, DV = head_dims
+    H = heads if DK * DV <= 1 << 12 else min(heads, 2 if DK * DV <= 1 << 17 else 1)  # the reference saves all states
     L = sizes.chunk(DK, DV, dtype == torch.bfloat16)["L"]
     # More chunks than one program processes, unless states are so large that the reference would save too many.
-    S = 20 + L * (sizes.WALKED if DK * DV <= 1 << 14 else 1)
+    S = 16 + L * (sizes.WALKED if DK * DV <= 1 << 14 else 1)
     widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
-    tensors = {name: normal(1, S, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
+    tensors = {name: normal(1, S, H, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
     states = {"C": (DK, DV), "n": (DK,), "m": ()}
-    tensors |= {name: normal(1, 1, *width, seed=6 + at) for at, (name, width) in enumerate(states.items())}
+    tensors |= {name: normal(1, H, *width, seed=6 + at) for at, (name, width) in enumerate(states.items())}
     options: dict[str, Any] = {
         "input_gate": input_gate, "normalize": normalize, "reverse": reverse, "return_state": return_state,
     }

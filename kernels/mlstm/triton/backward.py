@@ -374,8 +374,10 @@ def gate_gradients(
 
     In this order, all sums are cumulative. FRESH: there is no initial state.
     """
-    i = chosen(i, clean_i, faults)
-    f = chosen(f, clean_f, faults)
+    if i is not None:
+        i = chosen(i, clean_i, faults)
+    if f is not None:
+        f = chosen(f, clean_f, faults)
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks

@@ -98,7 +98,7 @@ def outputs(
     queries = start(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, REVERSE, BT)
     u = load_plane(gates, U, plane, base, j) * scale
     # A loop of its own: if a tile feeds an asynchronous product and something else, Triton 3.6 to 3.9 may overwrite it
-    # too early, see docs/kernels/launches.md.
+    # too early, see docs/kernels/compiler_faults.md.
     parts = tl.zeros((BT, BK), tl.float32)  # terms of q . n, by channels
     if norm is not None:
         for first in range(0, DK, BK):

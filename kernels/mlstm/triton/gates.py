@@ -148,8 +148,10 @@ def totals(
     S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
     """Compute passages [2, N, K]: sum and most of the map of every chunk from the m before it to the m after it."""
-    i = chosen(i, clean_i, faults)
-    f = chosen(f, clean_f, faults)
+    if i is not None:
+        i = chosen(i, clean_i, faults)
+    if f is not None:
+        f = chosen(f, clean_f, faults)
     at = tl.program_id(0)
     chunks = tl.cdiv(S, BT)
     b, e, rest, _, _, segment = _chunk_gates(
@@ -194,8 +196,10 @@ def gates(
     m_enters: with EACH, the m before each chunk. m is a binary logarithm in float64; the last one is rounded before it
     is used, because the state stores it in float32.
     """
-    i = chosen(i, clean_i, faults)
-    f = chosen(f, clean_f, faults)
+    if i is not None:
+        i = chosen(i, clean_i, faults)
+    if f is not None:
+        f = chosen(f, clean_f, faults)
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
     first = tl.program_id(0) % chunks if EACH else 0
