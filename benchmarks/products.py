@@ -48,7 +48,7 @@ def compare(x: Tensor, weights: list[Tensor], rounds: int) -> tuple[float, float
 
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
-    print(f"{torch.cpu.get_capabilities().get('cpu_name')}, {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{products.PROCESSOR}, {torch.backends.cpu.get_cpu_capability()}")
     for rows, width in MATRICES:
         for tokens in TOKENS:
             for place, copies in (("memory", BEYOND_CACHES // (4 * rows * width)), ("cache", 1)):

@@ -26,8 +26,9 @@ LARGE_OUTPUT = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-# On AMD processors, MKL multiplies with AVX2 and oneDNN with AVX-512.
-ON_SLOW_MKL = ON_ONEDNN and str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
+_facts: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has no such function
+PROCESSOR = str(_facts.get("cpu_name", "unknown"))
+ON_SLOW_MKL = ON_ONEDNN and PROCESSOR.startswith("AMD")  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
