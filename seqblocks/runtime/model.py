@@ -243,7 +243,8 @@ class SequenceModel(Body):
             self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
             context = ", ".join(f"{name}=…" for name in self.graph.ports)
-            raise RunError(f"a stream of this model begins with its context: state = model.init_state(batch, {context})")
+            how = f"state = model.init_state(batch, {context})"
+            raise RunError(f"a stream of this model begins with its context: {how}")
         if planned is not None and planned.suits(x):
             if found := self._run_planned(planned, x, state, resets):
                 return found
