@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -79,9 +78,8 @@ def main(words: list[str]) -> int:
             count, bad = count + 1, bad + (outcome.verdict != "ok")
             kernels += outcome.record.launches
             if options.json:
-                line = json.dumps({**asdict(outcome), "verdict": outcome.verdict, "way": way})
                 with options.json.open("a") as file:
-                    file.write(line + "\n")
+                    file.write(json.dumps(outcome.as_dict() | {"way": way}) + "\n")
     if options.kernels:
         print(", ".join(f"{name} {n}" for name, n in sorted(kernels.items())))
     print(f"{count} cases, {bad} not ok, {time.monotonic() - start:.0f} s")

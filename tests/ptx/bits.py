@@ -19,7 +19,6 @@ from tests.ptx.dtypes import (
     pair,
     size_of,
     to_bf16,
-    unsigned,
     values_of,
 )
 from tests.ptx.instructions import Compute, Context, instruction
@@ -83,7 +82,7 @@ def insert(statement: Statement, context: Context) -> Compute:
         at, length = (n & 0xFF for n in (at, length))
         place = np.arange(bits)
         inside = (place >= at[..., None]) & (place < at[..., None].astype(np.int64) + length[..., None])
-        weights = unsigned(bits // 8)(1) << place.astype(unsigned(bits // 8))
+        weights = np.array([1 << n for n in range(bits)], x.dtype)
         mask = np.where(inside, weights, 0).sum(-1, dtype=x.dtype)
         moved = np.where(at >= bits, 0, x << np.minimum(at, bits - 1).astype(x.dtype)).astype(x.dtype)
         return (into & ~mask) | (moved & mask)

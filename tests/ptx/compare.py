@@ -83,6 +83,14 @@ class Outcome:
         return (f"{self.case:<42} {self.arch} {self.verdict:<5}  worst {worst.result:<12} {worst.error:.1e} of "
                 f"{worst.allowed:.1e}  {len(self.rows)} results, {steps:>8} steps, {self.seconds:.0f} s")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what can be written as JSON."""
+        rows = [(row.result, row.error, row.allowed) for row in self.rows]
+        return {
+            "case": self.case, "arch": self.arch, "verdict": self.verdict, "rows": rows, "notes": self.notes,
+            "fault": self.fault, "seconds": self.seconds, "launches": self.record.launches,
+        }
+
     def details(self) -> list[str]:
         """Return what is wrong, a line each."""
         wrong = [f"{row.result}: {row.error:.1e} of {row.allowed:.1e}" for row in self.rows if row.wrong]
