@@ -26,6 +26,7 @@ from tests.ptx.execute import Settings
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m tests.ptx", description=__doc__.splitlines()[0])
     options.add_argument("names", nargs="*", metavar="PREFIX", help="only cases whose names start with one of these")
+    options.add_argument("--op", action="append", choices=cases.OPS, help="only cases of this family; may be repeated")
     options.add_argument("--arch", action="append", choices=["sm_80", "sm_90"], help="may be repeated")
     options.add_argument("--order", default="up", choices=["up", "down", "random"], help="of warps and programs")
     options.add_argument("--copies", default="late", choices=["late", "early"], help="when cp.async takes effect")
@@ -43,6 +44,7 @@ def selected(options: argparse.Namespace) -> list[Case]:
     found = [
         case for name, case in cases.load().items()
         if (any(name.startswith(start) for start in options.names) or not options.names)
+        and (not options.op or cases.op_of(name) in options.op)
         and (options.slow or not case.slow or name in options.names)
     ]
     part, of = map(int, options.part.split("/"))
@@ -81,7 +83,7 @@ def main(words: list[str]) -> int:
                 with options.json.open("a") as file:
                     file.write(json.dumps(outcome.as_dict() | {"way": way}) + "\n")
     if options.kernels:
-        print(", ".join(f"{name} {n}" for name, n in sorted(kernels.items())))
+        print("kernels:", ", ".join(f"{name} {n}" for name, n in sorted(kernels.items())))
     print(f"{count} cases, {bad} not ok, {time.monotonic() - start:.0f} s")
     return int(bad > 0 or not count)
 

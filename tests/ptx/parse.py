@@ -46,7 +46,7 @@ class Listing:
 
 def parse(text: str) -> Listing:
     head, _, body = text[text.index(".entry") :].partition("\n{\n")
-    code = re.sub(r"//[^\n]*", "", body.partition("\n}\n")[0])
+    code = re.sub(r"//(?! (?:begin|end) inline asm)[^\n]*", "", body.partition("\n}\n")[0])
     files = {number: _short(path) for number, path in re.findall(r'\.file\s+(\d+) "([^"]+)"', text)}
     statements, labels = _statements(code, files)
     counts = dict.fromkeys(REGISTER_FILES, 0)
@@ -76,10 +76,14 @@ def elements(operand: str) -> list[str]:
 def _statements(code: str, files: dict[str, str]) -> tuple[list[Statement], dict[str, int]]:
     statements: list[Statement] = []
     labels: dict[str, int] = {}
-    source = "?"
+    source, inline = "?", False
     for raw in re.split(r"(?<=[;:])\s|\n", code):
         line = raw.strip().lstrip("{").strip()
-        if place := re.match(r"\.loc\s+(\d+) (\d+)", line):
+        if line.startswith("//"):
+            inline = "begin" in line
+        elif place := re.match(r"\.loc\s+(\d+) (\d+)", line):
+            if inline:  # LLVM counts the lines of assembly as if they were lines of the source
+                continue
             source = f"{files.get(place[1], '?')}:{place[2]}"
         elif label := re.match(r"(\$\w+):", line):
             labels[label[1]] = len(statements)

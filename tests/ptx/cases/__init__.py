@@ -14,6 +14,18 @@ f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 CASES: dict[str, Case] = {}
 
 
+OPS = (
+    "causal_conv", "centaurus", "head_norm", "headwise_linear", "linear_attention", "mlstm", "residual_norm",
+    "selective_scan", "slstm",
+)
+
+
+def op_of(name: str) -> str:
+    """Return the kernel family of a case. Those of linear attention have the names of mixers."""
+    first = name.removeprefix("far ").split()[0].replace("scan", "selective_scan")
+    return first if first in OPS else "linear_attention"
+
+
 def case(name: str, make: Callable[[], Call], **facts: Any) -> None:
     """Add a case."""
     assert name not in CASES, name
