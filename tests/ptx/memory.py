@@ -7,6 +7,7 @@ has written holds 0xFF: NaN, or -1.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,24 +34,30 @@ class Shadow:
         self.wrote = np.full(size, -1, np.int64)
         self.read = np.full(size, -1, np.int64)
 
-    def access(self, warp: Warp, at: Array, write: bool) -> Iterator[str]:
-        """Note an access at these bytes. Yield the races: accesses that nothing orders, one of which writes."""
-        mine, word = warp.mark, "write" if write else "read"
-        wrote = self.wrote[at]
-        if ((wrote >> 8 == mine >> 8) & (wrote != mine)).any():
-            yield f"{word} after another warp's write"
-        if ((wrote >> 40 != mine >> 40) & (wrote >= 0)).any() and warp.unordered(wrote):
-            yield f"{word} after another program's write"
-        read = self.read[at]
-        by_others = (read >> 8 == mine >> 8) & (read != mine)
-        if not write:
-            self.read[at] = np.where(by_others, mine | SEVERAL, mine)
-            return
-        if by_others.any():
-            yield "write after another warp's read"
-        if ((read >> 40 != mine >> 40) & (read >= 0)).any() and warp.unordered(read):
-            yield "write after another program's read"
-        self.wrote[at] = mine
+    def access(self, warp: Warp, at: Array, write: bool) -> list[str]:
+        """Note an access at these bytes. Return the races: accesses that nothing orders, one of which writes."""
+        word = "write" if write else "read"
+        found = [f"{word} after another {who}'s write" for who in _unordered(warp, self.wrote[at])]
+        if write:
+            found += [f"write after another {who}'s read" for who in _unordered(warp, self.read[at])]
+            self.wrote[at] = warp.mark
+            return found
+        read, mine = self.read[at], warp.mark
+        if read.max() >= mine & ~SEVERAL:  # perhaps since the last barrier
+            mine = np.where((read >> 8 == mine >> 8) & (read != mine), mine | SEVERAL, mine)
+        self.read[at] = mine
+        return found
+
+
+def _unordered(warp: Warp, marks: Array) -> list[str]:
+    """Return by whom ("warp", "program") there are accesses that nothing orders before one by this warp."""
+    mine, low, high = warp.mark, marks.min(), marks.max()
+    if high < 0 or (low >= mine >> 40 << 40 and high < mine & ~SEVERAL):
+        return []  # nothing, or all of this program and before its last barrier
+    found = ["warp"] if ((marks >> 8 == mine >> 8) & (marks != mine)).any() else []
+    if ((marks >> 40 != mine >> 40) & (marks >= 0)).any() and warp.unordered(marks):
+        found.append("program")
+    return found
 
 
 class Allocation:
@@ -86,7 +93,7 @@ class Memory:
             last = offsets[own].max() + size
             if last > found.data.size:
                 raise Fault(f"{what} out of bounds: {found.name} has {found.data.size} bytes, not {last}")
-            yield found, own, offsets[own][:, None] + np.arange(size)
+            yield found, own, offsets[own][:, None] + byte_numbers(size)
 
     def load(self, warp: Warp, addresses: Array, size: int, checked: bool = True) -> Array:
         """Return the bytes [addresses, size]. Atomic loads are not checked for races."""
@@ -96,7 +103,8 @@ class Memory:
             if checked and allocation.shadow is not None:
                 warp.note(*allocation.shadow.access(warp, at, write=False), space="global")
             data[own] = found = allocation.data[at]
-            if allocation.fresh is not None and (allocation.fresh[at] & (found == 0xFF)).all(-1).any():
+            if (allocation.fresh is not None and allocation.fresh[at[:, 0]].any()
+                    and (allocation.fresh[at] & (found == 0xFF)).all(-1).any()):
                 warp.note(f"read of memory that nothing wrote, {allocation.name}")
         return data
 
@@ -142,7 +150,7 @@ class SharedMemory:
         """Check a read of these bytes [accesses, size]."""
         if self.shadow is not None:
             warp.note(*self.shadow.access(warp, at, write=False), space="shared")
-        if self.fresh[at].all(-1).any():
+        if self.fresh[at[:, 0]].any() and self.fresh[at].all(-1).any():
             warp.note("read of shared memory that nothing wrote")
 
     def store(self, warp: Warp, addresses: Array, data: Array) -> None:
@@ -159,9 +167,14 @@ class SharedMemory:
     def bytes_at(self, addresses: Array, size: int, what: str) -> Array:
         if addresses.min() < 0 or addresses.max() + size > self.data.size:
             raise Fault(f"{what} out of bounds: a program has {self.data.size} bytes, not {addresses.max() + size}")
-        return addresses[:, None] + np.arange(size)
+        return addresses[:, None] + byte_numbers(size)
+
+
+@cache
+def byte_numbers(size: int) -> Array:
+    return np.arange(size)
 
 
 def aligned(addresses: Array, size: int, what: str) -> None:
-    if (addresses % size).any():
+    if (addresses & (size - 1)).any():
         raise Fault(f"{what} misaligned: {size} bytes at {int(addresses[addresses % size != 0][0]) % 16} of 16")
