@@ -6,6 +6,7 @@ The public function is called with backend="triton", so that the code that launc
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 import traceback
@@ -25,6 +26,8 @@ from tests.ptx.triton_launch import Record, simulated
 Call = tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]  # a function, its tensors, other arguments
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative error of a rounding
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton's interpreter runs the kernels instead
+if INTERPRETED:
+    importlib.import_module("tests.kernels.interpreter")  # which makes up for bfloat16 and tf32
 
 
 @dataclass(frozen=True)
