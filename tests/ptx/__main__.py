@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--order", default="up", choices=["up", "down", "random"], help="of warps and programs")
     options.add_argument("--copies", default="late", choices=["late", "early"], help="when cp.async takes effect")
     options.add_argument("--omit", default="",
-                         help="leave out 'barriers', 'waits', or the barriers of folder/file.py:line")
+                         help="leave out 'barriers', 'waits', or barriers of folder/file.py:line; separated by commas")
     options.add_argument("--slow", action="store_true", help="also the cases that take minutes")
     options.add_argument("--part", default="0/1", metavar="K/N", help="of N parts of the cases, the part K")
     options.add_argument("--json", type=Path, help="append the results to this file; skip the cases that it has")

@@ -54,7 +54,7 @@ def copy(statement: Statement, context: Context) -> Run:
     if kind == "commit_group":
         return lambda warp, mask: warp.copies.commit()
     if kind in ("wait_group", "wait_all"):
-        if context.omit == "waits":
+        if "waits" in context.omit:
             return lambda warp, mask: None
         left = int(statement.operands[0], 0) if kind == "wait_group" else 0
 

@@ -139,7 +139,7 @@ def run(case: Case, arch: str, settings: Settings) -> Outcome:
 
     def gradients(found: dict[str, Tensor], leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        total = sum((x.to(dtype) * weights[name].to(dtype)).sum() for name, x in found.items())
+        total = torch.stack([(x.to(dtype) * weights[name].to(dtype)).sum() for name, x in found.items()]).sum()
         return dict(zip(wanted, torch.autograd.grad(total, [*wanted.values()], allow_unused=True), strict=True))
 
     def compare(name: str, found: Tensor, right: Tensor) -> None:

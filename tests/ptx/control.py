@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ptx.dtypes import Fault
-from tests.ptx.instructions import Context, Control, Run, instruction
+from tests.ptx.instructions import Context, Control, Decoded, Run, instruction
 from tests.ptx.parse import Statement
 
 
@@ -21,9 +21,9 @@ def end(statement: Statement, context: Context) -> Control:
 
 
 @instruction("bar barrier", "sync aligned warp")
-def barrier(statement: Statement, context: Context) -> Control | Run:
+def barrier(statement: Statement, context: Context) -> Decoded:
     """All warps of the program wait for one another. A barrier of one warp has no effect: its lanes run together."""
-    if "warp" in statement.parts or context.omit in ("barriers", statement.source):
+    if "warp" in statement.parts or context.omit & {"barriers", statement.source}:
         return nothing(statement, context)
     if statement.operands != ("0",):
         raise Fault(f"unknown instruction {statement.text}")

@@ -19,7 +19,7 @@ from tests.ptx.parse import Listing, parse
 
 FAMILIES = (access, arithmetic, asynchronous, bits, control, exchange, tensor_cores)  # imported for their instructions
 SHARED = {"sm_80": 166_912, "sm_90": 232_448}  # bytes available to a program; 101,376 elsewhere
-MOST_STEPS = 20_000_000  # of a warp between two barriers
+MOST_STEPS = 2_000_000  # of a warp between two barriers
 POISON = {"r": 0x7FC0BEEF}  # registers before their first write: NaN
 
 
@@ -27,7 +27,7 @@ POISON = {"r": 0x7FC0BEEF}  # registers before their first write: NaN
 class Settings:
     """What a GPU may choose. order: of warps and programs, "up", "down" or "random"; copies: "late" or "early".
 
-    omit: "barriers", "waits" (for copies) or "folder/file.py:line" of barriers leaves these out, to see it reported.
+    omit: "barriers", "waits" (for copies) and "folder/file.py:line" of barriers, separated by commas, are left out.
     """
 
     order: str = "up"
@@ -46,7 +46,7 @@ class Code:
 
     def __init__(self, listing: Listing, omit: str) -> None:
         self.listing = listing
-        context = Context(listing, omit)
+        context = Context(listing, frozenset(omit.split(",")))
         self.instructions: list[Instruction] = []
         for at, statement in enumerate(listing.statements):
             try:
@@ -54,8 +54,8 @@ class Code:
             except Fault as fault:
                 raise Fault(f"{fault} at {listing.where(at)}") from None
         self.runs: dict[int, tuple[int, list[Callable[[Warp], None]]]] = {}
-        # Programs that wait for others take turns.
-        self.waits_for_programs = any("acquire" in statement.parts for statement in listing.statements)
+        # Programs that may wait for others take turns.
+        self.waits_for_programs = any({"atom", "red", "acquire", "relaxed"} & {*x.parts} for x in listing.statements)
         self._find_runs(min_length=4)
 
     def _find_runs(self, min_length: int) -> None:

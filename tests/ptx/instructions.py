@@ -48,7 +48,7 @@ class Context:
     """What the functions that decode an instruction know beside its statement."""
 
     listing: Listing
-    omit: str = ""  # "barriers", "waits", or the source line of barriers, which are then left out
+    omit: frozenset[str] = frozenset()  # "barriers", "waits", or source lines of barriers, which are then left out
 
     def read(self, operand: str, dtype: str) -> Read:
         return source(operand, dtype, self.listing.symbols)

@@ -43,9 +43,8 @@ class Shadow:
             self.wrote[at] = warp.mark
             return found
         read, mine = self.read[at], warp.mark
-        if read.max() >= mine & ~SEVERAL:  # perhaps since the last barrier
-            mine = np.where((read >> 8 == mine >> 8) & (read != mine), mine | SEVERAL, mine)
-        self.read[at] = mine
+        by_others = (read >> 8 == mine >> 8) & (read != mine) if read.max() >= mine & ~SEVERAL else False
+        self.read[at] = np.where(by_others, mine | SEVERAL, mine)
         return found
 
 

@@ -78,7 +78,7 @@ def said(arch: str, launch: Callable[[], Any], **settings: Any) -> list[str]:
     return sorted({note.partition(": ")[0] for note in record.notes})
 
 
-def claimed_aligned(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: str) -> tuple[Any, list]:
+def claimed_aligned(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: str) -> tuple[Any, Any]:
     """Compile as for tensors at multiples of 16 bytes, whatever is passed."""
     moved = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments)
     binary, _ = COMPILED(kernel, moved, options, arch)
@@ -153,7 +153,7 @@ def replayed(arch: str) -> dict[str, int]:
     tensors = [("T", "torch.float32", (128,), (1,), 0, data) for data in (x, y, after)]
     launch = replay.Recorded("copy", "tests.ptx.planted", (1,), [*tensors[:2], ("V", 0)], {"N": 128},
                              [tensors[0], tensors[2], ("V", 0)])
-    return {name: found.count for name, found in replay.replay(launch, arch, replay.TOLERANCE)}
+    return {name: found.beyond for name, found in replay.replay(launch, arch, replay.TOLERANCE)}
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 class Difference(NamedTuple):
     largest: float
     value: float
-    count: int
+    beyond: int  # the tolerance
     of: int
     first: list[list[int]]
 
@@ -96,7 +96,7 @@ def replay(launch: Recorded, arch: str, tolerance: float, everything: bool = Fal
     for name, x, before, after in zip(names, given, launch.before, launch.after, strict=False):
         if isinstance(x, Tensor):
             found = difference(x, restored(after), tolerance)
-            changed = difference(restored(after), restored(before), 0.0).count
+            changed = difference(restored(after), restored(before), 0.0).beyond
             if everything or changed or found.largest:
                 yield name, found
 
@@ -107,10 +107,10 @@ def show(launch: Recorded, arch: str, tolerance: float, everything: bool) -> boo
     print(f"{launch.kernel} {launch.grid} {launch.options}", flush=True)
     try:
         for name, found in replay(launch, arch, tolerance, everything):
-            wrong = f", first {found.first}" if found.count else ""
-            print(f"    {name:<12} difference {found.largest:.1e} of {found.value:.1e}, {found.count} of {found.of} "
+            wrong = f", first {found.first}" if found.beyond else ""
+            print(f"    {name:<12} difference {found.largest:.1e} of {found.value:.1e}, {found.beyond} of {found.of} "
                   f"beyond the tolerance{wrong}", flush=True)
-            right = right and not found.count
+            right = right and not found.beyond
     except Fault as fault:
         print(f"    {fault}")
         right = False

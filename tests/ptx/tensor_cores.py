@@ -172,7 +172,7 @@ def _start_product(statement: Statement, context: Context) -> Run:
         sums = warp.accumulators.use(warp, registers)
 
         def operation() -> None:
-            matrix = _operand(warp, at_a, width, dtype) if fragment is None else fragment
+            matrix = fragment if at_a is None else _operand(warp, at_a, width, dtype)
             product = matrix @ _operand(warp, at_b, width, dtype).T
             for at, (row, column) in enumerate(CORNERS):
                 place = (ROW + row)[:, None], 8 * eights[None, :] + (2 * COLUMN + column)[:, None]

@@ -43,6 +43,7 @@ KERNELS = (
 )
 CACHE = Path(tempfile.gettempdir(), f"seqblocks-ptx-triton-{triton.__version__}")
 WORD = (1 << 64) - 1
+Passed = list[tuple[str, Any]]  # the arguments that are passed to a compiled kernel, by name
 
 for _name in KERNELS:  # They look up Triton when they are imported.
     importlib.import_module(f"seqblocks.kernels.{_name}.triton")
@@ -57,7 +58,7 @@ class Record:
     steps: Counter[str] = field(default_factory=Counter)
 
 
-def specialised(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any], list]:
+def specialised(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any], Passed]:
     """Return the source that Triton would compile for these arguments, its options, and the arguments that are passed.
 
     As in Triton's launcher, a 1 is a constant, and what a multiple of 16 (bytes, for a pointer) is known to be one.
@@ -69,7 +70,7 @@ def specialised(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    passed: list[tuple[str, Any]] = []
+    passed: Passed = []
     for at, name in enumerate(kernel.arg_names):
         x = values[name]
         if name in constants or x is None or (type(x) is int and x == 1 and name not in general):
@@ -88,7 +89,7 @@ def specialised(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     return ASTSource(kernel, signature, fixed, attributes), rest, passed
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: str) -> tuple[Any, list]:
+def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: str) -> tuple[Any, Passed]:
     """Return the kernel, compiled to PTX, and the arguments that are passed to it as (name, value)."""
     source, rest, passed = specialised(kernel, arguments, options)
     target = GPUTarget("cuda", ARCHITECTURES[arch], 32)
@@ -147,7 +148,7 @@ def run(
             storage = x.untyped_storage()
             key = storage.data_ptr() if storage.nbytes() else name
             base = memory.add(key, bytes_of(storage), f"{kernel.__name__}({name})", fresh.of(storage))
-            parameters.append(base + x.storage_offset() * x.element_size())
+            parameters.append(base + int(x.storage_offset()) * x.element_size())
         elif isinstance(x, float):
             parameters.append(int(np.float32(x).view(np.uint32)))
         else:

@@ -55,6 +55,7 @@ case("scan bf16 N=16 token", lambda: scan(bf16, 3, 1, 40, 16, 1), gradients=Fals
 case("scan f32 N=128 token groups", lambda: scan(f32, 2, 1, 12, 128, 2), gradients=False)
 # From 128 states on the backward pass has several warps, which its barriers order.
 case("scan f32 N=128 E=9 S=33", lambda: scan(f32, 1, 33, 9, 128, resets=True))
+case("scan f32 N=128 constant BC E=9 S=70", lambda: scan(f32, 1, 70, 9, 128, constant="BC", resets=True))
 case("scan bf16 N=256 E=5 S=17", lambda: scan(bf16, 1, 17, 5, 256, resets=True))
 case("scan f32 N=32 E=24 S=34", lambda: scan(f32, 1, 34, 24, 32))
 case("scan bf16 N=16 segments S=100", lambda: scan(bf16, 1, 100, 16, 16, resets=True), sizes=SEGMENTS)
