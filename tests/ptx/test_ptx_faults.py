@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.ptx import written
+from tests.ptx import mutations, written
 from tests.ptx.dtypes import Array, Fault, from_bf16, to_bf16
 from tests.ptx.execute import Settings
 
@@ -277,3 +277,23 @@ def test_operands_out_of_bounds() -> None:
         sums_of(text)
     with pytest.raises(Fault, match="unknown layout of a wgmma operand"):
         sums_of(product().replace(str(DESCRIPTOR), "65536", 1))
+
+
+# ------------------------------------------------------------------------------
+# Faults planted in the kernels: `python -m tests.ptx.mutations` runs them
+
+
+def test_every_barrier_is_removed_once() -> None:
+    kernels = mutations.ROOT / "kernels"
+    barriers = {
+        path.relative_to(kernels).as_posix(): count for path in kernels.rglob("*.py")
+        if (count := path.read_text("utf-8").count(mutations.BARRIER))
+    }
+    assert barriers == {file: len(each) for file, (_, each) in mutations.BARRIERS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, planted in mutations.PLANTED.items() if planted.file])
+def test_planted_faults_change_the_kernels(name: str) -> None:
+    planted = mutations.PLANTED[name]
+    text = (mutations.ROOT / "kernels" / planted.file).read_text("utf-8")
+    assert mutations.changed(planted, text) != text
