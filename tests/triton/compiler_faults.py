@@ -89,9 +89,10 @@ def unwritten(code: str) -> list[str]:
     faults: list[str] = []
     for address, name, rest in INSTRUCTION.findall(code):
         reads, writes = registers(name, re.split(r",\s*(?![^\[]*\])", rest))
+        unknown = {*reads} - known if name != "UPRMT" else ()  # it also packs bytes whose value does not matter
         faults += [
             f"UR{register} is read at {address}, by {name} {rest}, but nothing has written it"
-            for register in sorted({*reads} - known)
+            for register in sorted(unknown)
         ]
         known |= {*reads, *writes}
     return faults

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from seqblocks.kernels import triton_common
 from tests.triton.compiler_faults import overwritten, registers, unwritten
 
 # The loop of the mLSTM's `outputs` as Triton 3.9 compiled it for sm_90, when the tile of q (%a) also fed a sum.
@@ -100,6 +105,24 @@ def test_a_register_that_nothing_has_written_is_found(code: str, register: int, 
 
 def test_right_code_has_no_such_register() -> None:
     assert unwritten(RIGHT) == []
+    # The PTX of a map of blocks of 3 by 5 packs bytes of registers that it does not write, either.
+    assert unwritten("/*0030*/ UPRMT UR4, UR4, 0x3340, UR4 ;\n/*0090*/ IMAD.U32 R3, RZ, RZ, UR4 ;") == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(triton_common.MISSING != "", reason="Triton is not installed")
+def test_the_ptxas_that_is_used_here_is_right(root: Path, tmp_path: Path) -> None:
+    """Assemble a reduced `state_gradients`: right unless this ptxas is refused."""
+    refused = triton_common.refused_ptxas()
+    compiler = importlib.import_module("triton.backends.nvidia.compiler")
+    get_ptxas = compiler.get_ptxas  # without arguments in Triton 3.5
+    ptxas = get_ptxas(90) if get_ptxas.__code__.co_argcount else get_ptxas()
+    cubin = tmp_path / "cubin"
+    source = root / "tests" / "triton" / "wrong_with_ptxas_12_8.ptx"
+    subprocess.run([ptxas.path, "--gpu-name=sm_90a", source, "-o", cubin], check=True, capture_output=True)
+    nvdisasm = Path(compiler.__file__).parent / "bin" / "nvdisasm"
+    code = subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    assert bool(unwritten(code)) == bool(refused)
 
 
 @pytest.mark.parametrize(
