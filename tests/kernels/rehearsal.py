@@ -24,7 +24,6 @@ ONLY_ON_A_DEVICE = (
 QUICK = ("causal_conv", "float32", "-gated delta-")  # of each test, the case with most of these words runs
 
 NARROW = {"D": 16, "E": 16, "K": 16, "V": 16}  # larger widths take minutes
-IMPLEMENTATIONS["gpu"] = replace(IMPLEMENTATIONS["gpu"], device="cpu")
 _tensors = Kernel.tensors
 
 
@@ -32,7 +31,10 @@ def narrow_tensors(kernel: Kernel, variant: Variant, *, state: bool = True, **si
     return _tensors(kernel, variant, state=state, **{name: min(n, NARROW.get(name, n)) for name, n in sizes.items()})
 
 
-Kernel.tensors = narrow_tensors  # type: ignore[method-assign]
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the device, and limit the widths: not at import, since test_rehearsal.py imports this file too."""
+    IMPLEMENTATIONS["gpu"] = replace(IMPLEMENTATIONS["gpu"], device="cpu")
+    Kernel.tensors = narrow_tensors  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(trylast=True)

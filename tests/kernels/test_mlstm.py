@@ -358,7 +358,7 @@ def test_the_bars_of_16_bits_are_narrow_enough(
     subject = TRITON._replace(variant=gate)
     x = subject.inputs(S=64, DK=2, DV=2)  # the length of a chunk, which is full
     monkeypatch.setattr(backward, "gate_gradients", Without(backward.gate_gradients, term))
-    with pytest.raises(AssertionError, match=r"gradient of [ifm]: differs"):
+    with pytest.raises(AssertionError, match=r"gradient of [ifm]: "):
         check(subject, x, precision=precision)
 
 
