@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                      # check and time all, within --minutes (9); the table goes to --out
     python benchmarks/gpu.py --case mlstm         # one family
+    python benchmarks/gpu.py --shapes 1           # only the first shape of each case: compiling takes most of the time
 
 A table is never overwritten: its name contains the chosen cases, and a number if the file exists already.
 
@@ -9,6 +10,10 @@ Checks come first: outputs and every gradient against the recurrent definition i
 shape, on short sequences with the same launches, within 2e-2 of the largest value in bfloat16 (float32, 1e-4, comes
 last). The timed calls are compared once more at their own shape, with the torch implementation in float32, in the first
 and the last sequence.
+
+For a wrong result the table says which numbers are wrong, and what their positions have in common. The folder
+`--failures` then gets the compiled code of the case, and the memory before and after each of its launches
+(launches.py), from which the launches can be repeated elsewhere.
 
 Times are medians of the time on the device. Calls are queued after a pause twice as long as queueing takes, with a cold
 second-level cache, so that neither Python nor the previous call counts; a star marks figures for which the pause was
@@ -19,7 +24,9 @@ of 64 tokens; an implementation with other chunks can be faster.
 Other packages that can be imported are timed after ours (mlstm_kernels, flash-linear-attention, mamba-ssm,
 causal-conv1d, flashrnn). Every check and every cell runs in a separate process, and several checks run at once, so that
 kernels compile in parallel and one that breaks the device or hangs does not affect the others. Only torch and triton
-are needed, so a checkout is sufficient. `gpu.sh` in this folder also runs the tests, and unpacks other packages:
+are needed, so a checkout is sufficient. Checks, our times, the times of others and the checks in float32 have fixed
+shares of the time (STAGES; `--stage` selects some), so that none is always cut off. `gpu.sh` in this folder calls this
+script and the tests in the best order, and unpacks other packages:
 
     PYTHONPATH=. python benchmarks/gpu.py --out FOLDER
 
@@ -31,7 +38,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib
 import importlib.util
 import json
 import math
@@ -39,26 +45,31 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from children import Late, records
 from common import versions, write
-from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, draw_leaves, shortened
+from differences import differences
+from gpu_cases import CASES, FIRST, PEERS, Call, Case, Leaves, Peer, Shape, draw_leaves, shortened
+from gpu_page import OURS, as_text, page
+from launches import ARCHIVE, Launch, chunks, launches, save
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.self_check import launched_for
 
-OURS, AS_TORCH = "seqblocks", "its torch implementation"
+AS_TORCH = "its torch implementation"
+ALONE = " alone"  # outputs without gradients, for which kernels are launched differently
 BARS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 EXPS = 16 * 1.98e9  # special functions per second and multiprocessor of an H100 or H200: 16 per clock
 LONGEST = 250.0  # milliseconds of a pause
-AT_ONCE = 6  # checks; the definition of one needs up to 10 GB
-SHARE = 0.4  # of the time, at most, for checks before anything is timed
+AT_ONCE = 12  # checks; the definition of the mLSTM needs 10 GB, of the others up to 3
+# Shares of the time. A stage that ends sooner leaves its time to the next one.
+STAGES = {"checks": 0.4, "ours": 0.25, "peers": 0.25, "float32": 0.1}
 
 
 # --- checking -------------------------------------------------------------------------------------------------------
@@ -84,44 +95,60 @@ def cotangent(x: Tensor, at: int) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device).bfloat16()
 
 
-@contextlib.contextmanager
-def launches(run: bool = True) -> Iterator[set[str]]:
-    """Record the kernels launched inside the context: names, compile-time arguments, and dtypes of inputs."""
-    kernel_type: Any = importlib.import_module("triton.runtime.jit").KernelInterface
-    before, found = kernel_type.__getitem__, set()
+class Comparison:
+    """Errors of results, and where those above the bar differ.
 
-    def recording(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **fixed: Any) -> Any:
-            types = [str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "-"
-                     for x in args if x is None or isinstance(x, Tensor)]
-            of = ", ".join(f"{key}={value}" for key, value in sorted(fixed.items()) if key != "enable_fp_fusion")
-            found.add(f"{getattr(kernel.fn, '__name__', kernel)}({of}; {' '.join(types)})")  # a peer's may be wrapped
-            return before(kernel, grid)(*args, **fixed) if run else None
+    launched: the launches that computed them, whose chunks are looked for in the positions of wrong numbers.
+    """
 
-        return launch
+    def __init__(self, bar: float, launched: Iterable[Launch] = ()) -> None:
+        self.bar, self.launched = bar, launched
+        self.errors: dict[str, float] = {}
+        self.where: dict[str, str] = {}
 
-    kernel_type.__getitem__ = recording
-    try:
-        yield found
-    finally:
-        kernel_type.__getitem__ = before
+    def add(self, name: str, found: Tensor, expected: Tensor) -> None:
+        error = self.errors[name] = relative_error(found, expected)
+        if not error <= self.bar:
+            allowed = self.bar * expected.abs().max().item()
+            text = differences(found, expected, allowed, chunks(self.launched))
+            self.where[name] = text or f"no number differs by more than {allowed:.3g}, but the norm does"
+
+    @property
+    def worst(self) -> str:
+        return max(self.errors, key=self.errors.__getitem__)
+
+    @property
+    def error(self) -> float:
+        return self.errors[self.worst]
 
 
-def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, float]:
-    """Return errors of the Triton kernels relative to each result's largest value; nan counts as infinite.
+def check(case: Case, dtype: torch.dtype, device: str, shape: Shape, launched: Iterable[Launch] = ()) -> Comparison:
+    """Compare the Triton kernels with the definition, relative to each result's largest value; nan counts as infinite.
 
     The example is short, but uses the launch parameters of this shape.
     """
-    grad = not case.forward_only
-    rounded = draw_leaves(case, shortened(case, shape), device, dtype)
-    exact = {name: x.double().requires_grad_(grad) for name, x in rounded.items()}
-    given = {name: x.requires_grad_(grad) for name, x in rounded.items()}
+    exact = {name: x.double().requires_grad_(not case.forward_only)
+             for name, x in example(case, dtype, device, shape).items()}
     expected = results(lambda x: case.ours(x, "reference"), exact)
+    out = Comparison(BARS[dtype], launched)
+    found = of_triton(case, dtype, device, shape)
+    for name, x in expected.items():
+        out.add(name, found[name], x)
+    for name in (name for name in found if name not in expected):
+        out.add(name, found[name], expected[name.removesuffix(ALONE)])
+    return out
+
+
+def example(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> Leaves:
+    return draw_leaves(case, shortened(case, shape), device, dtype)
+
+
+def of_triton(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, Tensor]:
+    """Return outputs and gradients of the example, launched as this shape is, and outputs without gradients."""
+    given = {name: x.requires_grad_(not case.forward_only) for name, x in example(case, dtype, device, shape).items()}
     with launched_for(**launch_sizes(case, shape)):
         found = results(lambda x: case.ours(x, "triton"), given)
-        alone = without_gradients(case, given)
-    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-    return errors | {f"output {at} alone": relative_error(y, expected[f"output {at}"]) for at, y in enumerate(alone)}
+        return found | {f"output {at}{ALONE}": y for at, y in enumerate(without_gradients(case, given))}
 
 
 class LaunchSizes(Exception):
@@ -147,7 +174,6 @@ def launch_sizes(case: Case, shape: Shape) -> dict[str, int]:
 
 
 def without_gradients(case: Case, leaves: Leaves) -> list[Tensor]:
-    """Return outputs computed without gradients, for which kernels are launched differently."""
     with torch.no_grad():
         return tensors(case.ours(leaves, "triton"))
 
@@ -160,8 +186,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) and torch.isfinite(off).all() else math.inf
 
 
-def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
-    """Return the largest error of a timed Triton call against torch in float32, and the result that it is in.
+def compare(case: Case, leaves: Leaves) -> Comparison:
+    """Compare a timed Triton call with torch in float32.
 
     torch computes the first and the last sequence only. Cotangents of the other sequences are zero in the Triton call,
     so that gradients of shared leaves agree, and their own gradients must be zero.
@@ -171,10 +197,13 @@ def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
     given = {name: x.detach().requires_grad_(not case.forward_only) for name, x in leaves.items()}
     part = {name: (x if name in case.shared else x[rows]).detach().float().requires_grad_(not case.forward_only)
             for name, x in leaves.items()}
-    found, expected = tensors(case.ours(given, "triton")), tensors(case.ours(part, "torch"))
-    errors = {f"output {at}": relative_error(x[rows], y) for at, (x, y) in enumerate(zip(found, expected, strict=True))}
-    alone = without_gradients(case, given)
-    errors |= {f"output {at} alone": relative_error(x[rows], expected[at]) for at, x in enumerate(alone)}
+    with launches() as launched:
+        found, alone = tensors(case.ours(given, "triton")), without_gradients(case, given)
+    expected = tensors(case.ours(part, "torch"))
+    out = Comparison(BARS[found[0].dtype], launched)
+    for at, y in enumerate(expected):
+        out.add(f"output {at}", found[at][rows], y)
+        out.add(f"output {at}{ALONE}", alone[at][rows], y)
     if not case.forward_only:
         narrow = [cotangent(y, at).to(x.dtype) for at, (x, y) in enumerate(zip(found, expected, strict=True))]
         wide = [torch.zeros_like(x) for x in found]
@@ -183,11 +212,10 @@ def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
         of_all = torch.autograd.grad(found, [*given.values()], wide)
         of_part = torch.autograd.grad(expected, [*part.values()], [y.float() for y in narrow])
         for name, x, y in zip(given, of_all, of_part, strict=True):
-            errors[f"gradient of {name}"] = relative_error(x if name in case.shared else x[rows], y)
+            out.add(f"gradient of {name}", x if name in case.shared else x[rows], y)
             if name not in case.shared and batch > 2 and x[1:-1].any():
-                errors[f"gradient of {name}, between"] = math.inf
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
+                out.add(f"gradient of {name}, between", x[1:-1], torch.zeros_like(x[1:-1]))
+    return out
 
 
 # --- timing ---------------------------------------------------------------------------------------------------------
@@ -322,7 +350,7 @@ def _prepared(
     leaves = {key: x.detach().clone() for key, x in candidate.change(given).items()}
     with launches() as found:
         passes = _passes(case, leaves, candidate.call)
-    return passes, sorted(found)
+    return passes, sorted({*map(str, found)})
 
 
 def own_candidates(case: Case) -> dict[str, Candidate]:
@@ -350,19 +378,30 @@ def first_line(error: Exception) -> str:
 # --- jobs: each in a separate process --------------------------------------------------------------------------------
 
 
-def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str, failures: Path | None) -> Iterator[Any]:
+    """Check a case. If it is wrong, the compiled code and the memory around its launches go to the folder `failures`.
+    """
     case = CASES[key]
-    try:
-        with launches() as found:
-            errors = check(case, dtype, device, shape)
-    except Exception as error:  # reported in the table; other cases continue
-        yield {"ok": False, "failed": first_line(error)}
-        return
-    worst = max(errors, key=errors.__getitem__)
-    yield {"ok": errors[worst] <= BARS[dtype], "worst": worst, "launches": sorted(found)} | {
-        what: max((e for n, e in errors.items() if n.startswith(what[:-1])), default=0.0)
+    name = f"{key} {as_text(shape)} {str(dtype).removeprefix('torch.')}"
+    with launches() as launched:
+        try:
+            found = check(case, dtype, device, shape, launched)
+        except Exception as error:  # reported in the table; other cases continue
+            if failures:
+                save(launched, failures, name)
+            yield {"ok": False, "failed": first_line(error)}
+            return
+    ok = found.error <= BARS[dtype]
+    yield {"ok": ok, "worst": found.worst, "where": found.where, "launches": sorted({*map(str, launched)})} | {
+        what: max((e for n, e in found.errors.items() if n.startswith(what[:-1])), default=0.0)
         for what in ("outputs", "gradients")
     }
+    for short in ({}, {"S": 528, "H": 1}, {"S": 272, "H": 1}) if failures and not ok else ():
+        shorter = case._replace(short={**case.short, **(short if "H" in case.short else {})})
+        with launches(memory=True) as launched, contextlib.suppress(Exception):
+            of_triton(shorter, dtype, device, shape)
+        if save(launched, failures, name) <= ARCHIVE:  # or the packed failures would not contain it
+            break
 
 
 def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[str, Any]]:
@@ -378,8 +417,9 @@ def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[st
     for record in timed(case, given, clock, own_candidates(case)):
         if record["candidate"] == OURS and not record["left_out"]:
             try:
-                error, worst = compare(case, given)
-                record |= {"compared": error, "worst": worst, "ok": error <= BARS[dtype]}
+                found = compare(case, given)
+                ok = found.error <= BARS[dtype]
+                record |= {"compared": found.error, "worst": found.worst, "ok": ok, "where": found.where}
             except torch.OutOfMemoryError:
                 record["compared"] = None  # not enough memory to compare; the checks are sufficient
             except Exception as error:
@@ -399,95 +439,17 @@ def distance_from_ours(case: Case, peer: Peer, given: Leaves) -> dict[str, Any]:
         return {"compared": None, "worst": first_line(error)}
 
 
-# --- the page -------------------------------------------------------------------------------------------------------
-
-
-def page(results: dict[str, Any]) -> str:
-    """Return the results as a page."""
-    lines = [*_head(results), *_checks(results["checks"]), *_times(results["times"])]
-    if results["unchecked"]:
-        lines += ["", "Timed, but in no check that passed:", "", *(f"- {text}" for text in results["unchecked"])]
-    if results["left_out"]:
-        lines += ["", f"Left out for lack of time: {'; '.join(results['left_out'])}."]
-    return "\n".join(lines)
-
-
-def _head(results: dict[str, Any]) -> list[str]:
-    limits = results["ceilings"]
-    return [
-        f"# {results['device']}, {results['date']}",
-        "",
-        f"{', '.join(results['versions'])}; bfloat16. Written by `benchmarks/gpu.py`."
-        + (" A rehearsal on a CPU: no figure means anything." if results["rehearsed"] else ""),
-        "",
-        f"Measured limits: {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s copied (bytes read plus bytes written), and",
-        f"{2 * limits['bf16_products_per_s'] / 1e12:.0f} TFLOP/s in a bfloat16 product of 8,192.",
-    ]
-
-
-def _checks(checks: list[dict[str, Any]]) -> Iterator[str]:
-    yield from (
-        "",
-        "## Checks",
-        "",
-        "Largest error relative to the largest value, or of the norm, against the recurrence in float64: short calls,",
-        "launched as these shapes are.",
-        "",
-        "| | shape | dtype | outputs | gradients | |",
-        "|---|---|---|---|---|---|",
-    )
-    for r in checks:
-        line = f"| {r['case']} | {as_text(r['shape'])} | {r['dtype']} | "
-        if r.get("failed"):
-            yield f"{line} | | **{r['failed']}** |"
-        else:
-            verdict = "ok" if r["ok"] else f"**wrong**: {r['worst']}"
-            yield f"{line}{r['outputs']:.1e} | {r['gradients']:.1e} | {verdict} |"
-
-
-def _times(times: list[dict[str, Any]]) -> Iterator[str]:
-    yield from (
-        "", "## Times", "",
-        "Milliseconds; in brackets, ours: times the yardstick, which is the least traffic or the arithmetic, whichever",
-        "takes longer (of the mLSTM: in chunks of 64 tokens; others may need less); others: times ours. A star: Python",
-        "may be in the figure. `off by`: ours against the torch implementation in float32 at that shape, peers against",
-        "ours.",
-    )  # fmt: skip
-    for key in dict.fromkeys(r["case"] for r in times):
-        found = [r for r in times if r["case"] == key]
-        order = [json.dumps(r["shape"]) for r in found]
-        yield from ("", f"### {CASES[key].about}", "")
-        yield from ("| | | forward | forward + backward | peak MB | off by |", "|---|---|---|---|---|---|")
-        for r in sorted(found, key=lambda r: order.index(json.dumps(r["shape"]))):  # of a shape, ours is first
-            ours = next((o for o in found if o["shape"] == r["shape"] and o["candidate"] == OURS), {})
-            yield _row(r, ours)
-
-
-def _row(r: dict[str, Any], ours: dict[str, Any]) -> str:
-    line = f"| {as_text(r['shape'])} | {r['candidate']} |"
-    if r["left_out"]:
-        return f"{line} {r['left_out']} | | | |"
-    cells = [_cell(r, ours, field, least) for field, least in zip(("forward", "both"), r["yardstick_ms"], strict=True)]
-    peak = "" if r["peak_mb"] is None else f"{r['peak_mb']:,.0f}"
-    off = "" if r.get("compared") is None else f"{r['compared']:.1e}"
-    off = off if r.get("ok", True) else f"**{off} {r['worst']}**"
-    return f"{line} {' | '.join(cells)} | {peak} | {off} |"
-
-
-def _cell(r: dict[str, Any], ours: dict[str, Any], field: str, least: float) -> str:
-    if f"{field}_ms" not in r:
-        return ""
-    times = r[f"{field}_ms"] / (least if r is ours else ours.get(f"{field}_ms", math.nan))
-    return f"{r[f'{field}_ms']:.3f}{'*' * r[f'{field}_late']} ({times:.2f} x)"
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels on a CUDA device.")
     parser.add_argument("--case", action="append", help="only cases whose names begin with this; may be repeated")
+    parser.add_argument("--part", choices=["first", "rest"], help=f"only {', '.join(FIRST)}, or only the others")
+    parser.add_argument("--stage", action="append", choices=[*STAGES], help="only these stages; may be repeated")
     parser.add_argument("--shapes", type=int, default=99, help="only the first shapes of each case")
+    parser.add_argument("--failures", type=Path, help="folder for the code and launches of wrong checks (OUT/failures)")
+    parser.add_argument("--tiny", action="store_true", help="only run each case once, at a tiny shape, in this process")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
@@ -503,12 +465,29 @@ def main() -> int:
     if not chosen:
         print(f"unknown case; the cases are {', '.join(CASES)}", file=sys.stderr)
         return 2
+    chosen = [key for key in chosen if not options.part or (key in FIRST) == (options.part == "first")]
+    if not chosen:
+        print(f"none of these cases is in --part {options.part}", file=sys.stderr)
+        return 0
     device = "cpu" if options.rehearse else "cuda"
     os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # the checks here do the same
+    if options.tiny:
+        return tiny(chosen, device)
     results = run(chosen, device, options)
     if results["wrong"]:
         print(f"wrong: {', '.join(results['wrong'])}", file=sys.stderr)
     return 1 if results["wrong"] else 0
+
+
+def tiny(chosen: list[str], device: str) -> int:
+    """Run cases forward and backward at shapes so small that a tool can follow every access to memory."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for key in chosen:
+        case = CASES[key]
+        given = draw_leaves(case, rehearsed(case.shapes[0]), device, dtype)
+        results(lambda x, case=case: case.ours(x, "triton"), {name: x.requires_grad_() for name, x in given.items()})
+        print(f"ran {key}", flush=True)
+    return 0
 
 
 def found_cuda() -> bool:
@@ -521,22 +500,15 @@ def rehearsed(shape: Shape) -> Shape:
     return {name: min(size, limits.get(name, 8)) for name, size in shape.items()}
 
 
-def as_text(shape: Shape) -> str:
-    return ", ".join(f"{name} {n:,}" for name, n in shape.items())
-
-
-def to_check(
-    chosen: list[str], dtype: torch.dtype, device: str, most: int
-) -> list[tuple[str, Shape, torch.dtype, str]]:
-    """Return one check for each timed shape."""
-    return [(key, shape, dtype, device) for key, shape in cells(chosen, device, most)]
-
-
 def cells(chosen: list[str], device: str, most: int) -> list[tuple[str, Shape]]:
-    """Return the cases and at most so many shapes of each to time; a rehearsal uses one shape per case."""
+    """Return the cases and at most so many shapes of each: first the first shape of every case, then the second.
+
+    A rehearsal uses one shape per case.
+    """
     if device == "cpu":
         return [(key, rehearsed(CASES[key].shapes[0])) for key in chosen]
-    return [(key, shape) for key in chosen for shape in CASES[key].shapes[:most]]
+    found = [(at, key, shape) for key in chosen for at, shape in enumerate(CASES[key].shapes[:most])]
+    return [(key, shape) for _, key, shape in sorted(found, key=lambda each: each[0])]
 
 
 def is_missing(peer: Peer) -> bool:
@@ -559,7 +531,8 @@ class Run:
     def file(self) -> Path:
         self.options.out.mkdir(parents=True, exist_ok=True)
         words = [self.results["date"], self.results["device"], *(self.options.case or ())]
-        stem = "-".join("".join(c if c.isalnum() or c == "_" else "-" for c in word.lower()) for word in words)
+        words += [self.options.part or ""]
+        stem = "-".join("".join(c if c.isalnum() or c == "_" else "-" for c in word.lower()) for word in words if word)
         numbered = (self.options.out / f"{stem}{f'-{n}' if n > 1 else ''}.md" for n in range(1, 10000))
         return next(path for path in numbered if not path.exists())
 
@@ -592,8 +565,9 @@ class Run:
         self.save()
 
     def check(self, dtype: torch.dtype, end: float) -> None:
-        jobs = to_check(self.chosen, dtype, self.device, self.options.shapes)
-        for (key, shape, dtype, _), found in records(check_job, jobs, self.options.jobs, end, 120.0):
+        keep = self.options.failures or self.options.out / "failures"
+        jobs = [(*cell, dtype, self.device, keep) for cell in cells(self.chosen, self.device, self.options.shapes)]
+        for (key, shape, dtype, *_), found in records(check_job, jobs, self.options.jobs, end, 120.0):
             about = {"case": key, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
             if isinstance(found, Late):  # not a failure
                 self.results["left_out"].append(f"the check of {key} in {about['dtype']} ({as_text(shape)})")
@@ -603,7 +577,7 @@ class Run:
                 self.add("checks", about | found)
         self.save()
 
-    def time(self, peers: bool) -> None:
+    def time(self, peers: bool, end: float) -> None:
         jobs = []
         for key, shape in cells(self.chosen, self.device, self.options.shapes):
             for name in CASES[key].peers if peers else ("",):
@@ -612,7 +586,7 @@ class Run:
                 else:
                     jobs.append((key, shape, name, self.device))
         jobs.sort(key=lambda job: bool(job[2]) and CASES[job[0]].peers[job[2]].back is None)  # landmarks come last
-        for (key, shape, name, *_), found in records(cell_job, jobs, 1, self.end, 75.0):
+        for (key, shape, name, *_), found in records(cell_job, jobs, 1, end, 75.0):
             about = {"case": key, "shape": shape}
             if isinstance(found, Late):
                 self.results["left_out"].append(f"{name or OURS} in {key} ({as_text(shape)})")
@@ -628,11 +602,16 @@ def run(chosen: list[str], device: str, options: argparse.Namespace) -> dict[str
     of = Run(chosen, device, options)
     of.measure()
     narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the CPU's interpreter cannot do bfloat16
-    of.check(narrow, of.began + SHARE * 60 * options.minutes)
-    of.time(peers=False)
-    of.time(peers=True)
-    if device == "cuda":
-        of.check(torch.float32, of.end)
+    work: dict[str, Callable[[float], None]] = {
+        "checks": lambda end: of.check(narrow, end),
+        "ours": lambda end: of.time(False, end),
+        "peers": lambda end: of.time(True, end),
+        "float32": lambda end: of.check(torch.float32, end),
+    }
+    stages = [name for name in STAGES if name in (options.stage or STAGES) and (name != "float32" or device == "cuda")]
+    for at, name in enumerate(stages):
+        share = sum(STAGES[each] for each in stages[: at + 1]) / sum(STAGES[each] for each in stages)
+        work[name](of.began + share * 60 * options.minutes)
     print(of.path)
     return of.results
 

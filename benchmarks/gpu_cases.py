@@ -385,6 +385,7 @@ def turned(y: Tensor) -> Tensor:
 
 
 LENGTHS = (2048, 8192, 32768)
+FIRST = ("mlstm", "scan", "gated_delta", "kda", "conv")  # the cases that most models need
 MLSTM_PEERS = {
     "mlstm_kernels xl_chunk": Peer("mlstm_kernels", heads_first, mlstm_xl_chunk, turned),
     "simple_gla (landmark)": Peer("fla", dict, simple_gla),

@@ -13,7 +13,8 @@ from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError, visible
 from seqblocks.graph import ModelSpec
-from seqblocks.language.spec import SpecFile, locate
+from seqblocks.language.files import locate
+from seqblocks.language.spec import SpecFile
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:
@@ -45,7 +46,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     if spec != "-":
         return check.check_text(*locate(spec), changes, **given)
     from seqblocks.errors import Report
-    from seqblocks.language.spec import read_stream
+    from seqblocks.language.files import read_stream
 
     report = Report()
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
-from seqblocks.analysis.steps import files_of_blocks
+from seqblocks.analysis.steps.steps import files_of_blocks
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.combinators import COMBINATORS
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, quote, visible
-from seqblocks.language.spec import bundled, looks_like_path
+from seqblocks.language.files import bundled, looks_like_path
 from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import builtin_verbs
 

@@ -12,8 +12,9 @@ from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import ModelSpec
+from seqblocks.language.files import bundled, looks_like_path
 from seqblocks.language.overrides import as_text
-from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
+from seqblocks.language.spec import Block, SpecFile
 from seqblocks.messages.suggestions import did_you_mean, instead_of
 
 if TYPE_CHECKING:

@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.runtime.builder import build, build_model, build_text
     from seqblocks.runtime.generate import generate
+    from seqblocks.runtime.layer import block, block_text
 
 # Imported on first use, because some need torch, all need pydantic, and imports take most of the time of `check`.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
 _LAZY |= {"generate": "seqblocks.runtime.generate"}
+_LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.runtime.layer")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
@@ -62,6 +64,8 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "__version__",
+    "block",
+    "block_text",
     "build",
     "build_model",
     "build_text",

@@ -15,7 +15,7 @@
     PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
-`Diagnostic`. The words of faults are in seqblocks/messages; those of a primitive are in its own file.
+`Diagnostic`. Its message is written where the fault is found.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 Style = Callable[[str, str], str]
@@ -117,6 +118,9 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, name: str, text: str, kind: SourceKind = "own") -> Source:
         return cls(name, text, tuple(text.splitlines()), kind)
+
+    def __repr__(self) -> str:
+        return f"Source({self.name!r}, {len(self.lines)} lines)"
 
     @property
     def bundled(self) -> bool:
@@ -259,6 +263,23 @@ class SpecError(SeqblocksError):
 
     def __reduce__(self) -> Any:  # keep the diagnostics when pickled across processes
         return type(self), (self.diagnostics, self.dropped)
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: the user's line and the diagnostics, without frames of seqblocks."""
+        call = _users_line(self.__traceback__)
+        return [type(self).__name__, *([call] if call else []), "", *str(self).splitlines()]
+
+
+def _users_line(frames: TracebackType | None) -> str:
+    """Return the last line outside seqblocks that led to an error, with its number; empty if it is unknown."""
+    import linecache  # only needed in a notebook
+
+    shown = ""
+    while frames and frames.tb_frame.f_globals.get("__name__", "").split(".")[0] != "seqblocks":
+        code = linecache.getline(frames.tb_frame.f_code.co_filename, frames.tb_lineno, frames.tb_frame.f_globals)
+        shown = f"----> {frames.tb_lineno} {visible(code.strip())}" if code else ""
+        frames = frames.tb_next
+    return shown
 
 
 class NoSpecError(SpecError):

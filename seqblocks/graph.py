@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from seqblocks import recipes
-from seqblocks.errors import Diagnostic, Span
+from seqblocks.errors import Diagnostic, Span, listing, visible
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
@@ -91,6 +91,9 @@ class Node(Record):
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order owns
     starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
 
+    def __repr__(self) -> str:
+        return f"<{self.verb}{f' {self.name}' if self.name != self.verb else ''}: {self.type or 'unknown'}>"
+
     @property
     def directions(self) -> tuple[str, ...]:
         """The namespaces of the orders of a scan with several orders; empty for all other nodes."""
@@ -142,6 +145,16 @@ class Graph(Record):
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
     like: Graph | None = None  # the body of which this is a copy with other initial values
 
+    def __repr__(self) -> str:
+        names = listing((node.name for node in self.nodes), 6)
+        return f"<Graph of {len(self.nodes)} step{'s' * (len(self.nodes) != 1)}: {names}>"
+
+    def _repr_html_(self) -> str:
+        from seqblocks import markup  # only needed in a notebook
+
+        titles = ("step", "verb", "output", "parameters")
+        return markup.table(titles, ((n.name, n.verb, str(n.type), f"{count_node(n):,}") for n in self.nodes))
+
     @property
     def reads(self) -> tuple[int, ...]:
         """The values passed to the body, its input first. The body of a block numbers them separately."""
@@ -165,6 +178,9 @@ class SpecSource(NamedTuple):
     files: tuple[tuple[str, str], ...] = ()  # texts: by relative path, bundled files by name
     origin: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"SpecSource({self.name!r}, {len(self.text)} characters)"
+
 
 class ModelSpec(Record):
     """An analysed spec, as returned by `load_model`, passed to `build_model`, and stored in a model as `model.spec`.
@@ -186,6 +202,19 @@ class ModelSpec(Record):
     notes: tuple[str, ...] = ()  # remarks on overrides that repeat what the spec says
     source: SpecSource | None = None
     inputs: dict[str, Wire] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<ModelSpec {self.title}>"
+
+    def _repr_html_(self) -> str:
+        from seqblocks import markup  # only needed in a notebook
+
+        return markup.titled(self.title, self.graph._repr_html_())
+
+    @property
+    def title(self) -> str:
+        """The model in one line: its name, input, output and number of parameters."""
+        return f"{visible(self.name)}: {self.input_text} -> {self.output_text}, {count(self.graph):,} parameters"
 
     @property
     def output(self) -> Wire | None:

@@ -27,7 +27,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seqblocks import messages
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter
 from seqblocks.state_layout import State
@@ -223,9 +222,6 @@ class Op(BaseModel):
         (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
         are valid until a parameter changes; the function is then prepared again. A subclass that replaces `forward`
         does not inherit this.
-
-        The function may have a keyword parameter `out=None`: memory for the new first part of the state, a contiguous
-        tensor of its shape and dtype with undefined values, or None. It is passed for large states only.
 
         It may have an attribute `several`, which does the same for several tokens: a function of the batch size, the
         state and inputs [seq * batch, features], the first token of each sequence, then the second of each. It is used
@@ -542,7 +538,7 @@ def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: I
     if count == 1:
         return []
     if count % ranks:
-        raise messages.steps.ranks_do_not_divide(what, count, ranks)
+        raise Fault("E401", f"{what} {count} cannot be split evenly over {ranks} ranks", at=what)
     local = op.model_copy(update={what: count // ranks} if count else {})
     parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
     return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]

@@ -12,8 +12,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from seqblocks import messages
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree, unknown_name
+from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
 
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
@@ -150,7 +151,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _choice(text: str) -> tuple[str, str, str] | None:
     """Return the condition and the two initialisers of a choice; None for a single initialiser."""
     if len(text) > MAX_LENGTH:
-        raise messages.initialisers.too_long(MAX_LENGTH)
+        raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
     match syntax_tree(text):
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _written(text, test), _written(text, body), _written(text, orelse)
@@ -167,10 +168,12 @@ def _call(text: str) -> tuple[str, dict[str, str]]:
             numbers = [(None, _written(text, each)) for each in args]
             numbers += [(each.arg or "**", _written(text, each.value)) for each in keywords]
         case _:
-            raise messages.initialisers.not_an_initialiser(text)
+            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
     allowed = [*INITIALISERS, DEFAULT.name]
     if name not in allowed:
-        raise messages.initialisers.unknown(name, allowed)
+        message = f"there is no initialiser {quote(name)}"
+        hint = did_you_mean(name, allowed) or instead_of(name)
+        raise Fault("E408", message, expected=f"one of {listing(allowed, 21)}", hint=hint)
     arguments = INITIALISERS[name].arguments if name in INITIALISERS else ()
     return name, _by_name(name, dict(arguments), numbers)
 
@@ -190,18 +193,26 @@ def _by_name(
     keys = [*in_order, *(key for key, _ in numbers if key)]
     unknown = next((key for key in keys if key not in defaults), None)
     if unknown:
-        raise messages.initialisers.does_not_know(name, unknown, defaults)
+        raise Fault("E408", f"{name} does not know {quote(unknown)}", expected=_signature(name, defaults))
     missing = any(default is None and key not in keys for key, default in defaults.items())
     if missing or len(set(keys)) < count:
-        raise messages.initialisers.does_not_take(name, count, defaults)
+        message = f"{name} does not take {count} number{'s' if count != 1 else ''}"
+        raise Fault("E408", message, expected=_signature(name, defaults))
     return {key: number for key, (_, number) in zip(keys, numbers, strict=True)}
+
+
+def _signature(name: str, numbers: Mapping[str, float | None]) -> str:
+    written = (key if default is None else f"{key}={default:g}" for key, default in numbers.items())
+    return f"{name}({', '.join(written)})"
 
 
 def _check_values(text: str, name: str, known: Initialiser, values: Mapping[str, Any]) -> None:
     """Raise Fault E209 for numbers that the initialiser does not accept."""
     for key, value in values.items():
         if value and not SMALLEST <= abs(value) <= LARGEST:
-            raise messages.initialisers.number_out_of_range(name, key, value, SMALLEST, LARGEST)
+            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
+            raise Fault("E209", f"{quote(key)} of {name} is out of range", expected=expected, found=f"{value:g}")
     for law in known.holds:
         if not parse(law).evaluate(values):
-            raise messages.initialisers.law_is_broken(text, law, values)
+            found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
+            raise Fault("E209", f"the arguments of {quote(text)} are out of range", expected=law, found=found)

@@ -2,7 +2,7 @@
 
 A plain name reads one tensor unchanged; other recipes join, split or rearrange tensors. Each kind is a class that
 checks itself against the shape of a parameter, computes the parameter, and converts it back.
-`seqblocks/analysis/checkpoint_maps.py` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is
+`seqblocks/analysis/checkpoint_maps/` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is
 imported only when a recipe is applied, because graphs contain recipes and must not need torch.
 """
 
@@ -16,8 +16,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, ClassVar
 
-from seqblocks import messages
-from seqblocks.errors import Fault, RunError, listing
+from seqblocks.errors import Fault, RunError, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH
 from seqblocks.record import Record
 
@@ -189,7 +188,10 @@ class Concat(FromSeveral):
             return fault
         if len(self.sizes) == len(self.officials) and sum(self.sizes) == shape[self.axis or 0]:
             return None
-        return messages.recipes.sizes_of_parts(self.sizes, len(self.officials), self.axis or 0, name, shape)
+        count, axis = len(self.officials), self.axis or 0
+        message = f"the sizes do not divide axis {axis} of {name} among the {count} tensors"
+        found = f"{list(self.sizes)}; {_described(name, shape)}"
+        return Fault("E209", message, at="sizes", expected=f"{count} sizes with the sum {shape[axis]}", found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -252,9 +254,19 @@ class Cut(FromSeveral):
         if fault or not shape:
             return fault
         if len(self.sizes) != len(self.officials):
-            return messages.recipes.number_of_sizes(len(self.sizes), len(self.officials))
+            found = f"{len(self.sizes)} sizes and {len(self.officials)} tensors"
+            return Fault("E209", "each tensor needs a size", at="sizes", expected="as many as tensors", found=found)
         start, length, end = self.start or 0, shape[self.axis or 0], sum(self.sizes)
-        return messages.recipes.slice_too_long(start, length, end, name, shape) if start + length > end else None
+        stop, latest = start + length, end - length
+        if stop <= end:
+            return None
+        return Fault(
+            "E209",
+            f"the slice for {name} ends after the last tensor: from {start} to {stop} of {end}",
+            at="start" if start else "sizes",
+            expected=f"a start of at most {latest}" if latest >= 0 else f"sizes with a sum of at least {stop}",
+            found=_described(name, shape),
+        )
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
@@ -338,7 +350,10 @@ class Slice(FromOne):
         fault = _no_axis(self.axis, name, shape, -len(shape), len(shape) - 1)
         if fault or not shape[self.axis or 0] % (self.groups or 1):
             return fault
-        return messages.recipes.groups_do_not_divide(self.groups or 1, self.axis or 0, name, shape)
+        axis = self.axis or 0
+        message = f"axis {axis} of {name} is not a multiple of the number of groups"
+        found = f"{self.groups or 1}; {_described(name, shape)}"
+        return Fault("E209", message, at="groups", expected=f"a divisor of {shape[axis]}", found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         return self._cut(name, shape, *tensors).reshape(shape)
@@ -406,7 +421,8 @@ class Reshape(FromOne):
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         if self.shape is None or math.prod(self.shape) == math.prod(shape):
             return None
-        return messages.recipes.other_number_of_elements(self.shape, name, shape)
+        message = f"the shape has {math.prod(self.shape)} elements, and {name} has {math.prod(shape)}"
+        return Fault("E209", message, at="shape", found=f"{list(self.shape)}; {_described(name, shape)}")
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
@@ -468,7 +484,8 @@ class Rearrange(FromOne):
         try:
             rearranged(self.pattern, self.sizes, shape)
         except ValueError as error:
-            return messages.recipes.pattern_gives_other_shape(str(error), name, shape)
+            message = f"the right side of the pattern does not have the shape of {name}"
+            return Fault("E209", message, at="pattern", found=f"{error}; {_described(name, shape)}")
         return None
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
@@ -508,14 +525,21 @@ def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> 
     """Return a fault if an axis is outside [low, high]."""
     if axis is None or low <= axis <= high:
         return None
-    return messages.recipes.no_axis(axis, name, shape, low, high)
+    message = f"there is no axis {axis}"
+    return Fault("E209", message, at="axis", expected=f"from {low} to {high}", found=_described(name, shape))
 
 
 def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[Shape]) -> Fault | None:
     """Return a fault if a recipe cannot read an official tensor of the `shape` that the spec gives."""
     if given is None or given in known:
         return None
-    return messages.recipes.other_shape(given, name, shape, known)
+    message = f"an official tensor of this shape cannot become {name}"
+    expected = " or ".join(dict.fromkeys(str(list(each)) for each in known))
+    return Fault("E209", message, at="shape", expected=expected, found=f"{list(given)}; {_described(name, shape)}")
+
+
+def _described(name: str, shape: Shape) -> str:
+    return f"{name} has {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s: {list(shape)}"
 
 
 # --- patterns of `rearrange` ----------------------------------------------------------------------------------------
@@ -527,14 +551,15 @@ Groups = tuple[tuple[str, ...], ...]  # each group of named axes is one axis of 
 def read_pattern(text: str) -> tuple[Groups, Groups]:
     """Return both sides of an einops pattern. Raises Fault E209 for `...`, `_`, and axes on one side only."""
     if len(text) > MAX_LENGTH:
-        raise messages.recipes.pattern_too_long(MAX_LENGTH)
+        raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
     sides = [_groups(side) for side in text.split("->")]
     if len(sides) != 2:
-        raise messages.recipes.not_two_sides(text)
+        message = "a pattern needs two sides and one '->'"
+        raise Fault("E209", message, expected='"row column -> column row"', found=quote(text))
     left, right = (sorted(chain(*side)) for side in sides)
     if left != right or len(set(left)) < len(left):
         odd = [axis for axis in dict.fromkeys((*left, *right)) if not left.count(axis) == right.count(axis) == 1]
-        raise messages.recipes.axes_not_on_both_sides(odd)
+        raise Fault("E209", "each axis must occur once on each side of the pattern", found=listing(odd))
     return sides[0], sides[1]
 
 
@@ -552,9 +577,10 @@ def _groups(side: str) -> Groups:
         elif token.isidentifier() and token != "_":
             groups.append((token,)) if inside is None else inside.append(token)
         else:
-            raise messages.recipes.unexpected_in_pattern(token)
+            message = f"unexpected {quote(token)} in the pattern"
+            raise Fault("E209", message, expected="names and parentheses")
     if inside is not None:
-        raise messages.recipes.open_parenthesis()
+        raise Fault("E209", "the pattern has a parenthesis without its ')'")
     return tuple(groups)
 
 

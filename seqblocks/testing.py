@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import UsageError
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.model import SequenceModel

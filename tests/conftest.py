@@ -42,6 +42,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the files of tests/golden/ with what the tests see now"
     )
+    parser.addoption("--results", type=Path, metavar="FILE", help="write each result to this file as it arrives")
+    parser.addoption(
+        "--record-launches", type=Path, metavar="FOLDER",
+        help="write the compiled code of the Triton kernels of each test in tests/kernels, and their memory before and "
+        "after each launch, to this folder (benchmarks/launches.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--results")
+    if path is not None and not IN_WORKER:
+        from tests.results import Results
+
+        config.pluginmanager.register(Results(path, config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

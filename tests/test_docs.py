@@ -138,7 +138,7 @@ def _write_official_weights(path: Path) -> None:
     import torch
 
     import seqblocks
-    from seqblocks.analysis.translation import official_name
+    from seqblocks.analysis.checkpoint_maps.translation import official_name
 
     model = seqblocks.build("vil_tiny")
     torch.save({official_name(model.spec, name): x.detach() for name, x in model.named_parameters()}, path)

@@ -18,15 +18,15 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
     """Return f(S [B, HV, K, V], q, k [B, H * K], v [B, HV * V], decay, beta, a, b), the last four per value head.
 
     f returns o [B, HV * V] and the next S, with the same values as `linear_attention` for one token. unit: normalise q
-    and k to length 1. fixed: constant log decays [HV]; bonus [H, K]; with `normalize`, S has a last column for z. out:
-    memory for the next S.
+    and k to length 1. fixed: constant log decays [HV]; bonus [H, K]; with `normalize`, S has a last column for z.
+    in_place: write the next S to the memory of S.
     """
     fixed_factor = None if fixed is None else fixed.exp()
     baddbmm = _baddbmm_to_compile if torch.compiler.is_compiling() else torch.baddbmm
 
     def step(
         S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe = None, beta: Maybe = None, a: Maybe = None,
-        b: Maybe = None, *, out: Maybe = None,
+        b: Maybe = None, *, in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         B, HV, K, _ = S.shape
         q, k = _of_heads(q, k, heads, HV // heads, unit)  # [B * HV, 1, K], rows of one batched product
@@ -34,12 +34,12 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
         if normalize:
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         factor = fixed_factor if decay is None else decay.exp()
-        S = before if factor is None else _decayed(S, factor, out).flatten(0, 1)
+        S = before if factor is None else _decayed(S, factor).flatten(0, 1)
         if a is not None and b is not None:
             read = torch.bmm(a.reshape(B * HV, 1, K), before)
-            S = _with(S, b.reshape(B * HV, 1, K), read, S is not before, out)
+            S = _with(S, b.reshape(B * HV, 1, K), read, in_place or S is not before)
         write = v if beta is None else baddbmm(v, k, S, alpha=-1).mul_(beta.reshape(-1, 1, 1))
-        S = _with(S, k, write, S is not before, out)
+        S = _with(S, k, write, in_place or S is not before)
         used = S if bonus is None else before
         times = K**-0.5 if scale is None else scale
         o = baddbmm(v, q, used, beta=0, alpha=times)
@@ -68,17 +68,15 @@ def _of_heads(q: Tensor, k: Tensor, heads: int, groups: int, unit: bool) -> tupl
     return q.reshape(B * heads * groups, 1, K), k.reshape(B * heads * groups, 1, K)
 
 
-def _decayed(S: Tensor, factor: Tensor, out: Maybe) -> Tensor:
+def _decayed(S: Tensor, factor: Tensor) -> Tensor:
     """Return S times decay factors [HV], [B, HV] or [B, HV * K]."""
     factor = factor.view(-1, S.shape[1], S.shape[2] if factor.shape[-1] != S.shape[1] else 1, 1)
-    return torch.mul(S, factor, out=out)
+    return S * factor
 
 
-def _with(S: Tensor, x: Tensor, y: Tensor, own: bool, out: Maybe) -> Tensor:
-    """Return S [N, K, V] + x^T y for rows x and y, in place if `own`: S is not the caller's tensor."""
-    if own:
-        return S.addcmul_(x.mT, y)
-    return torch.addcmul(S, x.mT, y, out=None if out is None else out.flatten(0, 1))
+def _with(S: Tensor, x: Tensor, y: Tensor, in_place: bool) -> Tensor:
+    """Return S [N, K, V] + x^T y for rows x and y, in the memory of S if `in_place`."""
+    return S.addcmul_(x.mT, y) if in_place else torch.addcmul(S, x.mT, y)
 
 
 def _with_bonus(o: Tensor, v: Tensor, qk: Tensor, weights: Tensor) -> Tensor:

@@ -9,17 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.mlstm.chunks import ChunkGates, chunk_gates, cut, decays, part_of, put, rows_of, rows_to_fill
+from seqblocks.kernels.mlstm.chunks import (
+    ChunkGates,
+    chunk_gates,
+    cut,
+    decays,
+    multiply,
+    part_of,
+    put,
+    rows_of,
+    rows_to_fill,
+)  # fmt: skip
 from seqblocks.kernels.mlstm.forward import (
     Kept,
     Operands,
     Options,
     advance,
-    apply_,
     begin,
     denominator,
     empty_state,
-    outer,
     read_normaliser,
     rescale,
     row_dots,
@@ -29,7 +37,6 @@ from seqblocks.kernels.mlstm.forward import (
 )  # fmt: skip
 from seqblocks.kernels.mlstm.gates import Chunk, prepare_backward
 from seqblocks.kernels.numerics import without_autocast
-from seqblocks.kernels.products import multiply
 from seqblocks.kernels.resets import nonfinite
 
 
@@ -59,7 +66,7 @@ def backward(
         kept = kept or begin(q, v, i, f, C0, m0, resets, chunk_size, reverse, input_gate)
         dC, dn = (None if x is None else x.clone() for x in (dC_out, dn_out))
         rescale(kept.m, dC, dn)
-        options = Options(reverse, eps, input_gate == "exp", normalize, kept.plan.singly)
+        options = Options(reverse, eps, input_gate == "exp", normalize)
         of_gates = _operands_backward(grads, of_state[:2], dh, dC, dn, Operands(q, k, v), C0, n0, kept, options)
         di, df, dm = prepare_backward(
             i, f, kept.scan, *of_gates, dm_out, kept.plan.summed, reverse, input_gate, m0 is not None
@@ -125,20 +132,20 @@ def _group_backward(
     gates = [*chunk_gates(kept.gates, group, plan, _kept_decays(kept, group), given.q.shape[3])]
     states = [(C, n)]
     for g, k, v in zip(gates[:-1], *parts[1:], strict=False):
-        states.append(advance(*states[-1], rows_of(k, dtype, plan), rows_of(v, dtype, plan), g, options))
+        states.append(advance(*states[-1], rows_of(k, dtype), rows_of(v, dtype), g))
     dhs = repeat(None, len(gates)) if dh is None else reversed(cut(dh, group, plan))
     outs = [reversed(cut(x, group, plan)) for x in grads]
     of_chunks = []
     for chunk, dhc, *targets in zip(reversed(plan.chunks), dhs, *outs, strict=True):
         g, (C, n) = gates.pop(), states.pop()
-        operands = Operands(*(rows_of(part.pop(), dtype, plan) for part in parts))
-        dh_rows = torch.zeros_like(operands.v) if dhc is None else _unexpanded(rows_of(dhc, dtype, plan))
-        W, den = _kept_or_new_weights(kept, operands, g.D, chunk, options)
-        filled = Operands(*(rows_to_fill(y, dtype, plan) for y in targets))
+        operands = Operands(*(rows_of(part.pop(), dtype) for part in parts))
+        dh_rows = torch.zeros_like(operands.v) if dhc is None else _unexpanded(rows_of(dhc, dtype))
+        W, den = _kept_or_new_weights(kept, operands, g.D, chunk)
+        filled = Operands(*(rows_to_fill(y, dtype) for y in targets))
         of_gates, dC, dn = _chunk_backward(filled, dh_rows, dC, dn, operands, C, n, g, W, den, chunk, options)
         of_chunks.append(of_gates)
         for out, rows in zip(targets, filled, strict=True):
-            put(out, rows, plan)
+            put(out, rows)
     return GateGrads(*(_join(x, 1, not options.reverse) for x in zip(*of_chunks, strict=True))), dC, dn
 
 
@@ -162,18 +169,17 @@ def _kept_decays(kept: Kept, group: tuple[int, int]) -> Iterator[list[Tensor]]:
 
 
 def _kept_or_new_weights(
-    kept: Kept, x: Operands, D: Sequence[Tensor], chunk: Chunk, options: Options
-) -> tuple[Sequence[Sequence[Tensor]], Tensor | None]:
-    """Return the parts of W of each block of a chunk, and den.
+    kept: Kept, x: Operands, D: Sequence[Tensor], chunk: Chunk
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Return W of each block of a chunk, and den.
 
     They are the last saved ones, which are removed from kept, or W is computed again and den is None.
     """
     if not kept.W:
-        return weights_of(chunk, x.q, x.k, D, options), None
-    parts = len(options.parts(D[0]))
-    W = kept.W[-len(D) * parts :]
-    del kept.W[-len(D) * parts :]
-    return [W[at : at + parts] for at in range(0, len(W), parts)], kept.den.pop() if kept.den else None
+        return weights_of(chunk, x.q, x.k, D), None
+    W = kept.W[-len(D) :]
+    del kept.W[-len(D) :]
+    return W, kept.den.pop() if kept.den else None
 
 
 class Normaliser(NamedTuple):
@@ -203,7 +209,7 @@ class Normaliser(NamedTuple):
 
 def _chunk_backward(
     grads: Operands, dh: Tensor, dC: Tensor | None, dn: Tensor | None,
-    given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Sequence[Tensor]],
+    given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Tensor],
     den: Tensor | None, chunk: Chunk, options: Options,
 ) -> tuple[GateGrads, Tensor | None, Tensor | None]:
     """Write the gradients of q, k and v of a chunk, and return those of the gates and of the state before it.
@@ -217,107 +223,97 @@ def _chunk_backward(
     if options.normalize:
         norm = Normaliser.of(denominator(W, qn) if den is None else den, g.floor, options.eps)
     dnum = dh if norm is None else dh * norm.inverse
-    through = _num_backward(dnum, q, v, C, g.us, W, chunk, options)
+    through = _num_backward(dnum, q, v, C, g.us, W, chunk)
     dp = through.dp
     if norm is None:
         dx, db, dden = -through.r, None, None
     else:
         dx, db, dden = norm.backward(through.r, g.floor, options)
-        _den_backward(dden, qn, n, through, chunk, options)
-    dS = [apply_(Tensor.mul_, d, options.parts(D)) for d, D in zip(through.dW, g.D, strict=True)]
+        _den_backward(dden, qn, n, through, chunk)
+    dS = [d.mul_(D) for d, D in zip(through.dW, g.D, strict=True)]
 
     # Gradients of the operands. Those of the last token's gates are computed before dk is complete.
-    _fill_q(grads.q, through.dread, g.us, k, zip(chunk.blocks, dS, strict=True), options)
+    _fill_q(grads.q, through.dread, g.us, k, zip(chunk.blocks, dS, strict=True))
     if dC is not None and dn is not None:
-        _write_backward(grads, given, dC, dn, g.write, options)
+        _write_backward(grads, given, dC, dn, g.write)
         _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
     _fill_k_and_v(grads, q, dnum, zip(chunk.blocks, W, dS, strict=True), dC is not None, options)
-    de = row_dots((k,), (grads.k,))  # the sums over queries of weights times their gradients
+    de = row_dots(k, grads.k)  # the sums over queries of weights times their gradients
     if C is not None and n is not None:
-        dC, dn = _state_backward(q, dnum, dden, n, dC, dn, g, options)
+        dC, dn = _state_backward(q, dnum, dden, n, dC, dn, g)
     if g.us is not None and (dp is None or not chunk.opens):
         dp = torch.zeros_like(dx)
     return GateGrads(de, dx, db, dp), dC, dn
 
 
 class _Through(NamedTuple):
-    """Gradients through num: of W, in blocks and parts; of what is read from the state; of p; and r = dh . num.
+    """Gradients through num: of W, in blocks; of what is read from the state; of p; and r = dh . num.
 
     dread, dp: None if the chunk reads no state.
     """
 
-    dW: list[list[Tensor]]
-    dread: list[Tensor] | None
+    dW: list[Tensor]
+    dread: Tensor | None
     dp: Tensor | None
     r: Tensor
 
 
 def _num_backward(
-    dnum: Tensor, q: Tensor, v: Tensor, C: Tensor | None, us: Tensor | None, W: Sequence[Sequence[Tensor]],
-    chunk: Chunk, options: Options,
+    dnum: Tensor, q: Tensor, v: Tensor, C: Tensor | None, us: Tensor | None, W: Sequence[Tensor],
+    chunk: Chunk,
 ) -> _Through:
     """Return the gradients through num, whose gradient is dnum."""
-    parts = options.parts
-    dW = [
-        multiply(parts(part_of(dnum, rows)), parts(part_of(v, keys).transpose(1, 2))) for rows, keys in chunk.blocks
-    ]
+    dW = [torch.bmm(part_of(dnum, rows), part_of(v, keys).transpose(1, 2)) for rows, keys in chunk.blocks]
     r = side_by_side([row_dots(w, d) for w, d in zip(W, dW, strict=True)])
     if C is None or us is None:
         return _Through(dW, None, None, r)
-    dread = multiply(parts(dnum), parts(C.transpose(1, 2)))
-    dp = row_dots(parts(q), dread).mul_(us)
+    dread = torch.bmm(dnum, C.transpose(1, 2))
+    dp = row_dots(q, dread).mul_(us)
     r += dp
     return _Through(dW, dread, dp, r)
 
 
 def _den_backward(
-    dden: Tensor, qn: Tensor | None, n: Tensor | None, through: _Through, chunk: Chunk, options: Options
+    dden: Tensor, qn: Tensor | None, n: Tensor | None, through: _Through, chunk: Chunk
 ) -> None:
     """Add the gradients through den to those through num."""
-    parts = options.parts
     for (rows, _), d in zip(chunk.blocks, through.dW, strict=True):
-        apply_(Tensor.add_, d, parts(part_of(dden, rows)))
+        d.add_(part_of(dden, rows))
     if through.dread is not None and through.dp is not None and n is not None and qn is not None:
         through.dp.addcmul_(dden, qn)
-        for part, dden_part, x in zip(through.dread, parts(dden), parts(n.transpose(1, 2)), strict=True):
-            part.addcmul_(dden_part, x)
+        through.dread.addcmul_(dden, n.transpose(1, 2))
 
 
 def _state_backward(
     q: Tensor, dnum: Tensor, dden: Tensor | None, n: Tensor, dC: Tensor | None, dn: Tensor | None, g: ChunkGates,
-    options: Options,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the state before a chunk from those of the state after it, which may be overwritten."""
     if g.us is None or g.keep is None:
         return dC, dn
     read = (q * g.us).transpose(1, 2)
-    dC = outer(read, dnum, None if dC is None else dC.mul_(g.keep), options)
+    dC = torch.bmm(read, dnum) if dC is None else multiply(read, dnum, dC.mul_(g.keep), add=True)
     dn = torch.zeros_like(n) if dn is None else dn.mul_(g.keep)
     return dC, dn if dden is None else dn.baddbmm_(read, dden)
 
 
 def _fill_q(
-    dq: Tensor, dread: Sequence[Tensor] | None, us: Tensor | None, k: Tensor,
-    blocks: Iterable[tuple[tuple[slice, slice], Sequence[Tensor]]], options: Options,
+    dq: Tensor, dread: Tensor | None, us: Tensor | None, k: Tensor,
+    blocks: Iterable[tuple[tuple[slice, slice], Tensor]],
 ) -> None:
     """Write dq from the gradients dS of the scores and dread of u q / sqrt(DK), by which the state is read."""
-    parts = options.parts
     if dread is not None and us is not None:
-        for out, d, u in zip(parts(dq), dread, parts(us), strict=True):
-            torch.mul(d, u, out=out)
+        torch.mul(dread, us, out=dq)
     for (rows, keys), dS in blocks:
-        target = parts(part_of(dq, rows))
-        multiply(dS, parts(part_of(k, keys)), target, add=dread is not None, alpha=k.shape[2] ** -0.5)
+        multiply(dS, part_of(k, keys), part_of(dq, rows), add=dread is not None, alpha=k.shape[2] ** -0.5)
 
 
 def _write_backward(
-    grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor, options: Options
+    grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor
 ) -> None:
     """Write the gradients of k and v through the state after the chunk."""
-    parts = options.parts
-    multiply(parts(given.v), parts(dC.transpose(1, 2)), parts(grads.k))
+    multiply(given.v, dC.transpose(1, 2), grads.k)
     grads.k.add_(dn.transpose(1, 2)).mul_(write)
-    multiply(parts(given.k), parts(dC), parts(grads.v))
+    multiply(given.k, dC, grads.v)
     grads.v.mul_(write)
 
 
@@ -341,14 +337,13 @@ def _last_backward(
 
 def _fill_k_and_v(
     grads: Operands, q: Tensor, dnum: Tensor,
-    blocks: Iterable[tuple[tuple[slice, slice], Sequence[Tensor], Sequence[Tensor]]], filled: bool, options: Options,
+    blocks: Iterable[tuple[tuple[slice, slice], Tensor, Tensor]], filled: bool, options: Options,
 ) -> None:
     """Write dk and dv, or add to them if filled, from W and the gradients of the scores."""
-    blocks, parts = list(blocks), options.parts
+    blocks = list(blocks)
     for (rows, keys), W, dS in blocks if options.reverse else reversed(blocks):  # The first block contains all keys.
-        dk, dv = parts(part_of(grads.k, keys)), parts(part_of(grads.v, keys))
-        multiply([x.mT for x in dS], parts(part_of(q, rows)), dk, add=filled, alpha=q.shape[2] ** -0.5)
-        multiply([x.mT for x in W], parts(part_of(dnum, rows)), dv, add=filled)
+        multiply(dS.mT, part_of(q, rows), part_of(grads.k, keys), add=filled, alpha=q.shape[2] ** -0.5)
+        multiply(W.mT, part_of(dnum, rows), part_of(grads.v, keys), add=filled)
         filled = True
 
 

@@ -29,34 +29,42 @@ def _of_group(x: Tensor, group: tuple[int, int]) -> Tensor:
     return x if end - first == x.shape[0] else x[first:end]
 
 
-def rows_of(part: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """Return [G, H, L, D] as [N, L, D] in this dtype.
-
-    Without a copy if G is 1 and the dtype matches, unless heads are multiplied one by one.
-    """
-    rows = part.flatten(0, 1).to(dtype)
-    return rows.contiguous() if plan.singly else rows
+def rows_of(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [G, H, L, D] as [N, L, D] in this dtype, without a copy if G is 1 and the dtype matches."""
+    return part.flatten(0, 1).to(dtype)
 
 
-def _fills_in_place(part: Tensor, dtype: torch.dtype, plan: Plan) -> bool:
+def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
     """Return whether products are written directly into `part`.
 
     Not with one block of queries, because torch multiplies one head at a time if the result is not contiguous.
     """
-    return part.shape[0] == 1 and part.dtype == dtype and (plan.singly or part.shape[2] > BLOCK)
+    return part.shape[0] == 1 and part.dtype == dtype and part.shape[2] > BLOCK
 
 
-def rows_to_fill(part: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:
+def rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor [N, L, D] to fill: a view of `part` [G, H, L, D], or new memory."""
-    if _fills_in_place(part, dtype, plan):
+    if _fills_in_place(part, dtype):
         return part[0]
     return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
 
 
-def put(part: Tensor, rows: Tensor, plan: Plan) -> None:
+def put(part: Tensor, rows: Tensor) -> None:
     """Copy `rows`, which `rows_to_fill` returned for `part`, into it unless they share its memory."""
-    if not _fills_in_place(part, rows.dtype, plan):
+    if not _fills_in_place(part, rows.dtype):
         part.copy_(rows.view(part.shape))
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False, alpha: float = 1.0) -> Tensor:
+    """Return alpha a b [N, R, C] for a [N, R, I], b [N, I, C], written to `out` if given, or added to it with `add`."""
+    if out is None and alpha == 1.0:
+        return torch.bmm(a, b)
+    out = a.new_empty(*a.shape[:2], b.shape[2]) if out is None else out
+    # With several threads, torch writes to other memory one matrix at a time, which takes up to twice as long.
+    if out.is_contiguous() or torch.get_num_threads() == 1:
+        return out.baddbmm_(a, b, beta=int(add), alpha=alpha)
+    y = torch.bmm(a, b)
+    return out.add_(y, alpha=alpha) if add else torch.mul(y, alpha, out=out)
 
 
 def part_of(x: Tensor, span: slice) -> Tensor:

@@ -2,65 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice, repeat
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.mlstm.chunks import ChunkGates, chunk_gates, cut, decays, part_of, rows_of
+from seqblocks.kernels.mlstm.chunks import ChunkGates, chunk_gates, cut, decays, multiply, part_of, rows_of
 from seqblocks.kernels.mlstm.gates import Chunk, Gates, Plan, Scan, make_plan, prepare
 from seqblocks.kernels.numerics import without_autocast
-from seqblocks.kernels.products import multiply
 from seqblocks.kernels.resets import along, nonfinite
 
 
 class Options(NamedTuple):
-    """Options of a pass, as for `mlstm`. singly: see `Plan`."""
+    """Options of a pass, as for `mlstm`."""
 
     reverse: bool
     eps: float
     exponential: bool
     normalize: bool
-    singly: bool
-
-    def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """Return what is multiplied at a time of x [N, P, Q]: each matrix [P, Q], or all."""
-        return x.unbind() if self.singly else (x,)
 
 
-def _whole(parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensor [N, P, Q] of all parts of a batch."""
-    return parts[0] if parts[0].dim() == 3 else torch.stack(list(parts))
-
-
-def row_sums(parts: Iterable[Tensor]) -> Tensor:
-    return _whole([x.sum(-1, keepdim=True) for x in parts])
-
-
-def row_dots(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the sums over each row of a * b: [N, P, 1]."""
-    return row_sums(x * y for x, y in zip(a, b, strict=True))
+    return (a * b).sum(-1, keepdim=True)
 
 
 def advance(
-    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, options: Options, in_place: bool = False
+    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the state after a chunk from that before it (None: zeros). in_place: overwrite C and n."""
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
-        return outer(written, v, None, options), written.sum(2, keepdim=True)
+        return torch.bmm(written, v), written.sum(2, keepdim=True)
     assert g.keep is not None
     C, n = (C.mul_(g.keep), n.mul_(g.keep)) if in_place else (C * g.keep, n * g.keep)
-    return outer(written, v, C, options), n.add_(written.sum(2, keepdim=True))
-
-
-def outer(k: Tensor, v: Tensor, C: Tensor | None, options: Options) -> Tensor:
-    """Return k v [N, DK, DV] for k [N, DK, L], v [N, L, DV], added to C in place if given."""
-    total = v.new_empty(*k.shape[:2], v.shape[2]) if C is None else C
-    multiply(options.parts(k), options.parts(v), options.parts(total), add=C is not None)
-    return total
+    return multiply(written, v, C, add=True), n.add_(written.sum(2, keepdim=True))
 
 
 class Operands(NamedTuple):
@@ -80,7 +58,7 @@ class Kept(NamedTuple):
     m: Tensor
     D: list[Tensor]  # of each block, in the order of the forward pass; empty if too large
     den: list[Tensor]  # of each chunk, [N, L, 1]; empty if D is, or without normalisation
-    W: list[Tensor]  # of each block, and within it of each part
+    W: list[Tensor]  # of each block
 
     def tensors(self) -> list[Tensor | None]:
         return [*self.gates, *self.scan, self.m, *self.D, *self.den, *self.W]
@@ -120,7 +98,7 @@ def forward(
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     with without_autocast(q.device.type):
         kept = begin(q, v, i, f, C0, m0, resets, chunk_size, reverse, input_gate)
-        options = Options(reverse, eps, input_gate == "exp", normalize, kept.plan.singly)
+        options = Options(reverse, eps, input_gate == "exp", normalize)
         weights = kept if save and kept.plan.pairs <= S * DV else None  # if W is at most as large as an input
         for group in kept.plan.groups:
             state = state_of(C0, n0, group)
@@ -166,26 +144,25 @@ def _group_forward(
     parts = (cut(x, group, plan) for x in (q, k, v, h))
     all_gates = chunk_gates(gates, group, plan, decays(gates, group, plan), q.shape[3])
     for *each, out, g, chunk in zip(*parts, all_gates, plan.chunks, strict=True):
-        given = Operands(*(rows_of(part, dtype, plan) for part in each))
+        given = Operands(*(rows_of(part, dtype) for part in each))
         W, den = _chunk_forward(out, given, C, n, g, chunk, options)
         if weights is not None:
             weights.D.extend(g.D)
-            weights.W.extend(chain.from_iterable(W))
+            weights.W.extend(W)
             if den is not None:
                 weights.den.append(den)
         if return_state or chunk is not plan.chunks[-1]:
-            C, n = advance(C, n, given.k, given.v, g, options, in_place=chunk is not plan.chunks[0])
+            C, n = advance(C, n, given.k, given.v, g, in_place=chunk is not plan.chunks[0])
     return C, n
 
 
-def weights_of(chunk: Chunk, q: Tensor, k: Tensor, D: Sequence[Tensor], options: Options) -> list[list[Tensor]]:
-    """Return W = (q k^T / sqrt(DK)) * D of each block [N, queries, keys], in parts."""
-    parts, weights = options.parts, []
-    for (rows, keys), d in zip(chunk.blocks, D, strict=True):
-        k_transposed = part_of(k, keys).transpose(1, 2)
-        scores = multiply(parts(part_of(q, rows)), parts(k_transposed), alpha=q.shape[2] ** -0.5)
-        weights.append(apply_(Tensor.mul_, scores, parts(d)))
-    return weights
+def weights_of(chunk: Chunk, q: Tensor, k: Tensor, D: Sequence[Tensor]) -> list[Tensor]:
+    """Return W = (q k^T / sqrt(DK)) * D of each block [N, queries, keys]."""
+    scale = q.shape[2] ** -0.5
+    return [
+        multiply(part_of(q, rows), part_of(k, keys).transpose(1, 2), alpha=scale).mul_(d)
+        for (rows, keys), d in zip(chunk.blocks, D, strict=True)
+    ]
 
 
 def read_normaliser(q: Tensor, n: Tensor | None, us: Tensor | None) -> Tensor | None:
@@ -193,51 +170,39 @@ def read_normaliser(q: Tensor, n: Tensor | None, us: Tensor | None) -> Tensor | 
     return None if n is None or us is None else torch.bmm(q, n).mul_(us)
 
 
-def denominator(W: Sequence[Sequence[Tensor]], qn: Tensor | None) -> Tensor:
+def denominator(W: Sequence[Tensor], qn: Tensor | None) -> Tensor:
     """Return den [N, L, 1] of a chunk. qn: the part of it that is read from the state before."""
-    den = side_by_side([row_sums(block) for block in W])
+    den = side_by_side([block.sum(-1, keepdim=True) for block in W])
     return den if qn is None else den.add_(qn)
-
-
-def apply_(operation: Callable[[Tensor, Tensor], Tensor], parts: list[Tensor], by: Iterable[Tensor]) -> list[Tensor]:
-    """Apply an in-place operation to the parts of a batch and those of another, and return the first."""
-    for part, operand in zip(parts, by, strict=True):
-        operation(part, operand)
-    return parts
 
 
 def _chunk_forward(
     out: Tensor, given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, chunk: Chunk, options: Options
-) -> tuple[list[list[Tensor]], Tensor | None]:
+) -> tuple[list[Tensor], Tensor | None]:
     """Write h of a chunk to `out` [G, H, L, DV]; C, n: the state before it (None: zero).
 
-    Returns W of its blocks, each as a list of parts, and den (None: not normalised).
+    Returns W of its blocks, and den (None: not normalised).
     """
-    parts = options.parts
-    weights = weights_of(chunk, given.q, given.k, g.D, options)
+    weights = weights_of(chunk, given.q, given.k, g.D)
     den = denominator(weights, read_normaliser(given.q, n, g.us)) if options.normalize else None
     size = None if den is None else torch.maximum(den.abs(), g.floor).add_(options.eps)
     for (rows, keys), W in zip(chunk.blocks, weights, strict=True):
-        values = parts(part_of(given.v, keys))
+        values = part_of(given.v, keys)
         if C is None or g.us is None:
-            num = multiply(W, values)
+            num = torch.bmm(W, values)
         else:
-            read = multiply(parts(part_of(given.q, rows)), parts(C))
-            num = multiply(W, values, apply_(Tensor.mul_, read, parts(part_of(g.us, rows))), add=True)
+            num = torch.bmm(part_of(given.q, rows), C).mul_(part_of(g.us, rows)).baddbmm_(W, values)
         target = out if rows.stop - rows.start == out.shape[2] else out[:, :, rows]
-        _put_quotient(target, num, None if size is None else part_of(size, rows), options)
+        _put_quotient(target, num, None if size is None else part_of(size, rows))
     return weights, den
 
 
-def _put_quotient(out: Tensor, num: Sequence[Tensor], size: Tensor | None, options: Options) -> None:
-    """Write num / size (None: num), for num in parts of [N, R, DV], size [N, R, 1], out [G, H, R, DV]."""
-    targets: Sequence[Tensor] = out[0].unbind() if options.singly else (out,)
-    sizes: Iterable[Tensor | None] = repeat(None) if size is None else options.parts(size)
-    for target, x, divisor in zip(targets, num, sizes, strict=False):
-        if divisor is None:
-            target.copy_(x.view(target.shape))
-        else:
-            torch.div(x.view(target.shape), divisor.view(*target.shape[:-1], 1), out=target)
+def _put_quotient(out: Tensor, num: Tensor, size: Tensor | None) -> None:
+    """Write num / size (None: num), for num [N, R, DV], size [N, R, 1], out [G, H, R, DV]."""
+    if size is None:
+        out.copy_(num.view(out.shape))
+    else:
+        torch.div(num.view(out.shape), size.view(*out.shape[:-1], 1), out=out)
 
 
 def rescale(m: Tensor, *parts: Tensor | None) -> None:

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
-from seqblocks.kernels.products import prefers_onednn
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; larger batches are processed in groups of sequences
 BLOCK = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
-LARGE_BLOCK = 128  # the same where heads are multiplied one by one: each product costs a call
 SUMMED = 512  # the most tokens over which log f is summed: addends lose precision in a large sum
 LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
 # Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
@@ -43,7 +41,6 @@ class Plan(NamedTuple):
     """How a pass is divided: chunks of L tokens in the order of the scan, and groups of sequences.
 
     summed: the number of tokens over which log f is summed.
-    singly: whether heads are multiplied one by one, for which their operands are copied (see products.py).
     pairs: the number of queries and keys that are multiplied, for each head.
     """
 
@@ -52,7 +49,6 @@ class Plan(NamedTuple):
     chunks: list[Chunk]
     groups: list[tuple[int, int]]
     reverse: bool
-    singly: bool
     pairs: int
 
     def cut(self, x: Tensor, axis: int) -> list[Tensor]:
@@ -64,19 +60,17 @@ class Plan(NamedTuple):
 
 
 def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
-    """Return the plan of a pass, whose chunks also depend on how the products are computed.
+    """Return the plan of a pass.
 
     A block of queries is also a chunk of a sequence longer than twice the width. In a shorter one, all tokens form one
     chunk, because a pair of tokens costs less than a state.
     """
     B, S, H, DK = q.shape
-    rows, DV = min(S, LARGE_BLOCK), v.shape[-1]
-    singly = prefers_onednn(q, rows, DK, min(rows, DV))
-    return _planned(B, S, H, max(DK, DV), chunk_size, reverse, singly, LARGE_BLOCK if singly else BLOCK)
+    return _planned(B, S, H, max(DK, v.shape[-1]), chunk_size, reverse, BLOCK)
 
 
 @functools.lru_cache(maxsize=64)
-def _planned(B: int, S: int, H: int, width: int, chunk_size: int, reverse: bool, singly: bool, block: int) -> Plan:
+def _planned(B: int, S: int, H: int, width: int, chunk_size: int, reverse: bool, block: int) -> Plan:
     # By default, chunks have equal lengths: 197 tokens are 66 + 66 + 65, not 128 + 69.
     L = min(chunk_size, S) if chunk_size else _equal(S, S if 2 * width >= S else block)
     together = max(1, SUMMED // L)  # chunks
@@ -86,10 +80,10 @@ def _planned(B: int, S: int, H: int, width: int, chunk_size: int, reverse: bool,
         first, end, last = (S - b, S - a, 0) if reverse else (a, b, b - a - 1)
         closes = at % together == together - 1 or b == S
         chunks.append(Chunk(first, end, last, at % together == 0, closes, _blocks(b - a, block, reverse)))
-    size = 1 if singly else max(1, WORKING_SET // (H * L * max(L, width)))
+    size = max(1, WORKING_SET // (H * L * max(L, width)))
     groups = [(b, min(b + size, B)) for b in range(0, B, size)]
     pairs = sum((rows.stop - rows.start) * (keys.stop - keys.start) for each in chunks for rows, keys in each.blocks)
-    return Plan(L, min(together * L, S), chunks, groups, reverse, singly, pairs)
+    return Plan(L, min(together * L, S), chunks, groups, reverse, pairs)
 
 
 def _equal(n: int, most: int) -> int:

@@ -20,20 +20,19 @@ def prepare(
     """Return f(C [B, H, DK, DV], n [B, H, DK], m [B, H], q, k [B, H * DK], v [B, H * DV], i, f [B, H]).
 
     f returns h [B, H * DV] and the next C, n, m: the same values as `mlstm`, or `mlstm_memoroid` with that readout, for
-    one token. out: memory for the next C.
+    one token.
     """
     power = 0.5 if readout == "paper" else 1.0
 
     def step(
-        C: Tensor, n: Tensor, m: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        C: Tensor, n: Tensor, m: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> tuple[Tensor, ...]:
         B, _, DK, DV = C.shape
         q, k, v = q.view(B, heads, DK) * DK**-power, k.view(B, heads, DK), v.view(B, heads, 1, DV)
         log_i, through = log_input_gate(i, input_gate), F.logsigmoid(f).add_(m)
         m = torch.maximum(through, log_i) if input_gate == "exp" else torch.zeros_like(m)
         keep, write = through.sub_(m).exp_().unsqueeze(-1), (log_i - m).exp_().unsqueeze(-1) * k
-        C = torch.mul(C, keep.unsqueeze(-1), out=out).addcmul_(write.unsqueeze(-1), v)
+        C = (C * keep.unsqueeze(-1)).addcmul_(write.unsqueeze(-1), v)
         n = write.addcmul_(keep, n)
         h = torch.bmm(q.reshape(-1, 1, DK), C.flatten(0, 1)).view(B, heads, DV)
         if normalize:

@@ -16,9 +16,8 @@ from torch import Tensor
 def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return f(h [B, E, N], x, dt [B, E], B, C [B, N], z [B, E] or None) -> (y [B, E], the next h).
 
-    A_log [E, N], D [E]. f computes the same values as `selective_scan` for one token, without gradients. out: memory
-    for the next h. f.several is for several tokens (see `Op.prepare_step`), of which everything but the state is
-    computed at once.
+    A_log [E, N], D [E]. f computes the same values as `selective_scan` for one token, without gradients. f.several
+    is for several tokens (see `Op.prepare_step`), of which everything but the state is computed at once.
     """
     A = torch.exp(A_log) * -math.log2(math.e)  # torch's exp2 takes a fifth of the time of exp.
     read = _read_one if torch.compiler.is_compiling() else _read
@@ -29,11 +28,11 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tu
         return y if z is None else y.mul_(F.silu(z))
 
     def step(
-        h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None, *, out: Tensor | None = None
+        h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if softplus:
             dt = F.softplus(dt)
-        h = torch.mul(dt.unsqueeze(-1), A, out=out).exp2_().mul_(h).addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
+        h = (dt.unsqueeze(-1) * A).exp2_().mul_(h).addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
         return finished(read(h, C), x, z), h
 
     def several(

@@ -9,10 +9,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from seqblocks import messages
 from seqblocks.analysis.lower import is_builtin, lower_file
 from seqblocks.errors import (
     Diagnostic,
+    Fault,
     OverrideWarning,
     Report,
     Source,
@@ -26,7 +26,8 @@ from seqblocks.errors import (
 )
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
-from seqblocks.language.spec import Reader, SpecFile, locate, read_file
+from seqblocks.language.files import locate
+from seqblocks.language.spec import Reader, SpecFile, read_file
 from seqblocks.op import has_plugin
 
 if TYPE_CHECKING:
@@ -124,13 +125,13 @@ def check_text(
     reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use), cautions)
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
-        report.fault(messages.spec.defines_nothing(), file.root.span)
+        report.fault(Fault("E206", "the file defines nothing", hint="add a `model:` or `blocks:`"), file.root.span)
         file = None
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
     if report and file.expect is not None:
-        from seqblocks.analysis.expectations import check_numbers
+        from seqblocks.analysis.passes.expectations import check_numbers
 
         check_numbers(file, report)
     file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
@@ -138,7 +139,7 @@ def check_text(
         model.warnings = file.warnings
         model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
-            from seqblocks.analysis.expectations import check_expectations  # only specs that have it need it
+            from seqblocks.analysis.passes.expectations import check_expectations  # only specs that have it need it
 
             check_expectations(model, file)
     return file, model
@@ -232,5 +233,7 @@ def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
     if model is None:
         block = next(iter(file.blocks.values()))
         arguments = [each.name for each in block.args.values() if each.default is None]
-        raise SpecError([messages.spec.no_model(block.name, arguments).as_diagnostic(block.span)])
+        given = ", ".join(f"{name}: …" for name in arguments)
+        hint = f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{given}}}]}}"
+        raise SpecError([Fault("E206", "the file defines blocks but no model", hint=hint).as_diagnostic(block.span)])
     return model

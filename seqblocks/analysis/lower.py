@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from seqblocks import graph, messages
-from seqblocks.analysis import primitives  # noqa: F401  whose function registers itself
-from seqblocks.analysis.blocks import check_unused, file_context
-from seqblocks.analysis.checkpoint_map_checks import check_map
-from seqblocks.analysis.checkpoint_maps import read_map
-from seqblocks.analysis.context import Context
-from seqblocks.analysis.context_state import mark_kept
-from seqblocks.analysis.inputs import Inputs, check_read, read_inputs, read_outputs
-from seqblocks.analysis.liveness import find_idle, unused, unused_parts, without_gradient
-from seqblocks.analysis.run import Run
-from seqblocks.analysis.steps import lower_steps
-from seqblocks.analysis.values import compute_let
+from seqblocks import graph
+from seqblocks.analysis.checkpoint_maps.checks import check_map
+from seqblocks.analysis.checkpoint_maps.reading import read_map
+from seqblocks.analysis.passes.kept_context import mark_kept
+from seqblocks.analysis.passes.liveness import find_idle, unused, unused_parts, without_gradient
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.values import compute_let, file_context
+from seqblocks.analysis.steps import primitives  # noqa: F401  whose function registers itself
+from seqblocks.analysis.steps.blocks import check_unused
+from seqblocks.analysis.steps.inputs import Inputs, check_read, read_inputs, read_outputs
+from seqblocks.analysis.steps.steps import lower_steps
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Report
+from seqblocks.errors import Fault, Report
 from seqblocks.language.document import Mapping, Node
 from seqblocks.language.spec import SpecFile, required
 from seqblocks.op import builtin_verbs
@@ -55,7 +55,7 @@ def lower_file(
         _report_idle(run)
         declared = file.expect.get("lookahead") if file.expect else None
         if model and run.may_look_ahead and not report and (declared is None or isinstance(declared, Mapping)):
-            from seqblocks.analysis.causality import check_future  # only models that may look ahead need it
+            from seqblocks.analysis.passes.causality import check_future  # only models that may look ahead need it
 
             check_future(model, run.warnings, declared.entries if declared else ())
     return None if report else model
@@ -67,7 +67,9 @@ def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override
     model.notes = tuple(f"the override {each} has no effect: the spec already has this value" for each in same)
     for each in overrides:
         if each.node is not None and run.unread.get(id(each.node)):
-            run.warnings.fault(messages.unused.override(str(each)), each.node.span)
+            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names and the arguments of the steps"
+            fault = Fault("W901", f"the override {each} has no effect: no step uses it", hint=hint)
+            run.warnings.fault(fault, each.node.span)
 
 
 def _report_idle(run: Run) -> None:
@@ -91,7 +93,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     assert file.model is not None
     run = ctx.run
     inputs = read_inputs(ctx, file.model, file.model_span)
-    steps = required(ctx.report, file.model, "steps", lambda: messages.spec.no_steps(), file.model_span)
+    steps = required(ctx.report, file.model, "steps", Fault("E202", "the model has no steps"), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
     run.map_checks.append((ctx, table, body, run.overridden))

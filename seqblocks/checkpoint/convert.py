@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.translation import OURS, Translator, layouts
+from seqblocks.analysis.checkpoint_maps.translation import OURS, Translator, layouts
 from seqblocks.checkpoint import writing
 from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, dtype_of, read_model, write_model, write_weights
 from seqblocks.checkpoint.hf_config import config_text, with_origin

@@ -37,7 +37,6 @@ from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 
@@ -66,15 +65,16 @@ def save(
     the first rank writes them.
 
     extra: what belongs to the model at this moment, such as {"optimizer": optimizer.state_dict(), "step": 1000}. It is
-    written with the model, as `seqblocks.extra.pt`, which `torch.load` reads; a later save replaces or removes it. For
-    a sharded model, the `extra` of the first rank is written.
+    written with the model, as `seqblocks.extra.pt`, for `load_extra` or `torch.load`; a later save replaces or removes
+    it. For a sharded model, the `extra` of the first rank is written.
 
     Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
     the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
     """
     _check_model(model)
     if model.spec.source is None:
-        raise UsageError("the model was built without the text of its spec, so it cannot be saved")
+        what = "the model was built without the text of its spec, so it cannot be saved as a folder"
+        raise UsageError(f"{what}; torch.save(model.state_dict(), …) saves any module, such as a block as a layer")
     limit = checked_size(shard_size)
     if not isinstance(extra, Mapping | None):
         raise UsageError(f'extra must be a mapping, such as {{"step": 1000}}, not {type(extra).__name__}')
@@ -270,6 +270,22 @@ def load(
                 raise  # otherwise, another process replaced the folder while it was read
 
 
+def load_extra(path: str | os.PathLike[str], *, device: Any = "cpu") -> dict[str, Any] | None:
+    """Return what `save` stored as `extra`, with its tensors on a device, or None if nothing is saved there.
+
+    A model that was saved without it has an empty one. Raises UsageError if the file cannot be read.
+    """
+    place = writing.current(Path(os.path.realpath(as_path(path))))
+    if not (place / EXTRA).exists():
+        return {} if (place / RECORD).exists() else None
+    try:
+        found: dict[str, Any] = torch.load(place / EXTRA, map_location=checked_device(device), weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason, *_ = str(error).splitlines() or ["it is empty"]
+        raise UsageError(f"{Path(path) / EXTRA} cannot be read: {reason}") from None
+    return found
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
@@ -286,7 +302,6 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
             if name in weights.headers:  # tied parameters are not in the file
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
-    request_huge_pages(model)
     fill(model, weights.headers, weights.read)
     return model
 

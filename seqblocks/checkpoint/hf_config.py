@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.graph import ModelSpec, Node
 from seqblocks.types import Wire
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.translation import OURS, Translator, layouts
+from seqblocks.analysis.checkpoint_maps.translation import OURS, Translator, layouts
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing

@@ -12,7 +12,7 @@ import torch
 
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import OURS
+from seqblocks.analysis.checkpoint_maps.translation import OURS
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
 from seqblocks.checkpoint.hf_config import MODEL_TYPE, original, with_origin
@@ -24,7 +24,6 @@ from seqblocks.errors import PartialWarning, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
 
@@ -145,7 +144,6 @@ def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype
             full = declared[name].full_precision and kind.itemsize < 4
             parameter.data = parameter.data.to(torch.float32 if full else kind)
     model = model.to_empty(device=device)
-    request_huge_pages(model)
     with torch.no_grad():
         for name in left_out.missing:
             draw(model.get_parameter(name), name, declared[name], seed)

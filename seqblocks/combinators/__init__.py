@@ -1,6 +1,6 @@
 """Arguments of the combinators (verbs that contain steps): one file each, imported when a spec uses it.
 
-The file of the same name in `seqblocks/analysis/combinators/` lowers the steps of a combinator.
+The file of the same name in `seqblocks/analysis/steps/combinators/` lowers the steps of a combinator.
 """
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.

@@ -1,4 +1,9 @@
-"""Prepare the loops of a program for torch's compiler."""
+"""Pass the sizes that a loop's outputs need to the loop, for AOTInductor.
+
+Without this, torch 2.13 raises `KeyError: s77` for a `scan` over an open number of tokens. No issue for it was found;
+the code that allocates the outputs came with https://github.com/pytorch/pytorch/pull/135603. A test in
+tests/torch/test_export.py fails once torch no longer needs this file.
+"""
 
 from __future__ import annotations
 

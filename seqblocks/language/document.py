@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from seqblocks import messages
-from seqblocks.errors import Fault, Report, Source, Span, quote
+from seqblocks.errors import Diagnostic, Fault, Note, Report, Source, Span, quote
 from seqblocks.record import Record
 
 MAX_BYTES = 2 * 1024 * 1024
@@ -194,7 +193,8 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
         source = Source.of(name, data.decode("utf-8", "replace"))
-        report.fault(messages.document.not_utf8(data[error.start]), source.character(len(before)))
+        fault = Fault("E103", f"byte 0x{data[error.start]:02x} is not UTF-8", hint="save the file as UTF-8")
+        report.fault(fault, source.character(len(before)))
         return None
 
 
@@ -205,14 +205,15 @@ def parse(source: Source, report: Report, warnings: Report | None = None) -> Nod
     """
     start = source.character_at(1, 1)
     if len(source.text) > MAX_BYTES:
-        report.fault(messages.document.too_many_characters(len(source.text), MAX_BYTES), start)
+        fault = Fault("E104", f"the text has {len(source.text):,} characters", expected=f"at most {MAX_BYTES:,}")
+        report.fault(fault, start)
         return None
     try:
         root = _Reader(source, report, warnings).read()
     except _Stop:
         return None
     if root is None:
-        report.fault(messages.document.empty(), start)
+        report.fault(Fault("E108", "the spec is empty", hint="begin with `seqblocks: 1`"), start)
     return root
 
 
@@ -258,11 +259,14 @@ class _Reader:
                 if read := _READ.get(type(event)):
                     read(self, event)
         except yaml.YAMLError as error:
+            from seqblocks.messages.yaml_syntax import not_yaml  # only needed after an error
+
             brackets = ((bracket, each.span) for each in reversed(self.stack) if (bracket := each.bracket))
-            self.report.add(messages.yaml_syntax.not_yaml(error, self.source, next(brackets, None)))
+            self.report.add(not_yaml(error, self.source, next(brackets, None)))
             raise _Stop from None
         except (UnicodeError, ValueError, RecursionError) as error:
-            self.report.add(messages.yaml_syntax.cannot_be_read(error, self.source))
+            message = f"the text cannot be read as YAML: {error}"
+            self.report.add(Diagnostic("E101", message, self.source.character_at(1, 1)))
             raise _Stop from None
         if self.tagged:
             raise _Stop  # Values with tags have no meaning that could be checked.
@@ -274,11 +278,16 @@ class _Reader:
     def document(self, event: Any) -> None:
         self.documents += 1
         if self.documents > 1:
-            raise self.stop(messages.document.second_document(), self.span(event))
+            message = "a second YAML document begins here"
+            hint = "move it to its own file and import it with `use:`"
+            raise self.stop(Fault("E105", message, expected="one document per file", hint=hint), self.span(event))
         if event.version == (1, 1) and self.warnings is not None:
             span = self.span(event)
             end = len(self.source.line(span.line)) + 1
-            self.warnings.fault(messages.document.yaml_1_1(), span._replace(end_line=span.line, end_column=end))
+            words = "in YAML 1.2, `yes`, `no`, `on` and `off` are words, `1:30` is one too, and `010` is 10"
+            message = "the file declares YAML 1.1, but is read as YAML 1.2"
+            fault = Fault("W906", message, hint=f"remove the line: {words}")
+            self.warnings.fault(fault, span._replace(end_line=span.line, end_column=end))
 
     def scalar(self, event: Any) -> None:
         a, b = event.start_mark, event.end_mark  # as in `span`; most nodes are scalars
@@ -306,14 +315,14 @@ class _Reader:
         if event.tag is not None:
             self.report_tag(event, span)
         if len(self.stack) >= MAX_DEPTH:
-            raise self.stop(messages.document.too_deep(MAX_DEPTH), span)
+            raise self.stop(_too_deep(), span)
         mapping = isinstance(event, yaml.MappingStartEvent)
         self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
 
     def report_tag(self, event: Any, span: Span) -> None:
         """Report a tag. A quoted scalar has the tag "!" only if it is written out."""
         written = event.tag.replace("tag:yaml.org,2002:", "!!")
-        self.report.fault(messages.document.tag(written), span)
+        self.report.fault(Fault("E106", f"YAML tags are not allowed: {quote(written)}", hint="remove the tag"), span)
         self.tagged = True
 
     def alias(self, event: Any) -> None:
@@ -321,8 +330,8 @@ class _Reader:
         node = self.anchors.get(event.anchor)
         if node is None:
             if any(o.anchor == event.anchor for o in self.stack):
-                raise self.stop(messages.document.alias_of_itself(event.anchor), span)
-            raise self.stop(messages.document.alias_without_anchor(event.anchor), span)
+                raise self.stop(Fault("E101", f"alias '*{event.anchor}' refers to itself"), span)
+            raise self.stop(Fault("E101", f"alias '*{event.anchor}' has no anchor above it"), span)
         # The alias gets its own position; nodes below it keep those of the anchor.
         self.put(node if isinstance(node, Scalar) else node._replace(span=span), None, False)
 
@@ -331,7 +340,8 @@ class _Reader:
             self.anchors[anchor] = node
         self.nodes += node.size
         if self.nodes > MAX_NODES:
-            raise self.stop(messages.document.too_large(MAX_NODES, has_anchors=bool(self.anchors)), node.span)
+            message = "the document is too large" + (" after alias expansion" if self.anchors else "")
+            raise self.stop(Fault("E104", message, expected=f"at most {MAX_NODES:,} nodes"), node.span)
         if not self.stack:
             self.root = node
             return
@@ -340,7 +350,7 @@ class _Reader:
         if top.depth <= node.depth:
             top.depth = node.depth + 1
         if len(self.stack) + node.depth > MAX_DEPTH:
-            raise self.stop(messages.document.too_deep(MAX_DEPTH), node.span)
+            raise self.stop(_too_deep(), node.span)
         if not top.mapping:
             top.items.append(node)
         elif not top.keyed:
@@ -355,18 +365,18 @@ class _Reader:
         """Return the name and span of a key, or report an invalid key and return None."""
         top = self.stack[-1]
         if not isinstance(node, Scalar):
-            self.report.fault(messages.document.key_is_no_word(kind_of(node)), node.span)
+            self.report.fault(Fault("E112", "a key must be a word", found=kind_of(node)), node.span)
             top.incomplete = True
             return None
         if node.text == "<<" and not styled:
-            self.report.fault(messages.document.merge_key(), node.span)
+            self.report.fault(Fault("E107", "merge keys are not allowed", hint="write out the keys"), node.span)
             top.incomplete = True
             return None
         if node.text not in top.entries:
             return node.text, node.span
         if top.flow and not styled and _THOUSANDS.fullmatch(node.text):
             return node.text + _AGAIN * len(top.entries), node.span  # it may be a part of a number
-        self.report.fault(messages.document.key_twice(node.text, top.entries[node.text][0]), node.span)
+        self.report.fault(_key_twice(node.text, top.entries[node.text][0]), node.span)
         return None
 
     def close(self, event: Any) -> None:
@@ -387,7 +397,9 @@ class _Reader:
     def drop_split_calls(self, top: _Open) -> None:
         """Report function calls that are split into several keys by a comma inside braces, and drop those keys."""
         for key, pieces in _split_calls(top.entries):
-            self.report.fault(messages.document.call_in_braces(key, pieces), top.entries[key][1].span)
+            text = ", ".join(pieces)
+            message = f"the comma in {quote(text)} ends the value: inside braces, quote a call with several arguments"
+            self.report.fault(Fault("E110", message, hint=f'{key}: "{text}"'), top.entries[key][1].span)
             for each in (key, *pieces[1:]):
                 top.entries.pop(each, None)
             top.incomplete = True
@@ -400,16 +412,26 @@ class _Reader:
             after = itertools.takewhile(_THOUSANDS.fullmatch, _keys_after(top.entries, key))
             if isinstance(value, Scalar) and re.fullmatch(r"\d{1,3}", value.text) and (parts := [*after]):
                 pieces = [value.text, *(part.rstrip(_AGAIN) for part in parts)]
-                self.report.fault(messages.document.number_in_braces(key, pieces), value.span)
+                message = f"the comma in {','.join(pieces)} ends the value"
+                self.report.fault(Fault("E110", message, hint=f"{key}: {''.join(pieces)}"), value.span)
                 for each in (key, *parts):
                     top.entries.pop(each)
                 top.incomplete = True
         for key in [key for key in top.entries if key.endswith(_AGAIN)]:
             entry, name = top.entries.pop(key), key.rstrip(_AGAIN)
             if name in top.entries:
-                self.report.fault(messages.document.key_twice(name, top.entries[name][0]), entry[0])
+                self.report.fault(_key_twice(name, top.entries[name][0]), entry[0])
             else:  # the first one was a part of a number
                 top.entries[name] = entry
+
+
+def _key_twice(key: str, first: Span) -> Fault:
+    notes = [Note("the first one is here", first)]
+    return Fault("E102", f"key {quote(key)} appears twice", notes=notes, hint="keep one of them")
+
+
+def _too_deep() -> Fault:
+    return Fault("E104", "nested too deeply", expected=f"at most {MAX_DEPTH} levels")
 
 
 _READ: dict[type, Callable[[_Reader, Any], None]] = {

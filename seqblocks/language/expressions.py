@@ -12,14 +12,15 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from seqblocks import messages
-from seqblocks.errors import Fault, quote
+from seqblocks.errors import Fault, listing, quote
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
 
 MAX_LENGTH = 400
@@ -140,15 +141,16 @@ class Expression(Record):
         try:
             value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
         except ZeroDivisionError:
-            raise messages.expressions.divides_by_zero(self.text) from None
+            hint = "use max(…, 1) to avoid dividing by 0"
+            raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
         except OverflowError:
-            raise messages.expressions.overflows(self.text) from None
+            raise Fault("E504", f"{quote(self.text)} is too large a number") from None
         except TypeError:
-            raise messages.expressions.word_with_number(self.text) from None
+            raise Fault("E502", f"{quote(self.text)} has no value: it compares a word with a number") from None
         except ValueError as error:
-            raise messages.expressions.no_value(self.text, str(error)) from None
+            raise Fault("E502", f"{quote(self.text)} has no value: {error}") from None
         if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
-            raise messages.expressions.too_large(self.text)
+            raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
         return value
 
 
@@ -161,7 +163,15 @@ class NameFault(Fault):
 
 
 def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
-    return NameFault(messages.expressions.unknown_name(name, known, name in FUNCTIONS), name, offset)
+    """Return the fault of a name that is not in scope. known: the names in scope, which may be many."""
+
+    def expected() -> str:
+        return f"one of {listing(sorted(known))}" if known else "a number"
+
+    def hint() -> str | None:
+        return f"{name} is a function: {name}(…)" if name in FUNCTIONS else did_you_mean(name, known)
+
+    return NameFault(Fault("E303", f"unknown name {quote(name)}", expected=expected, hint=hint), name, offset)
 
 
 def _character(text: str, offset: int) -> int:
@@ -239,12 +249,12 @@ def _parsed(text: str) -> Expression | Fault:
 
 def _parse(text: str) -> Expression:
     if len(text) > MAX_LENGTH:
-        raise messages.expressions.too_long(MAX_LENGTH)
+        raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
     tree = syntax_tree(text)
     names: list[tuple[str, int]] = []
     nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
     if len(nodes) > MAX_NODES * 2 + 1:
-        raise messages.expressions.too_complex()
+        raise Fault("E504", "the expression is too complex", hint="split it into several entries of `let:`")
     functions = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     equal = (n for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq))
     compared = {id(n.comparators[0]) for n in equal}
@@ -260,7 +270,7 @@ def syntax_tree(text: str) -> ast.expr:
     """Parse text into an unchecked Python syntax tree. Raises Fault (E501)."""
     tree = _tree(text)
     if tree is None:
-        raise messages.expressions.invalid(text)
+        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=_notation(text))
     return tree
 
 
@@ -292,19 +302,49 @@ def _check(node: ast.AST, text: str) -> None:
             return
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
             if name not in FUNCTIONS:
-                raise messages.expressions.no_function(name, list(FUNCTIONS))
+                message, expected = f"there is no function {quote(name)}", f"one of {listing(FUNCTIONS)}"
+                raise Fault("E303", message, expected=expected, hint=lambda: did_you_mean(name, FUNCTIONS))
             _, least, most = FUNCTIONS[name]
             if not least <= len(args) <= most:
-                raise messages.expressions.number_of_arguments(name, least, most, len(args))
+                count = str(least) if least == most else f"{least} to {most}"
+                raise Fault("E501", f"{name} takes {count} arguments", found=f"{len(args)}")
             return
         case ast.Compare(ops=[op]) if type(op) in _COMPARE:
             return
         case ast.Compare(ops=[_, _, *_]):
-            raise messages.expressions.chained_comparison(text, node)
+            raise _unsupported(text, _pairwise(node))
         case ast.BinOp(op=op) if type(op) not in _BINARY:
             pass
         case ast.UnaryOp(op=op) if type(op) not in (*_UNARY, ast.Not):
             pass
         case _ if isinstance(node, _ALLOWED):
             return
-    raise messages.expressions.unsupported(text)
+    raise _unsupported(text, _notation(text))
+
+
+def _unsupported(text: str, hint: str | None) -> Fault:
+    expected = "numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions"
+    return Fault("E501", f"{quote(text)} uses syntax that expressions do not support", expected=expected, hint=hint)
+
+
+def _pairwise(node: ast.Compare) -> str:
+    """Return the hint for `0 < d < 1`, which is to be written as `0 < d and d < 1`."""
+    sides = [node.left, *node.comparators]
+    pairs = (ast.Compare(left, [op], [right]) for left, op, right in zip(sides, node.ops, sides[1:], strict=False))
+    return f"compare two values at a time: `{' and '.join(map(ast.unparse, pairs))}`"
+
+
+_NOTATIONS = {
+    r"\^": "write `**` for powers",
+    r"[{}]": "write names without braces",
+    r"^\d+(\.\d+)? ?([kKMGBT]i?|%)$": "write the number in full, without a unit",
+    r"^\d{1,3}(,\d{3})+$": "write the number without commas; `1_000` is allowed",
+    r"&&|\|\|": "write `and` and `or`",
+    r"(?<![=<>!])=(?!=)": "write `==` to compare",
+    r"^None$": "leave the key out",
+}
+
+
+def _notation(text: str) -> str | None:
+    """Return a hint for the notation of another language."""
+    return next((hint for pattern, hint in _NOTATIONS.items() if re.search(pattern, text)), None)

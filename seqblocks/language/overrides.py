@@ -18,10 +18,10 @@ from collections.abc import Mapping as MappingABC
 from itertools import islice
 from typing import Any, NamedTuple
 
-from seqblocks import messages
-from seqblocks.errors import Report, Source, Span, UsageError, clip
+from seqblocks.errors import Fault, Report, Source, Span, UsageError, clip, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.messages.suggestions import did_you_mean, is_renamed
 
 MAX_SHOWN = 200  # characters of an override where it is named
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2
@@ -99,7 +99,9 @@ def apply(
             continue
         holder, key = slot.holder, slot.key
         if (block := _block_with_steps(root, slot)) and not _is_steps(value):
-            report.fault(messages.spec.override_of_steps(key, block, path, document.kind_of(value)), value.span)
+            message = f"{quote(key)} of block {block} is steps, and only steps can replace them"
+            fault = Fault("E203", message, found=document.kind_of(value), hint=f"{path}=[layer_norm, silu]")
+            report.fault(fault, value.span)
             continue
         whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
         span, old = holder.entries.get(key, (whole, None))
@@ -135,15 +137,18 @@ def _source(path: str, text: str, from_call: bool) -> Source:
 def _parse(text: str, source: Source, report: Report) -> Node | None:
     if not text.strip():
         option = source.text if source.kind == "override" else None
-        report.fault(messages.spec.override_without_value(option), _whole(source))
+        hint = f"{option.rstrip()}…" if option else "pass a number, a word or a list"
+        report.fault(Fault("E310", "the override has no value", hint=hint), _whole(source))
         return None
     path = source.text.removeprefix("--set ").partition("=")[0]
     is_prose = path.rpartition(".")[2] == "about"
     if source.kind == "override" and not is_prose and (several := re.match(_SEVERAL, text)):
-        report.fault(messages.spec.several_overrides(path, several[1], several[2]), _whole(source))
+        fault = Fault("E310", "an override sets one value", hint=f"--set {path}={several[1]} --set {several[2]}")
+        report.fault(fault, _whole(source))
         return None
     if text.strip() in ("null", "~"):  # an empty text is not a YAML document
-        report.fault(messages.spec.override_is_null(), _whole(source))
+        fault = Fault("E310", "an override cannot be null", hint="remove the override to use the default")
+        report.fault(fault, _whole(source))
         return None
     try:
         node = document.parse(Source.of(source.name, text, source.kind), report)
@@ -200,15 +205,18 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             elsewhere, exists = _elsewhere(root, parts)
             renamed = [name for name, slot in choices.items() if slot.key == part]
-            misspelt = messages.spec.similar_part(part, known, renamed)
+            misspelt = is_renamed(part, renamed) if renamed else did_you_mean(part, known)
             if depth == len(parts) - 1 and not exists:  # a misspelt argument is likelier than a default elsewhere
                 elsewhere = misspelt or elsewhere
-            hint = elsewhere or misspelt or messages.spec.NOT_THERE
+            hint = elsewhere or misspelt or "an override replaces a value of the spec or sets an argument of a step"
             if part.isdecimal() and "pattern" in choices:
-                hint = messages.spec.WORD_NOT_NUMBER
+                hint = "in a path through a pattern, use the word instead of the layer number"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
-                hint = "; ".join(filter(None, (messages.spec.USED, elsewhere)))
-            report.fault(messages.spec.no_such_part(part, ".".join(parts[:depth]), known, hint), _whole(source))
+                hint = "defaults in a file imported with `use:` cannot be overridden: "
+                hint += "; ".join(filter(None, ("set the argument where the block is used", elsewhere)))
+            message = f"there is no {quote(part)} in {'.'.join(parts[:depth]) or 'the spec'}"
+            fault = Fault("E310", message, expected=f"one of {listing(known)}" if known else None, hint=hint)
+            report.fault(fault, _whole(source))
             return None
         slot = choices[part]
         slots.append(slot)
@@ -234,7 +242,8 @@ def _elsewhere(root: Node, parts: list[str]) -> tuple[str | None, bool]:
         for path, of_step in paths:
             exists = path[-len(end) :] == end
             if exists or (of_step and len(end) > 1 and path[1 - len(end) :] == end[:-1]):
-                return messages.spec.whole_path(".".join(path if exists else [*path, end[-1]])), exists
+                whole = ".".join(path if exists else [*path, end[-1]])
+                return f"did you mean '{whole}'?", exists
     return None, False
 
 

@@ -10,23 +10,31 @@ import copy
 import keyword
 import os
 import re
-import stat
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-from seqblocks import messages
-from seqblocks.errors import Diagnostic, Fault, NoSpecError, Report, Source, SourceKind, Span, UsageError
+from seqblocks.errors import (
+    Diagnostic,
+    Fault,
+    Note,
+    Report,
+    Source,
+    SourceKind,
+    Span,
+    listing,
+    quote,
+)
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import has_syntax, parse
-from seqblocks.messages.suggestions import nearest
+from seqblocks.language.files import ENDINGS, bundled, cannot_be_read, looks_like_path, read_text, specs_beside
+from seqblocks.messages.suggestions import did_you_mean, key_hint, missing_colon, nearest
 from seqblocks.record import Record
 
 VERSION = 1
-ENDINGS = (".yaml", ".yml")
 MAX_USES = 32  # depth of nested `use:`, as files are read recursively
 FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
@@ -87,72 +95,6 @@ class SpecFile(Record):
     dropped: int = 0  # number of warnings over the limit
 
 
-# --- locating specs -------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def bundled() -> dict[str, Path]:
-    """Return the bundled specs by name, blocks and models alike."""
-    root = Path(__file__).parents[1] / "specs"
-    folders = root / "blocks", root / "models"
-    files = ((folder, file) for folder in folders for file in sorted(os.listdir(folder)) if file.endswith(".yaml"))
-    return {file.removesuffix(".yaml"): folder / file for folder, file in files}
-
-
-def looks_like_path(name: str) -> bool:
-    """Return whether a SPEC or `use:` entry is a path rather than the name of a bundled spec."""
-    return name.endswith(ENDINGS) or "/" in name or os.sep in name
-
-
-def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """Read an open file as text, up to the size limit of a spec, or report an error and return None."""
-    most = 4 * document.MAX_BYTES  # UTF-8 has up to 4 bytes per character; `document.parse` counts characters
-    data = file.read(most + 1)
-    if len(data) > most:
-        report.fault(messages.spec.too_large(shown, document.MAX_BYTES), used)
-        return None
-    return document.decode(data, shown, report)
-
-
-def read_text(path: Path, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """Read a file as text, or report an error and return None.
-
-    `used` is the entry of `use:` that names the file, if any. In that case the file must be a regular one, since
-    reading a pipe or a device could block forever.
-    """
-    try:
-        if used is None:
-            with path.open("rb") as file:
-                return read_stream(file, shown, report)
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return read_stream(file, shown, report, used)
-        report.fault(messages.spec.not_a_regular_file(shown), used)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if os.path.lexists(path):  # also if it is a broken link
-            report.fault(messages.spec.is_folder(shown, reason, _spec_in(path)), used)
-        else:
-            report.fault(messages.spec.no_such_path(shown, reason, path.name, _specs_beside(path)), used)
-    except ValueError as error:  # a null byte in the name
-        report.fault(messages.spec.cannot_be_read(shown, str(error)), used)
-    return None
-
-
-def _specs_beside(path: Path) -> list[str]:
-    return [other.name for other in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
-
-
-def _spec_in(path: Path) -> str | None:
-    """Return the path of the spec in a folder: `spec.yaml` of a saved model, or the only YAML file."""
-    try:
-        found = [name for name in os.listdir(path) if name.endswith(ENDINGS)]
-    except OSError:
-        return None
-    name = "spec.yaml" if "spec.yaml" in found else found[0] if len(found) == 1 else None
-    return str(path / name) if name else None
-
-
 # --- checks shared by all sections of a spec -------------------------------------------------------------------------
 
 
@@ -167,7 +109,9 @@ def known_keys(
     for key, span, _ in node:
         if key not in words:
             node.incomplete = True
-            report.fault(messages.spec.unknown_key(key, what, words, place if key in elsewhere else None), span)
+            hint = f"move `{key}:` {place}" if key in elsewhere else partial(key_hint, key, words)
+            message = f"unknown key {quote(key)} in {what}"
+            report.fault(Fault("E201", message, expected=f"one of {listing(words)}", hint=hint), span)
 
 
 class Holder(Protocol):
@@ -182,22 +126,25 @@ def required(
     report: Callable[[Fault, Span | None], object],
     holder: Holder,
     key: str,
-    missing: Callable[[], Fault],
+    missing: Fault,
     where: Span | None,
 ) -> Node | None:
-    """Return the value of a key. If it is absent, report `missing()`, unless the holder is incomplete."""
+    """Return the value of a key. If it is absent, report `missing`, unless the holder is incomplete."""
     node = holder.get(key)
     if node is None and not holder.incomplete:
-        report(missing(), where)
+        report(missing, where)
     return node
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
     """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
     if keyword.iskeyword(name):
-        report.fault(messages.spec.reserved_word(name), span)
+        fault = Fault("E311", f"{quote(name)} is a reserved word in expressions", hint="choose another name")
+        report.fault(fault, span)
     elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
-        report.fault(messages.spec.not_a_name(name, key), span)
+        message = f"{quote(name)} is not a valid name"
+        expected = "letters, digits and _, not beginning with a digit"
+        report.fault(Fault("E207", message, expected=expected, hint=missing_colon(name) if key else None), span)
     else:
         return True
     return False
@@ -213,6 +160,13 @@ class _Found(Record):
     shown: str
     relative: str
     kind: SourceKind
+
+
+_EXAMPLES = {
+    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
+    "expect": "{params: 1_000}", "let": "{dim: 64}",
+    "model": "{input: {tokens: 256}, steps: […]}",
+}  # fmt: skip
 
 
 class Reader:
@@ -244,8 +198,9 @@ class Reader:
         if root is None:
             return None
         if not isinstance(root, Mapping):
-            text = root.text if isinstance(root, Scalar) else None
-            self.report.fault(messages.spec.not_a_spec(kind_of(root), text, FILE_KEYS, VERSION), root.span)
+            text = root.text if isinstance(root, Scalar) else ""
+            hint = missing_colon(text, FILE_KEYS) or f"begin with `seqblocks: {VERSION}`"
+            self.report.fault(Fault("E203", "a spec must be a mapping", found=kind_of(root), hint=hint), root.span)
             return None
         file = SpecFile(source, root)
         known_keys(self.report, root, FILE_KEYS, "a spec", MODEL_KEYS, "into `model:`")
@@ -279,8 +234,8 @@ class Reader:
         if isinstance(node, Scalar) and node.value is None:
             return None
         if node is not None:
-            text = node.text if isinstance(node, Scalar) else None
-            self.report.fault(messages.spec.not_a_mapping(key, kind_of(node), text), node.span)
+            hint = missing_colon(node.text if isinstance(node, Scalar) else "") or f"{key}: {_EXAMPLES[key]}"
+            self.report.fault(Fault("E203", f"{key} must be a mapping", found=kind_of(node), hint=hint), node.span)
         elif not root.incomplete:
             return None
         return Mapping(root.span, 1, 1, {}, incomplete=True)
@@ -299,14 +254,17 @@ class Reader:
             return ""
         if isinstance(node, Scalar):
             return node.text
-        self.report.fault(messages.spec.not_text(key, kind_of(node)), node.span)
+        self.report.fault(Fault("E203", f"{key} must be text", found=kind_of(node)), node.span)
         return ""
 
     def _version(self, root: Mapping) -> None:
         start = root.span._replace(end_line=root.span.line, end_column=root.span.column + 1)
-        node = required(self.report.fault, root, "seqblocks", lambda: messages.spec.no_version(VERSION), start)
+        message = "the spec does not declare its language version"
+        missing = Fault("E205", message, hint=f"begin with `seqblocks: {VERSION}`")
+        node = required(self.report.fault, root, "seqblocks", missing, start)
         if node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
-            self.report.fault(messages.spec.unknown_version(kind_of(node), VERSION), node.span)
+            fault = Fault("E205", "unknown version of the language", expected=str(VERSION), found=kind_of(node))
+            self.report.fault(fault, node.span)
 
     def _use(self, file: SpecFile, folder: str) -> None:
         node = file.root.get("use")
@@ -315,12 +273,14 @@ class Reader:
             return
         if not isinstance(node, Sequence):
             name = node.value if isinstance(node, Scalar) and isinstance(node.value, str) else None
-            self.report.fault(messages.spec.use_is_no_list(kind_of(node), name), node.span)
+            fault = Fault("E203", "use must be a list", found=kind_of(node), hint=f"use: [{name or 'vil'}]")
+            self.report.fault(fault, node.span)
             file.incomplete = True
             return
         for item in node.items:
             if not isinstance(item, Scalar) or not isinstance(item.value, str):
-                self.report.fault(messages.spec.not_a_file(kind_of(item)), item.span)
+                fault = Fault("E203", "use takes names of bundled specs and paths", found=kind_of(item))
+                self.report.fault(fault, item.span)
                 file.incomplete = True
                 continue
             other = self._used(item.value, item.span, folder)
@@ -328,7 +288,9 @@ class Reader:
             for name, block in (other.blocks if other else {}).items():
                 clash = file.visible.get(name)
                 if clash and clash is not block:
-                    self.report.fault(messages.spec.block_of_two_files(name, clash.span, block.span), item.span)
+                    notes = [Note("defined here", clash.span), Note("and here", block.span)]
+                    fault = Fault("E309", f"block {quote(name)} is defined in two of the used files", notes=notes)
+                    self.report.fault(fault, item.span)
                 file.visible[name] = block
 
     def _needs(self, file: SpecFile) -> None:
@@ -337,17 +299,22 @@ class Reader:
         if node is None:
             return
         if not isinstance(node, Sequence):
-            self.report.fault(messages.spec.needs_no_list(kind_of(node)), node.span)
+            fault = Fault("E203", "needs must be a list", found=kind_of(node), hint="needs: [my_ops]")
+            self.report.fault(fault, node.span)
             file.incomplete = True
             return
         for item in node.items:
             name = item.value if isinstance(item, Scalar) else None
             if not isinstance(name, str) or name.endswith(".py") or not re.fullmatch(_MODULE, name):
                 stem = Path(name).stem if isinstance(name, str) and name.endswith(".py") else None
-                self.report.fault(messages.spec.not_a_module(kind_of(item), stem), item.span)
+                message = "needs takes module names"
+                hint = f"needs: [{stem}]" if stem else None
+                fault = Fault("E203", message, expected="a name such as my_ops", found=kind_of(item), hint=hint)
+                self.report.fault(fault, item.span)
                 file.incomplete = True
             elif not self.has_plugin(name):
-                self.report.fault(messages.spec.missing_plugin(name, partial(_file_of_plugin, name)), item.span)
+                message = f"the spec needs the plug-in {quote(name)}, which was not imported"
+                self.report.fault(Fault("E329", message, hint=_plugin_hint(name)), item.span)
                 file.incomplete = True
 
     def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
@@ -358,7 +325,8 @@ class Reader:
         key = _absolute(found.path)
         if key in self.open:
             ring = map(os.path.basename, [*self.open[self.open.index(key) :], key])
-            self.report.fault(messages.spec.files_in_a_ring(ring), span)
+            message = f"the files use each other: {' -> '.join(ring)}"
+            self.report.fault(Fault("E307", message, hint="move the shared blocks to a third file"), span)
             return None
         if key not in self.files:
             self.files[key] = None
@@ -373,13 +341,19 @@ class Reader:
         found = bundled()
         if name not in found and name not in (self.provided or {}):
             blocks = [stem for stem, path in found.items() if path.parent.name == "blocks"]
-            self.report.fault(messages.spec.nothing_bundled(name, blocks), span)
+            fault = Fault(
+                "E306",
+                f"there is no bundled spec {quote(name)}",
+                expected=f"one of {listing(blocks)}",
+                hint=lambda: did_you_mean(name, blocks) or "to use a file, write its path: ./blocks.yaml",
+            )
+            self.report.fault(fault, span)
             return None
         return _Found(found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name)), "bundled")
 
     def _read_used(self, name: str, found: _Found, key: str, span: Span) -> SpecFile | None:
         if len(self.open) > MAX_USES:
-            self.report.fault(messages.spec.use_too_deep(MAX_USES), span)
+            self.report.fault(Fault("E104", "`use` is nested too deeply", expected=f"at most {MAX_USES} levels"), span)
             return None
         own, provided = found.kind == "own", self.provided or {}
         if own:
@@ -393,7 +367,8 @@ class Reader:
         tree = document.parse(source, self.report, self.warnings)
         self.size += tree.size if tree and (own or name in provided) else 0
         if self.size > document.MAX_NODES:
-            self.report.fault(messages.spec.used_files_too_large(document.MAX_NODES), span)
+            expected = f"at most {document.MAX_NODES:,} nodes in total"
+            self.report.fault(Fault("E104", "the used files are too large", expected=expected), span)
             return None
         self.open.append(key)
         file = self.read(tree, source, os.path.dirname(found.relative))
@@ -404,22 +379,33 @@ class Reader:
         """Return the text of a file in `use:`, or report an error and return None. Check permission before reading."""
         if self.provided is not None:
             if relative not in self.provided:
-                self.report.fault(messages.spec.not_provided(name), span)
+                fault = Fault("E306", f"there is no file {quote(name)} among the files provided with the spec")
+                self.report.fault(fault, span)
             return self.provided.get(relative)
         try:
             target = path.resolve()
             folders = [folder.resolve() for folder in (self.base, *self.allowed)]
         except (OSError, RuntimeError, ValueError) as error:  # circular links, a null byte
-            self.report.fault(messages.spec.cannot_be_read(shown, str(error)), span)
+            self.report.fault(cannot_be_read(shown, str(error)), span)
             return None
         if not (name.endswith(ENDINGS) and target.name.endswith(ENDINGS)):
-            self.report.fault(messages.spec.other_extension(name, name.endswith(ENDINGS), ENDINGS), span)
+            what = "links to a file with another extension" if name.endswith(ENDINGS) else "has another extension"
+            message = f"`use` may not read {quote(name)}: it {what}"
+            self.report.fault(Fault("E804", message, expected=f"a file that ends in {' or '.join(ENDINGS)}"), span)
             return None
         if not any(target.is_relative_to(folder) for folder in folders):
-            self.report.fault(messages.spec.outside_the_folders(name), span)
+            message = f"`use` may not read {quote(name)}: it is outside the allowed folders"
+            hint = "if you trust the spec, allow the folder: `--allow-use DIR`, in Python `allow_use=`"
+            self.report.fault(Fault("E804", message, expected="a file below the folder of the spec", hint=hint), span)
             return None
         if not os.path.lexists(path):
-            self.report.fault(messages.spec.no_file(name, shown, path.name, partial(_specs_beside, path)), span)
+            fault = Fault(
+                "E306",
+                f"there is no file {quote(name)}",
+                found=f"no such file: {shown}",
+                hint=lambda: did_you_mean(path.name, specs_beside(path)),
+            )
+            self.report.fault(fault, span)
             return None
         return read_text(target, shown, self.report, span)
 
@@ -428,16 +414,20 @@ class Reader:
         if not is_name(self.report, name, span):
             return False
         if self.is_builtin(name):
-            self.report.fault(messages.spec.named_like_builtin(name), span)
+            fault = Fault("E309", f"{quote(name)} is a built-in verb", hint="give the block another name")
+            self.report.fault(fault, span)
             return False
         if clash := file.visible.get(name):
-            self.report.fault(messages.spec.block_again(name, clash.span), span)
+            message = f"block {quote(name)} is already defined"
+            notes = [Note("the other one is here", clash.span)]
+            self.report.fault(Fault("E309", message, hint="give the block another name", notes=notes), span)
             return False
         return True
 
     def _is_mapping(self, name: str, node: Node) -> bool:
         if not isinstance(node, Mapping):
-            self.report.fault(messages.spec.block_is_no_mapping(name, kind_of(node)), node.span)
+            fault = Fault("E203", f"block {name} must be a mapping", found=kind_of(node), hint="steps: […]")
+            self.report.fault(fault, node.span)
         return isinstance(node, Mapping)
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
@@ -454,7 +444,7 @@ class Reader:
         names_in_block = {*args, *(let.entries if let else ())}
         for argument in args.values():
             self._plain_default(argument, names_in_block)
-        steps = required(self.report.fault, node, "steps", lambda: messages.spec.block_without_steps(name), span)
+        steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
         lists = [argument for argument in args.values() if isinstance(argument.default, Sequence)]
         run = verbs_in(steps) if lists else ()
         for argument in lists:
@@ -470,7 +460,10 @@ class Reader:
             return let
         for name, span, _ in let:
             if name in args:
-                self.report.fault(messages.spec.let_is_argument(name, args[name].span), span)
+                notes = [Note("the argument is declared here", args[name].span)]
+                hint = "give the value another name, or remove the argument"
+                fault = Fault("E309", f"{quote(name)} is already an argument of the block", notes=notes, hint=hint)
+                self.report.fault(fault, span)
         others = copy.copy(let)  # another block may use the same mapping by an alias
         others.entries = {name: entry for name, entry in let.entries.items() if name not in args}
         return others
@@ -482,11 +475,11 @@ class Reader:
         unknown = [verb for verb in run if not (self.is_builtin(verb) or verb in block.home.visible)]
         for name, argument in passed.items():
             if self.is_builtin(name) or name in block.home.visible:
-                other = block.home.visible.get(name)
-                fault = messages.spec.steps_named_like_verb(name, other.span if other else None)
-                self.report.fault(fault, argument.span)
+                self.report.fault(_named_like_verb(name, block.home.visible.get(name)), argument.span)
             elif name not in run and block.steps and not nearest(name, unknown):  # a near match is a misspelt verb
-                self.report.fault(messages.spec.steps_never_run(block.name, name), argument.span)
+                message = f"block {block.name} never runs the steps of its argument {quote(name)}"
+                hint = f"add the step `- {name}`, or remove the argument"
+                self.report.fault(Fault("E323", message, hint=hint), argument.span)
 
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that looks like an expression over other arguments."""
@@ -502,12 +495,15 @@ class Reader:
         except Fault:  # not an expression, so a plain word
             return
         if needed.intersection(names) and needed <= {*names, DEPTH}:
-            self.report.fault(messages.spec.default_is_expression(argument.name, node.value), node.span)
+            hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
+            fault = Fault("E203", f"a default must be a value, but {quote(node.value)} is an expression", hint=hint)
+            self.report.fault(fault, node.span)
             argument.is_valid = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:
-            self.report.fault(messages.spec.argument_is_step_key(name), span)
+            message = f"{quote(name)} is a reserved key of every step"
+            self.report.fault(Fault("E311", message, hint="give the argument another name"), span)
             return None
         if not is_name(self.report, name, span, key=True):
             return None
@@ -517,7 +513,9 @@ class Reader:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
             case str() if suggestion := _nearest_type(node.value):
-                fault = messages.spec.not_an_argument_type(node.value, ARGUMENT_TYPES, suggestion)
+                message = f"{quote(node.value)} is not an argument type"
+                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
+                fault = Fault("E208", message, expected=expected, hint=f"did you mean '{suggestion}'?")
                 self.report.fault(fault, node.span)
                 return Argument(name, suggestion, span, None)
             case str() if _is_by_depth(node.value):
@@ -529,6 +527,14 @@ class Reader:
             case float():
                 return Argument(name, "float", span, node)
         return Argument(name, "word", span, node)
+
+
+def _named_like_verb(name: str, block: Block | None) -> Fault:
+    """Return the fault of an argument of type `steps`. block: with the same name; None if the verb is built in."""
+    what = "a block" if block else "a built-in verb"
+    message = f"an argument of type `steps` becomes a verb, but {quote(name)} is already {what}"
+    notes = [Note("the block is here", block.span)] if block else []
+    return Fault("E309", message, notes=notes, hint="give the argument another name")
 
 
 def verbs_in(steps: Node | None) -> set[str]:
@@ -546,10 +552,12 @@ def verbs_in(steps: Node | None) -> set[str]:
     return found
 
 
-def _file_of_plugin(name: str) -> str | None:
-    """Return the file with the name of a plug-in, if there is one."""
+def _plugin_hint(name: str) -> str:
+    """Return the hint for a missing plug-in, which may be a file with its name."""
     file = f"{name.replace('.', os.sep)}.py"
-    return file if os.path.isfile(file) else None
+    if os.path.isfile(file):
+        return f"if you trust it: `--import {file}`, in Python `import {name}`"
+    return f"install the package that contains it, then import it: `--import {name}`, in Python `import {name}`"
 
 
 def _is_by_depth(text: str) -> bool:
@@ -586,33 +594,3 @@ def _absolute(path: Path) -> str:
         return os.path.abspath(path)
     except FileNotFoundError:
         return os.path.normpath(path)
-
-
-def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
-    """Find a spec by path or bundled name. Return (text, name shown in messages, folder).
-
-    Raises NoSpecError if there is no such spec or it cannot be opened, SpecError for a text that cannot be read, and
-    UsageError if `spec` is not a string or path.
-    """
-    if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
-        kind = type(spec).__name__
-        raise UsageError(
-            f"expected a path or the name of a bundled spec, not {kind}; use load_text or build_text for text"
-        )
-    name = os.fspath(spec)
-    report = Report()
-    is_path = looks_like_path(name) or os.path.isfile(name)
-    if is_path or (name not in bundled() and os.path.isdir(name)):
-        path, shown = Path(name), name
-    else:
-        found = bundled()
-        if name not in found:
-            file = next((name + end for end in ENDINGS if os.path.isfile(name + end)), None)
-            raise NoSpecError([messages.spec.no_bundled_spec(name, found, file).as_diagnostic(None)])
-        path, shown = found[name], f"{name}.yaml"
-    text = read_text(path, shown, report)
-    if any(each.code == "E803" for each in report.diagnostics):
-        raise NoSpecError(report.diagnostics)
-    report.raise_if_any()
-    assert text is not None
-    return text, shown, path.parent

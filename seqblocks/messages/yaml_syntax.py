@@ -37,10 +37,6 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
     return Diagnostic("E101", f"not YAML: {problem}", _inside(span), notes=notes, hint=hint)
 
 
-def cannot_be_read(error: Exception, source: Source) -> Diagnostic:
-    return Diagnostic("E101", f"the text cannot be read as YAML: {error}", source.character_at(1, 1))
-
-
 def _inside(span: Span) -> Span:
     """Return the place of an error, or the last character of the text if that ends before this line."""
     source = span.source

@@ -214,7 +214,7 @@ class LinearAttention(Op):
 
         def by_dtype() -> Any:
             runs = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
-            return lambda S, *inputs, out=None: runs[S.dtype](S, *inputs, out=out)
+            return lambda S, *inputs: runs[S.dtype](S, *inputs)
 
         run = prepared(torch.float32) if self.fixed_decay == "none" else by_dtype()
         if self.writes == 1:
@@ -246,13 +246,13 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
     """
     import torch
 
-    writes_again = not torch.compiler.is_compiling()
+    in_place = not torch.compiler.is_compiling()
 
-    def step(S: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any, out: Any = None) -> Any:
+    def step(S: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any) -> Any:
         (k, *keys), (v, *values), (beta, *betas) = (x.chunk(writes, -1) for x in (k, v, beta))
-        o, S = first(S, q, k, v, decay, beta, out=out)
+        o, S = first(S, q, k, v, decay, beta)
         for k, v, beta in zip(keys, values, betas, strict=True):
-            o, S = other(S, q, k, v, None, beta, out=S if writes_again else None)
+            o, S = other(S, q, k, v, None, beta, in_place=in_place)
         return o, S
 
     return step

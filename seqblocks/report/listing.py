@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from seqblocks import graph
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.combinators import Order
 from seqblocks.errors import visible
 from seqblocks.graph import Graph, ModelSpec, Node

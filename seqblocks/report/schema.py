@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import LAYOUTS
+from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
+from seqblocks.language.files import bundled
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
     BLOCK_KEYS,
@@ -25,7 +26,6 @@ from seqblocks.language.spec import (
     Argument,
     Block,
     SpecFile,
-    bundled,
 )
 from seqblocks.op import Op
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, words_of

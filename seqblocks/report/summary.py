@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.cost import (
     context_macs,
     count_state,
@@ -33,7 +33,7 @@ from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.types import Wire
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Row:
     """One row of a summary. `names`: the namespaces of its steps, several if equal layers are merged."""
 
@@ -57,10 +57,21 @@ class Row:
         out = {key: getattr(self, key) for key in self.__slots__ if key != "rows"}
         return out | {"steps": [row.as_data() for row in self.rows]}
 
+    def __repr__(self) -> str:
+        return f"<Row {', '.join(self.names)}: {self.verb or self.kind}, {self.output}, {self.params:,} parameters>"
 
-@dataclass(slots=True)
+    def inside(self, path: str, depth: int) -> Iterator[dict[str, Any]]:
+        """Yield the row and the rows below it without nesting, `step` being the path of the step."""
+        step = graph.join(path, ", ".join(self.names))
+        out = {key: getattr(self, key) for key in self.__slots__ if key not in ("rows", "names", "tied", "notes")}
+        yield {"step": step, "depth": depth} | out | {"notes": ", ".join(self.notes)}
+        for row in self.rows:
+            yield from row.inside(step, depth + 1)
+
+
+@dataclass(slots=True, repr=False)
 class Summary:
-    """All figures of a model."""
+    """All figures of a model. `print` and notebooks show them as a table, with a row for each step."""
 
     name: str
     input: str
@@ -89,6 +100,30 @@ class Summary:
     outputs: dict[str, str] = field(default_factory=dict)
     open_memories: list[str] = field(default_factory=list)  # inputs of open length that decide the cost of a token
     context_macs: float | None = 0  # of the steps that depend only on inputs that do not stream; None: unknown
+
+    def __repr__(self) -> str:
+        return f"<Summary of {self.name}: {self.input} -> {self.output}, {self.params:,} parameters>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        from seqblocks.report import table  # which needs rich
+
+        return table.html(self)
+
+    def table(self, width: int | None = None, batch: int = 1) -> str:
+        """Return the table of steps and the totals that `seqblocks build --summary` prints.
+
+        width: in columns, by default that of the terminal. batch: also count the cost and state of so many sequences.
+        """
+        from seqblocks.report import table  # which needs rich
+
+        return table.text(self, width, batch)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return a dict for each row of the table, outer steps first: `pandas.DataFrame(summary.to_dict())`."""
+        return [each for row in self.rows for each in row.inside("", 0)]
 
     @property
     def flops_per_token(self) -> float | None:

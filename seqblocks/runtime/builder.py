@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
-from seqblocks.runtime.huge_pages import request_huge_pages
 from seqblocks.runtime.model import SequenceModel
 
 
@@ -67,14 +66,18 @@ def build_model(
         raise UsageError(
             f"build_model takes the result of load_model, not {type(model).__name__}; use build(…) for a spec"
         )
+    return made(lambda: SequenceModel(model), device, dtype, seed)
+
+
+def made(make: Callable[[], SequenceModel], device: Any, dtype: torch.dtype | str, seed: int | None) -> SequenceModel:
+    """Return the module that `make` returns, allocated and initialised; the other arguments as in `build_model`."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise UsageError(f"a seed must be an integer or None, not {seed!r}")
     kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
     device = checked_device(device)
     with torch.device("meta"):
-        module = SequenceModel(model)
+        module = make()
     _allocate(module, kind, device)
-    request_huge_pages(module)
     module.reset_parameters(seed)
     return module
 

@@ -14,7 +14,6 @@ from seqblocks.errors import RunError, UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
 
@@ -86,7 +85,7 @@ def _continue(
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
     """Append tokens to `made`. Sequences that have ended leave the batch."""
-    rows, step, spares = list(range(len(made))), None, Spares()
+    rows, step = list(range(len(made))), None
     for count in range(1, limit + 1):
         tokens = sampler(logits)
         numbers = tokens.tolist()
@@ -100,22 +99,20 @@ def _continue(
         if len(unfinished) < len(rows):
             index = torch.tensor(unfinished, device=tokens.device)
             rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
-            spares = Spares()
         if step is None or count % UNCHECKED == 0:
             step = _step_of(model, tokens, on_token is not None)
-        y, state = step(tokens, state, spares)
+        y, state = step(tokens, state)
         logits = _logits(y, output)
 
 
-def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States, Spares], tuple[Any, States]]:
+def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States], tuple[Any, States]]:
     """Return `step` of a model for the next few tokens.
 
     may_change: whether code of the user runs between them, so that the model is compared with its plan at each.
     """
     if type(model) is not SequenceModel or "step" in model.__dict__:  # compiled, or replaced
-        return lambda x, state, spares: model.step(x, state)
-    unguarded = None if may_change else model._unguarded_step(tokens)
-    return unguarded or (lambda x, state, spares: model._step_reusing(x, state, None, spares))
+        return model.step
+    return (None if may_change else model._unguarded_step(tokens)) or model.step
 
 
 def _read(

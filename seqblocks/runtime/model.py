@@ -24,7 +24,6 @@ from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
-from seqblocks.runtime.reused_memory import Spares
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.stepping import Stepper, reset, stepper
@@ -237,27 +236,17 @@ class SequenceModel(Body):
         """
         if others:
             arguments.report_extra(self.spec.inputs, others)
-        return self._step(x, state, resets)
-
-    def _step_reusing(self, x: Tensor, state: States, resets: Tensor | None, spares: Spares) -> tuple[Tensor, States]:
-        """Run `step`, which writes large states to memory of earlier ones. A replaced `step` does not."""
-        if type(self).step is not SequenceModel.step or "step" in self.__dict__:
-            return self.step(x, state, resets=resets)
-        return self._step(x, state, resets, spares)
-
-    def _step(
-        self, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None = None
-    ) -> tuple[Tensor, States]:
         if self._obstacle:
             raise RunError(self._obstacle)
         planned = self._stepper_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
         if planned is None or resets is not None or not planned.takes(x):
             self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
-            others = ", ".join(f"{name}=…" for name in self.graph.ports)
-            raise RunError(f"a stream of this model begins with its context: state = model.init_state(batch, {others})")
+            context = ", ".join(f"{name}=…" for name in self.graph.ports)
+            how = f"state = model.init_state(batch, {context})"
+            raise RunError(f"a stream of this model begins with its context: {how}")
         if planned is not None and planned.suits(x):
-            if found := self._run_planned(planned, x, state, resets, spares):
+            if found := self._run_planned(planned, x, state, resets):
                 return found
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
@@ -275,7 +264,7 @@ class SequenceModel(Body):
         return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
 
     def _run_planned(
-        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None, spares: Spares | None
+        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None if the state does not match the stepper's declaration."""
         if self._parts:
@@ -288,12 +277,12 @@ class SequenceModel(Body):
             check_state(self._declared_state, state, x.shape[0], x.device)
             state = reset(self._declared_state, state, resets)
         try:
-            return stepper.run(state, x, spares)
+            return stepper.run(state, x)
         except (KeyError, TypeError, AttributeError):
             check_state(self._declared_state, state, x.shape[0], x.device)
             raise
 
-    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States, Spares], tuple[Any, States]] | None:
+    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States], tuple[Any, States]] | None:
         """Return `step` for a few tokens like x, without comparisons, or None if user code may run in a step.
 
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
@@ -302,7 +291,7 @@ class SequenceModel(Body):
         planned = self._stepper_for(x) if self.frame_size == 1 else None
         if planned is None or planned.calls_modules or not planned.takes(x):
             return None
-        return lambda x, state, spares: planned.run(state, x, spares) or self.step(x, state)
+        return lambda x, state: planned.run(state, x) or self.step(x, state)
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
         """Return the stepper for a token like x without gradients, rebuilt if the model has changed, or None."""
@@ -336,6 +325,18 @@ class SequenceModel(Body):
         if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
             return None
         return stepper(self, self.spec, self._declared_state, stream)
+
+    def __repr__(self) -> str:
+        """Return the model in one line; `print(model)` shows its modules."""
+        like = self._some_tensor()
+        return f"<{self.spec.title}, {str(self._own_dtype()).removeprefix('torch.')} on {like.device}>"
+
+    __str__ = nn.Module.__repr__
+
+    def _repr_html_(self) -> str:
+        from seqblocks.report.summary import summarise  # only needed in a notebook
+
+        return summarise(self)._repr_html_()
 
     def _start_stream(self) -> None:
         """Make the next step compute values derived from parameters again. Compiled code does so at each step."""

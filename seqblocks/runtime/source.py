@@ -7,7 +7,6 @@ user input in the text is quoted names: values are constants, which the text ref
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
-from seqblocks.runtime.reused_memory import LARGE
 from seqblocks.runtime.token_rows import as_rows, over_tokens
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
@@ -60,7 +58,7 @@ class StepperSource:
         self._prepared: dict[str, Callable[[], Any]] = {}  # functions that return a new value for a constant
         self._joined: dict[str, str] = {}  # variables of concatenated inputs
         self._functions: list[str] = []
-        self._count = self._places = 0  # variables, and parts of the state whose memory is used again
+        self._count = 0  # variables
         self._given: dict[Path, str] = {(): "state"}  # variables of the given state, by path
         self._made: dict[Path, str] = {}  # variables of the returned state
 
@@ -120,10 +118,6 @@ class StepperSource:
         """Return the value of a constant."""
         return self._names[name]
 
-    def takes_out(self, run: str | None) -> bool:
-        """Return whether a constant is a function with a parameter `out`, as described in `Op.prepare_step`."""
-        return "out" in (getattr(self._names.get(run or ""), "__kwdefaults__", None) or {})
-
     @property
     def values(self) -> Values:
         """The values of all constants by name."""
@@ -177,29 +171,20 @@ class StepperSource:
         return self._joined[whole]
 
     def call(
-        self, run: str, inputs: Sequence[str], path: Path, state: list[str], bytes_of_first: int | None = None,
-        several: Several | None = None,
+        self, run: str, inputs: Sequence[str], path: Path, state: list[str], several: Several | None = None
     ) -> str:
         """Call the function in the variable `run` with a step's state and inputs; return the variable of the output.
 
-        bytes_of_first: those of the first part of the state for each sequence, if the function takes memory for it.
         several: how several tokens of each sequence are computed (default: as those of several sequences).
         """
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
-        out = "" if bytes_of_first is None else f", out={self._spare(given[0], bytes_of_first)}"
-        self._add_call([y, *made], run, given, inputs, out, several)
+        self._add_call([y, *made], run, given, inputs, several)
         return y
 
-    def _spare(self, given: str, size: int) -> str:
-        """Return an expression for memory that is used again, or None: only a large state of one token gets some."""
-        self._places += 1
-        return f"None if spares is None or batch < {math.ceil(LARGE / size)} else spares.take({self._places}, {given})"
-
     def _add_call(
-        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], out: str = "",
-        several: Several | None = None,
+        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], several: Several | None
     ) -> None:
         """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
         results, given = ", ".join(made), ", ".join([*state, *inputs])
@@ -212,7 +197,7 @@ class StepperSource:
         if several and several.whole and several.when != "True":
             whole = f"{several.whole}(batch, {given})"
             call = f"{call} if {several.when} else {whole}" if several.when else whole
-        self.add(f"{results} = {run}({given}{out})", f"{results} = {call}")
+        self.add(f"{results} = {run}({given})", f"{results} = {call}")
 
     def call_joined(
         self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str],
@@ -227,7 +212,7 @@ class StepperSource:
         given = [self._given[part] for part in parts]
         self._made |= zip(parts, made, strict=True)
         by_port = [each for port in zip(*inputs, strict=True) for each in port]
-        self._add_call([*outputs, *made], run, given, by_port, several=several)
+        self._add_call([*outputs, *made], run, given, by_port, several)
         return outputs
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
@@ -249,9 +234,9 @@ class StepperSource:
         return y
 
     def function(self, y: str, declared: States) -> Maker:
-        """Compile the function of one token whose result is the variable `y`, with or without Spares."""
+        """Compile the function of one token whose result is the variable `y`."""
         lines = ["batch, device = x.shape[0], x.device", *self._of_one()]
-        return self._compiled("run(state, x, spares=None)", lines, y, declared)
+        return self._compiled("run(state, x)", lines, y, declared)
 
     def function_of_several(self, y: str, declared: States) -> Maker:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
@@ -262,7 +247,7 @@ class StepperSource:
     def function_of_frame(self, y: str, declared: States) -> Maker:
         """Do the same for a frame, x [batch, tokens], with the signature of a function of one token."""
         lines = [several for _, several in self._lines]
-        header = "run(state, x, spares=None)"
+        header = "run(state, x)"
         first = ["batch, device = x.shape[0], x.device", f"x = {self.constant(as_rows)}(x)"]
         return self._compiled(header, [*first, *lines], y, declared, frees=True)
 

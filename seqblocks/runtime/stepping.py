@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.kernels.products import MOST_COPIED, Matrix, of_model, prepare_joined
+from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
@@ -43,7 +43,7 @@ from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.source import Path, StepperSource, Values
 from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
-from seqblocks.state import States, dtype_of
+from seqblocks.state import States
 from seqblocks.state_layout import State
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
@@ -71,8 +71,7 @@ def stepper(
 class Stepper:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
-    run(state, x, spares=None) returns (y, state), or None if the state does not match its declaration. With `spares`
-    (`seqblocks/runtime/reused_memory.py`), large parts of the new state are written to the memory of earlier ones.
+    run(state, x) returns (y, state), or None if the state does not match its declaration.
 
     If the model changes the rate of its tokens, x is a frame [batch, frame, features] or ids [batch, frame], and y has
     the output tokens of that frame.
@@ -82,7 +81,6 @@ class Stepper:
         self._made_after = (Updates.latest, stream)  # the update and stream before which values were derived
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
-        self._bytes = sum(x.numel() * x.element_size() for x in self._parameters)
         self.dtype = self._parameters[0].dtype
         self._types = spec.types
         self._frames = Frames(spec.graph, spec.types)
@@ -97,10 +95,9 @@ class Stepper:
         self._guard.note_owner(model)
         self._source = StepperSource()
         self._source.unpack(declared, (), self.dtype)
-        with of_model(self._bytes):
-            y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
-            if not spec.graph.outputs:
-                y = self._output({spec.graph.result: y}, spec.graph.result)
+        y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
+        if not spec.graph.outputs:
+            y = self._output({spec.graph.result: y}, spec.graph.result)
         compiled = self._source.function_of_frame if self._frames.have_several_tokens else self._source.function
         self._make_run = compiled(y, declared)
         self._make_reading = cache(partial(self._source.function_of_several, y, declared))  # few models read prompts
@@ -122,8 +119,7 @@ class Stepper:
         made_after = (Updates.latest, stream)
         if [_memory(x) for x in self._parameters] != self._memory:
             return None
-        with of_model(self._bytes):
-            values = self._source.prepared_again()
+        values = self._source.prepared_again()
         if values is None:
             return None
         found = copy(self)
@@ -261,11 +257,9 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
-        earlier: list[Tensor] = []
-
         def prepare() -> Callable[[Tensor], Tensor] | None:
             matrices = [_matrix(child, node, call) for child, node in children]
-            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix], earlier)
+            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix])
 
         run = self._source.prepared(prepare)
         assert run is not None
@@ -401,22 +395,16 @@ class Stepper:
         is_row = self._frames.is_rowwise(node)
         whole = None if is_row and (made or is_pointwise(op)) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
-        derived, takes_out = run is not None and not is_own_matrix(op, parameters), self._source.takes_out(run)
+        derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
             made = partial(op.forward, parameters, self._call) if is_row and is_pointwise(op) else whole
             if made is None:
                 return None
             run = self._source.constant(made)
         self._note_parameters(module, derived)
-        size = self._bytes_of_first(node) if takes_out else None
         several = self._frames.several(node, made, self._source.constant(whole.several) if whole else "")
         self._source.splits &= several is None or several.is_possible
-        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], size, several)
-
-    def _bytes_of_first(self, node: Node) -> int | None:
-        """Return the bytes of the first part of a step's state for one sequence, or None if there are none."""
-        first = next(iter(node.state.values()), None)
-        return None if first is None else first.numel * dtype_of(first, self.dtype).itemsize or None
+        return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], several)
 
     def _of_sequences(self, module: Any, node: Node) -> Any:
         """Return a function that runs a primitive's `forward` on sequences of one token; None if the module must run.

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from seqblocks.errors import UnavailableError
 from seqblocks.runtime.cuda_graph import RECORDERS, CapturedStep, Recorder, overwrite
-from seqblocks.runtime.reused_memory import Spares
 from seqblocks.state import States, index_select
 
 
@@ -25,28 +24,25 @@ class Streams(Protocol):
         self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
     ) -> tuple[Any, States]: ...
 
-    def _step_reusing(
-        self, x: Tensor, state: States, resets: Tensor | None, spares: Spares
-    ) -> tuple[Any, States]: ...
-
 
 class Stream:
     """Run a model over `batch_size` sequences as their tokens arrive, without gradients.
 
     `state` is the current state: it can be read, saved, and replaced by one for the same number of sequences. It is a
-    value: no later step changes it, although large states are written to the memory of earlier ones that nothing
-    refers to any more. Outputs and states are inference tensors, which cannot be used with autograd.
+    value: no later step changes it. Outputs and states are inference tensors, which cannot be used with autograd.
     """
 
     def __init__(self, model: Streams, state: States) -> None:
         self._model, self._state = model, state
-        self._spares = Spares()
         self._record: Recorder | None = None  # records the steps, if they are captured
         self._captured: dict[bool, CapturedStep] = {}  # by whether the step takes resets; all write to `_state`
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles contain: not the memory of earlier states."""
-        return {**self.__dict__, "_spares": Spares()}
+    def __repr__(self) -> str:
+        tensors = [x for x in tree_leaves(self._state) if isinstance(x, Tensor)]
+        size = sum(x.numel() * x.element_size() for x in tensors)
+        sequences = f"{tensors[0].shape[0]} sequences, " if tensors else ""
+        place = f" on {tensors[0].device}" if tensors else ""
+        return f"<Stream of {getattr(self._model, '_label', 'a model')}: {sequences}{size:,} bytes of state{place}>"
 
     @property
     def state(self) -> States:
@@ -58,7 +54,7 @@ class Stream:
         if self._captured:
             overwrite(self._state, state)
         else:
-            self._state, self._spares = state, Spares()
+            self._state = state
 
     @torch.inference_mode()
     def step(self, x: Tensor, *, resets: Tensor | None = None, **others: Any) -> Any:
@@ -67,7 +63,7 @@ class Stream:
             return self._model.step(x, self._state, **others)
         if self._record:
             return self._step_captured(x, resets, self._record)
-        y, self._state = self._model._step_reusing(x, self._state, resets, self._spares)
+        y, self._state = self._model.step(x, self._state, resets=resets)
         return y
 
     def _step_captured(self, x: Tensor, resets: Tensor | None, record: Recorder) -> Any:
@@ -91,16 +87,16 @@ class Stream:
         if self._captured and all(map(_same_shape, tree_leaves(self._state), tree_leaves(selected))):
             overwrite(self._state, selected)
             return
+        self._state = selected
         self._captured.clear()
-        self._state, self._spares = selected, Spares()
 
     def capture(self) -> None:
         """Run `step` as a CUDA graph from the next token on: one launch instead of hundreds.
 
         The graph is recorded at the first token, again after a `select` that changes the number of sequences, and
         separately for `resets`. It reads the parameters at their current addresses: modify them in place, or capture
-        again. Raises UnavailableError if the
-        model is not on a CUDA device; a step that cannot be captured raises RunError at the first token.
+        again. Raises UnavailableError if the model is not on a CUDA device; a step that cannot be captured raises
+        RunError at the first token.
         """
         kind = next(iter(tree_leaves(self._state)), torch.empty(0)).device.type
         if kind not in RECORDERS:

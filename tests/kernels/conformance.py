@@ -7,6 +7,8 @@ the reference implementation in float64 on the same rounded numbers.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.differences import differences
+from benchmarks.launches import chunks, launches
 from seqblocks.kernels import triton_common
 from tests.kernels import interpreter  # noqa: F401  # installs an emulation of bfloat16
 
@@ -41,6 +45,12 @@ COMPILED = pytest.mark.skipif(
 def on_device(test: Any) -> Any:
     """Mark a test that needs a GPU."""
     return pytest.mark.gpu(COMPILED(test))
+
+
+def of_models(name: str) -> Any:
+    """Return a module of seqblocks that needs pydantic, or skip the test: machines with a GPU may lack it."""
+    pytest.importorskip("pydantic", reason="uses a part of models, which need pydantic")
+    return importlib.import_module(f"seqblocks.{name}")
 
 
 def float32_bar(length: int) -> float:
@@ -298,23 +308,26 @@ def with_gradients(out: Tensors, leaves: Tensors) -> Tensors:
 
 
 def assert_close(
-    found: Tensors, references: Tensors, bar: float, smallest: float = 0.0, least: Mapping[str, float] | None = None
+    found: Tensors, references: Tensors, bar: float, smallest: float = 0.0, least: Mapping[str, float] | None = None,
+    chunks: Iterable[int] = (),
 ) -> None:
     """Compare each result to `bar` of its largest value, or of `smallest` if that is smaller: zeros may be rounded.
 
-    `least`: errors that are always allowed, by the names of results.
+    `least`: errors that are always allowed, by the names of results. `chunks`: tokens per chunk or tile of the kernels,
+    for the message, which describes the errors of all results.
     """
     assert [*found] == [*references]
+    faults = []
     for name, expected in references.items():
         actual = found[name]
         assert actual.shape == expected.shape, name
-        if not expected.is_floating_point():
-            assert torch.equal(actual.cpu(), expected.cpu()), name
-        elif expected.numel():
-            error = (actual.detach().cpu().double() - expected.detach().cpu().double()).abs().max().item()
+        allowed = 0.0
+        if expected.is_floating_point() and expected.numel():
             relative = bar * max(expected.detach().abs().max().item(), smallest)
             allowed = max(relative, (least or {}).get(name, 0.0)) + UNDERFLOW
-            assert error <= allowed, f"{name}: differs by {error:.3g}, more than {allowed:.3g}"
+        if where := differences(actual, expected, allowed, chunks):
+            faults.append(f"{name}: {where}")
+    assert not faults, "\n".join(faults)
 
 
 def check(
@@ -339,7 +352,8 @@ def check(
         return with_gradients(out, viewed), {"viewed": viewed, "given": cotangents(out)}
 
     expected, exact = results("reference", torch.float64, "cpu")
-    found, _ = results(subject.on.backend, None, subject.on.device)
+    with launches() if subject.on.backend == "triton" else contextlib.nullcontext([]) as launched:
+        found, _ = results(subject.on.backend, None, subject.on.device)
     for name, t in found.items():
         if name.startswith("gradient"):
             assert t.dtype == x[name.removeprefix("gradient of ")].dtype, name
@@ -353,14 +367,17 @@ def check(
         sizes = kernel.cancellation(exact["viewed"], expected, exact["given"], **call)
         least = {name: unit * size for name, size in sizes.items()}
     smallest = largest / (500 if layout == "expanded" else 1000)  # the sums of equal rows are twice as large
-    assert_close(found, expected, bar, smallest, least)
+    assert_close(found, expected, bar, smallest, least, chunks(launched))
 
 
 def assert_equal(found: Tensors, references: Tensors) -> None:
     """Assert that all bits are equal."""
     assert [*found] == [*references]
-    for name, expected in references.items():
-        assert torch.equal(found[name], expected), name
+    faults = [
+        f"{name}: {differences(found[name], expected, 0.0) or 'other dtype or NaN'}"
+        for name, expected in references.items() if not torch.equal(found[name], expected)
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def in_pieces(

@@ -1,22 +1,28 @@
 """Run the kernels on a device. From the root of a checkout, with torch, triton, pytest, pytest-xdist and hypothesis:
 
     TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 20 240 \\
-        python -m pytest tests/kernels -m gpu -vv --tb=short -p no:benchmark -n 12 --maxschedchunk 1
+        python -m pytest tests/kernels -m gpu --tb=short -p no:benchmark -n 12 --maxschedchunk 1 \\
+        --continue-on-collection-errors --results results.jsonl
 
 Nine hundred kernels are compiled, most within a second, so `-n` starts several processes that share one device. The
 check before the first use would compile as many again, and is only enabled in test_self_check_on_device.py. One case of
 every test runs first, then a second, and so on, so that an interrupted run has covered all tests. (--maxschedchunk 1
-preserves that order under xdist.) `benchmarks/gpu.sh` runs this and then the benchmark.
+preserves that order under xdist.) Results are in the file as they arrive; `python tests/results.py results.jsonl`
+prints them. `benchmarks/gpu.sh FOLDER 2` runs this, and the failing tests once more with `--record-launches`.
+
+rehearsal.py runs one case of each GPU test in the interpreter. Files with GPU tests must not need pydantic.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,9 +60,12 @@ def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """End the process after a device fault, which would make all its later tests fail; xdist starts another."""
+    """Record launches on request. End the process after a device fault, which would make all its later tests fail;
+    xdist starts another."""
+    folder = item.config.getoption("--record-launches")
     try:
-        return (yield)
+        with contextlib.nullcontext() if folder is None else recorded(folder, item.nodeid.rpartition("/")[2]):
+            return (yield)
     except Exception:
         if item.get_closest_marker("gpu") and _device_is_lost():
             capture = item.config.pluginmanager.getplugin("capturemanager")
@@ -67,6 +76,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(3)
         raise
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, name: str) -> Iterator[None]:
+    """Write the code and the memory of the launches inside the context to a subfolder, also if they fail."""
+    from benchmarks.launches import launches, save
+
+    with launches(memory=True) as found:
+        try:
+            yield
+        finally:
+            save(found, folder, name)
 
 
 def _device_is_lost() -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqblocks.kernels import linear_attention
 from seqblocks.kernels.linear_attention import torch as chunkwise
-from seqblocks.ops.linear_attention import LinearAttention
+from tests.kernels.conformance import of_models
 
 FOLDER = Path(__file__).parents[1] / "golden" / "linear_attention"
 CASES = sorted({path.stem for path in FOLDER.glob("op_*.npz")} - {path.stem for path in FOLDER.glob("op_diagonal*")})
@@ -133,7 +133,7 @@ def test_a_decay_per_key_of_any_strength() -> None:
 
 
 def test_the_decays_of_retention_are_float32_in_a_model_of_16_bits() -> None:
-    op = LinearAttention(heads=8, fixed_decay="retention")
+    op = of_models("ops.linear_attention").LinearAttention(heads=8, fixed_decay="retention")
     found = op.retention(torch.zeros(1, dtype=torch.bfloat16))
     assert found.dtype == torch.float32
     expected = torch.log1p(-(2.0 ** -torch.arange(5, 13, dtype=torch.float64)))

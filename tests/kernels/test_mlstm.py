@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import MLSTMState, mlstm, mlstm_init_state, mlstm_step, products
-from seqblocks.kernels.mlstm import gates
+from seqblocks.kernels import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.mlstm.chunks import multiply
 from seqblocks.kernels.mlstm.triton import backward, launch, sizes
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
@@ -269,58 +269,6 @@ def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
 # ------------------------------------------------------------------------------------------------ tiles and chunks
 
 
-@pytest.fixture
-def onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Multiply heads one by one with oneDNN, whatever their size and the processor, 6 queries at a time.
-
-    Returns the numbers of rows of the products.
-    """
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("no oneDNN")
-    rows: list[int] = []
-    product = torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *x: rows.append(x[0].shape[0]) or product(*x))
-    for name, value in {"ON_ONEDNN_IN_KERNELS": True, "MANY_FOR_THREAD": 0, "_shapes_in_kernels": set()}.items():
-        monkeypatch.setattr(products, name, value)
-    monkeypatch.setattr(gates, "LARGE_BLOCK", 6)
-    return rows
-
-
-@crossed(
-    ("gate", list(GATES)), ("reverse", [False, True]), ("chunk_size", [None, 8, 20]), ("resets", [False, True])
-)
-def test_heads_multiplied_one_by_one(
-    gate: str, reverse: bool, chunk_size: int | None, resets: bool, onednn: list[int]
-) -> None:
-    inputs = TRITON.inputs(batch=2, S=20, H=3, DK=16, DV=8)
-    options = {**GATES[gate], "reverse": reverse, "resets": reset_marks(2, 20) if resets else None}
-    results = []
-    for backend, dtype in (("torch", torch.float32), ("reference", torch.float64)):
-        x = {name: t.to(dtype).requires_grad_() for name, t in inputs.items()}
-        state = MLSTMState(x["C"], x["n"], x["m"])
-        size = {"chunk_size": chunk_size} if backend == "torch" else {}
-        h, last = mlstm(*(x[n] for n in "qkvif"), state=state, return_state=True, backend=backend, **options, **size)
-        outputs = [h, *last]
-        weights = [draw(*y.shape, seed=at).to(dtype) for at, y in enumerate(outputs)]
-        total = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
-        results.append([*outputs, *torch.autograd.grad(total, list(x.values()), allow_unused=True)])
-    for found, expected in zip(*results, strict=True):
-        if found is not None and expected is not None:
-            error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
-            assert error < 100 * OUTPUT
-    assert set(onednn) >= {6, 2} if chunk_size is None else onednn
-
-
-def test_a_plan_is_that_of_the_forward_pass(onednn: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    x = [t.requires_grad_() for name, t in TRITON.inputs(S=20, DK=16, DV=16).items() if name in "qkvif"]
-    h = mlstm(*x, backend="torch")
-    monkeypatch.setattr(products, "ON_ONEDNN_IN_KERNELS", False)
-    found = torch.autograd.grad(h.square().sum(), x)
-    expected = torch.autograd.grad(mlstm(*x, backend="torch").square().sum(), x)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() < 100 * OUTPUT * other.abs().max()
-
-
 @pytest.mark.slow
 @INTERPRETED
 @crossed(
@@ -563,3 +511,18 @@ def test_chunks_do_not_show_in_long_sequences(reverse: bool, resets: bool) -> No
     torch.testing.assert_close(y, whole, rtol=1e-9, atol=1e-9)
     grads = [torch.autograd.grad(each.square().sum(), [q, k, v, i, f]) for each in (y, whole)]
     torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("add", [False, True])
+def test_products_within_a_larger_tensor(
+    threads: int, alpha: float, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch multiplies one matrix at a time if their results are not contiguous, so they are copied to their place."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    a, b, whole = draw(3, 4, 5), draw(3, 5, 6), draw(3, 9, 6)
+    expected = whole.clone()
+    expected[:, 2:6] = alpha * (a @ b) + (expected[:, 2:6] if add else 0)
+    multiply(a, b, whole[:, 2:6], add=add, alpha=alpha)
+    torch.testing.assert_close(whole, expected)

@@ -16,7 +16,7 @@ import pytest
 
 from seqblocks.cli import arguments, output
 from seqblocks.cli import main as command
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 from seqblocks.messages.codes import CODES
 from tests.spec.texts import BAD, GOOD
 

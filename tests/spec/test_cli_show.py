@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from seqblocks import cost, graph
-from seqblocks.analysis import check, copies, primitives, steps
+from seqblocks.analysis import check
+from seqblocks.analysis.steps import copies, primitives, steps
 from seqblocks.errors import SpecError
 from seqblocks.graph import Entry, Graph, Node
 

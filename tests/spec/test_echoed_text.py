@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 
-from seqblocks import messages
 from seqblocks.analysis import check
 from seqblocks.errors import (
     MAX_TEXT,
+    Fault,
     PartialWarning,
     RunError,
     SeqblocksError,
@@ -17,6 +17,7 @@ from seqblocks.errors import (
     UnavailableError,
     UsageError,
     clip,
+    quote,
     readable,
 )
 
@@ -74,7 +75,7 @@ def test_spec_errors_are_readable(value: str, place: str) -> None:
 
 
 def test_a_diagnostic_without_a_report_is_clipped_too() -> None:
-    found = messages.spec.no_bundled_spec(LONG, {}, LONG).as_diagnostic(None)
+    found = Fault("E803", f"there is no {quote(LONG)}", hint=LONG).as_diagnostic(None)
     assert len(found.render()) <= 4 * MAX_TEXT
     assert len(found.hint or "") <= MAX_TEXT
 

@@ -1,19 +1,21 @@
-"""Each kind of error in a spec produces the expected message (tests/golden/faults)."""
+"""Each kind of error in a spec, `tests/golden/faults/NAME.yaml`, produces the message next to it, `NAME.txt`."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, Fault, Report, Source, Span, SpecError
-from seqblocks.language.spec import locate
+from seqblocks.language.files import locate
 
-FAULTS = Path(__file__).parent / "faults"
-GOLDEN = Path(__file__).parent.parent / "golden" / "faults"
+FAULTS = Path(__file__).parent.parent / "golden" / "faults"
 CASES = sorted(path.stem for path in FAULTS.glob("*.yaml"))
 
 
@@ -31,9 +33,8 @@ def errors_of(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
 @pytest.mark.parametrize("name", CASES)
 def test_the_message(name: str, monkeypatch: pytest.MonkeyPatch, update_golden: bool) -> None:
     text = str(errors_of(name, monkeypatch)) + "\n"
-    golden = GOLDEN / f"{name}.txt"
+    golden = FAULTS / f"{name}.txt"
     if update_golden:
-        golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(text, encoding="utf-8")
     assert golden.read_text(encoding="utf-8") == text
 
@@ -105,7 +106,13 @@ def test_a_note_has_an_end_in_its_record() -> None:
 
 
 def test_no_snapshot_is_orphaned() -> None:
-    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == CASES
+    assert sorted(path.stem for path in FAULTS.glob("*.txt")) == CASES
+
+
+def test_the_page_of_messages_is_up_to_date(root: Path) -> None:
+    command = [sys.executable, "docs/messages.py", "--check"]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+    assert done.returncode == 0, "run `python docs/messages.py` to update docs/messages.md"
 
 
 def codes(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 

@@ -1,4 +1,4 @@
-"""docs/language.md matches the declarations, and its examples are valid."""
+"""docs/language.md and docs/blocks.md match the declarations, and the examples of the language are valid."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from seqblocks.analysis import check
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Report, Source
 from seqblocks.language import document
+from seqblocks.language.spec import bundled
 from seqblocks.report import reference
 
 PAGE = (Path(__file__).parents[2] / "docs" / "language.md").read_text("utf-8")
@@ -23,6 +24,15 @@ def test_the_page_matches_the_declarations(root: Path, update_golden: bool) -> N
     command = [sys.executable, "docs/reference.py", *([] if update_golden else ["--check"])]
     done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
     assert done.returncode == 0, "run `python docs/reference.py` to update docs/language.md"
+
+
+def test_the_page_of_blocks_lists_all_bundled_blocks(root: Path, update_golden: bool) -> None:
+    command = [sys.executable, "docs/blocks.py", *([] if update_golden else ["--check"])]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+    assert done.returncode == 0, "run `python docs/blocks.py` to update docs/blocks.md"
+    page = (root / "docs" / "blocks.md").read_text("utf-8")
+    listed = {file: check.load_spec(file)[0].blocks for file, path in bundled().items() if path.parent.name == "blocks"}
+    assert re.findall(r"^### (\w+)$", page, re.M) == [name for blocks in listed.values() for name in blocks]
 
 
 def examples() -> list[str]:

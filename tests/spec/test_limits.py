@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from seqblocks import graph
-from seqblocks.analysis import check, steps
+from seqblocks.analysis import check
+from seqblocks.analysis.steps import steps
 from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
 from tests.spec import hostile
 

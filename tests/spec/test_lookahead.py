@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from seqblocks.analysis import check, lookahead
+from seqblocks.analysis import check
+from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import Diagnostic, SpecError
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise

@@ -57,7 +57,7 @@ def test_an_entry_point_is_found_when_an_unknown_verb_is_met(plugin: str, monkey
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group == op.PLUGIN_GROUP else [])
     op.load_plugins.cache_clear()
     op.load_builtin()
-    monkeypatch.setattr("seqblocks.analysis.steps.PRIMITIVES", op.PRIMITIVES)
+    monkeypatch.setattr("seqblocks.analysis.steps.steps.PRIMITIVES", op.PRIMITIVES)
     file, model = check.load_text(TEXT)
     made = check.require_model(file, model)
     assert graph.count(made.graph) == 5

@@ -8,7 +8,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from seqblocks.analysis.check import load_text
-from seqblocks.analysis.lookahead import find
+from seqblocks.analysis.passes.lookahead import find
 from seqblocks.errors import RunError
 from seqblocks.runtime.builder import build_model, build_text
 from seqblocks.runtime.model import SequenceModel

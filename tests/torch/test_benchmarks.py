@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu_machine import as_on_a_gpu_machine
+
 
 def imported(root: Path, name: str) -> ModuleType:
     """Import a benchmark as a module. Modules that it shares with others are in the same folder."""
@@ -191,7 +193,7 @@ def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, t
 
 def test_a_table_is_never_overwritten(gpu: ModuleType, tmp_path: Path) -> None:
     def name(case: list[str] | None) -> str:
-        options = argparse.Namespace(case=case, out=tmp_path, rehearse=False, minutes=1.0)
+        options = argparse.Namespace(case=case, part=None, stage=None, out=tmp_path, rehearse=False, minutes=1.0)
         of = gpu.Run(["mlstm"], "cuda", options)
         of.results |= {"device": "NVIDIA H200", "date": "2026-01-02"}
         path: Path = of.file()
@@ -221,7 +223,7 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
             leaves = gpu.draw_leaves(case, shape, "cpu", torch.bfloat16)
             for passes in gpu._passes(case, leaves, lambda x: case.ours(x, "triton")):
                 passes()
-        return set(found)
+        return {*map(str, found)}
 
     for key, case in gpu.CASES.items():
         for shape in case.shapes:
@@ -254,11 +256,15 @@ def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
     case = gpu.CASES["conv"]
     wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
     shape = gpu.rehearsed(case.shapes[0])
-    assert max(gpu.check(case, torch.float32, "cpu", shape).values()) <= 1e-4
-    assert gpu.check(wrong, torch.float32, "cpu", shape)["output 0"] > 5e-3
+    right = gpu.check(case, torch.float32, "cpu", shape)
+    assert right.error <= 1e-4
+    assert right.where == {}
+    found = gpu.check(wrong, torch.float32, "cpu", shape)
+    assert found.errors["output 0"] > 5e-3
+    assert "output 0" in found.where
     leaves = gpu.draw_leaves(case, shape, "cpu", torch.float32)
-    assert gpu.compare(case, leaves)[0] <= 1e-4
-    assert gpu.compare(wrong, leaves)[0] > 5e-3
+    assert gpu.compare(case, leaves).error <= 1e-4
+    assert gpu.compare(wrong, leaves).error > 5e-3
 
 
 def test_the_gpu_benchmark_detects_mixed_up_sequences(gpu: ModuleType) -> None:
@@ -266,11 +272,13 @@ def test_the_gpu_benchmark_detects_mixed_up_sequences(gpu: ModuleType) -> None:
     case = gpu.CASES["conv"]
     leaves = gpu.draw_leaves(case, {"B": 4, "S": 6, "D": 16, "K": 4}, "cpu", torch.float32)
     mixed = case._replace(ours=lambda x, b: case.ours(x, "torch").roll(1 if b == "triton" else 0, 0))
-    assert gpu.compare(mixed, leaves)[0] > 0.1
+    assert gpu.compare(mixed, leaves).error > 0.1
     leaking = case._replace(ours=lambda x, b: case.ours({**x, "x": x["x"] + 0.0 * x["x"].sum(0)}, "torch"))
-    assert gpu.compare(leaking, leaves)[0] <= 1e-4
+    assert gpu.compare(leaking, leaves).error <= 1e-4
     leaking = case._replace(ours=lambda x, b: case.ours(x, "torch") + (1e-6 * x["x"].sum(0) if b == "triton" else 0))
-    assert gpu.compare(leaking, leaves) == (float("inf"), "gradient of x, between")
+    found = gpu.compare(leaking, leaves)
+    assert found.worst == "gradient of x, between"
+    assert found.where[found.worst].startswith("192 of 192 numbers differ by more than 0")
 
 
 def test_the_gpu_benchmark_detects_swapped_inputs_and_nan(gpu: ModuleType) -> None:
@@ -281,9 +289,12 @@ def test_the_gpu_benchmark_detects_swapped_inputs_and_nan(gpu: ModuleType) -> No
         turned = {**x, "q": x["k"], "k": x["q"]} if backend == "triton" else x
         return torch.as_tensor(case.ours(turned, "reference"))
 
-    assert gpu.check(case._replace(ours=swapped), torch.float32, "cpu", shape)["output 0"] > 1e-2
+    assert gpu.check(case._replace(ours=swapped), torch.float32, "cpu", shape).errors["output 0"] > 1e-2
     nothing = case._replace(ours=lambda x, b: case.ours(x, "reference") * (float("nan") if b == "triton" else 1))
-    assert gpu.check(nothing, torch.float32, "cpu", shape)["output 0"] == float("inf")
+    found = gpu.check(nothing, torch.float32, "cpu", shape)
+    assert found.errors["output 0"] == float("inf")
+    assert "64 of 64 numbers differ" in found.where["output 0"]
+    assert "64 not finite" in found.where["output 0"]
 
 
 @pytest.mark.parametrize(("slowly", "late"), [(1.0, False), (5.0, True)])
@@ -371,3 +382,91 @@ def test_a_missing_device_is_reported(root: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "no CUDA device" in done.stderr
+
+
+def test_a_wrong_check_keeps_its_launches(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = gpu.CASES["conv"]
+    wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
+    shape = {"B": 1, "S": 8, "D": 16, "K": 4}
+    for name, of in (("right", case), ("wrong", wrong)):
+        monkeypatch.setitem(gpu.CASES, name, of)
+        (record,) = gpu.check_job(name, shape, torch.float32, "cpu", tmp_path)
+        assert record["ok"] == (name == "right")
+        assert bool(record["where"]) == (name == "wrong")
+    (file,) = tmp_path.rglob("launches.pkl.gz")
+    assert file.parent.name == "wrong-B-1-S-8-D-16-K-4-float32"
+    checks = sys.modules["gpu_page"].checks([{"case": "conv", "shape": shape, "dtype": "float32", **record}])
+    assert "axis 1 of 8: all" in "\n".join(checks)
+
+
+def test_every_stage_has_its_share_of_the_time(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages end at fixed times, so that none takes the time of the next; the last one ends with the run."""
+    ends = {}
+
+    class Run:
+        began, path, results = 100.0, "", {}
+
+        def measure(self) -> None: ...
+        def check(self, dtype: torch.dtype, end: float) -> None:
+            ends[f"check {dtype}"] = end
+
+        def time(self, peers: bool, end: float) -> None:
+            ends[f"time {peers}"] = end
+
+    monkeypatch.setattr(gpu, "Run", lambda *a: Run())
+    gpu.run([], "cuda", argparse.Namespace(minutes=10.0, stage=None))
+    assert [*ends] == ["check torch.bfloat16", "time False", "time True", "check torch.float32"]
+    assert [*ends.values()] == pytest.approx([340.0, 490.0, 640.0, 700.0])
+    ends.clear()
+    gpu.run([], "cuda", argparse.Namespace(minutes=10.0, stage=["peers", "ours"]))
+    assert ends == pytest.approx({"time False": 400.0, "time True": 700.0})
+
+
+def test_first_shapes_come_first(gpu: ModuleType) -> None:
+    found = gpu.cells(["mlstm", "conv", "kda"], "cuda", 2)
+    assert [(key, shape["S"]) for key, shape in found] == [
+        ("mlstm", 2048), ("conv", 2048), ("kda", 2048), ("mlstm", 8192), ("kda", 16384)
+    ]  # fmt: skip
+
+
+STAND_IN = '#!/bin/sh\nwhile [ "$1" != "$PYTHON" ]; do shift; done\nexec "$@"\n'  # for compute-sanitizer
+
+
+def first_hour(root: Path, folder: Path, part: int, *arguments: str) -> tuple[str, set[str]]:
+    """Rehearse a call of gpu.sh with the packages of a machine with a GPU. Return the output, and the files' names."""
+    pytest.importorskip("triton", reason="triton is for Linux")
+    (folder / "compute-sanitizer").write_text(STAND_IN, encoding="utf-8")
+    (folder / "compute-sanitizer").chmod(0o755)
+    environment = as_on_a_gpu_machine(root, folder)
+    environment |= {"PYTHON": sys.executable, "WORKERS": "2", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu.sh", str(folder / "out"), str(part), "--rehearse", *arguments],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pydantic missing" in done.stdout
+    return done.stdout, {path.name for path in (folder / "out").iterdir()}
+
+
+@pytest.mark.slow
+def test_the_first_call_on_a_gpu_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
+    printed, files = first_hour(root, tmp_path, 1, "--case", "conv")
+    assert "| conv | B 2, S 8, D 16, K 4 | float32 |" in printed
+    assert {"benchmark-1.log", "preflight-1.log"} < files
+
+
+@pytest.mark.long
+def test_the_second_call_on_a_gpu_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
+    printed, files = first_hour(root, tmp_path, 2)
+    assert "0 of 1" in (summary := (tmp_path / "out" / "tests.txt").read_text("utf-8")), "all tests begin"
+    assert "failed" not in summary
+    assert printed.count("ran scan_once") == 2
+    assert {"tests.jsonl", "tests.log", "memcheck.log", "racecheck.log"} < files
+
+
+@pytest.mark.long
+def test_the_third_call_on_a_gpu_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
+    printed, _ = first_hour(root, tmp_path, 3, "--case", "conv", "--case", "mlstm_step")
+    assert "| causal-conv1d | not installed |" in printed
+    assert "| mlstm_step | B 2, H 1, DK 8, DV 8 | float32 |" in printed

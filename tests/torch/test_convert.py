@@ -16,14 +16,14 @@ from torch import Tensor
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import layouts
+from seqblocks.analysis.checkpoint_maps.translation import layouts
 from seqblocks.checkpoint import convert
 from seqblocks.checkpoint.convert import official_weights
 from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights, weights_in
 from seqblocks.cli.main import main
 from seqblocks.graph import ModelSpec
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 from seqblocks.recipes import Concat, Cut, Rearrange, Recipe, Reshape, Slice, Split, Stack, Transpose
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")

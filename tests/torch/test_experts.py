@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqblocks
 from seqblocks import graph
-from seqblocks.analysis.translation import official_name
+from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
 from seqblocks.errors import RunError
 from seqblocks.report.summary import summarise

@@ -393,6 +393,15 @@ def test_bundled_models_in_onnxruntime(name: str, graph: str, tmp_path: Path) ->
 
 
 @pytest.mark.long
+def test_torch_still_needs_the_sizes_of_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this fails, seqblocks/export/loops.py can go, or stay only for the versions of torch before the fix."""
+    monkeypatch.setattr("seqblocks.export.files.pass_sizes", lambda program: None)
+    model = seqblocks.build("mamba_small", set={"dim": 8, "depth": 1, "vocabulary": 11}, device="cpu").eval()
+    with pytest.raises(RunError, match="KeyError"):
+        export.aoti(model, tmp_path / "m.pt2")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("graph", ["forward", "step"])
 def test_compiled_packages(graph: str, tmp_path: Path) -> None:
     """An AOTInductor package runs the same calls without seqblocks. Making one takes a minute."""

@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 import seqblocks
 from seqblocks import state as states
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.checkpoint import load, save
 from seqblocks.errors import RunError
 from seqblocks.kernels import use_backend

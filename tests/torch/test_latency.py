@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks.analysis import lookahead
+from seqblocks.analysis.passes import lookahead
 from seqblocks.checkpoint import hf_config
 from seqblocks.report import listing
 from seqblocks.runtime.model import SequenceModel

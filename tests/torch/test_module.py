@@ -18,8 +18,8 @@ from torch import nn
 import seqblocks
 from seqblocks import graph
 from seqblocks import state as states
-from seqblocks.analysis.nodes import RESERVED_NAMES
-from seqblocks.language.spec import bundled
+from seqblocks.analysis.steps.nodes import RESERVED_NAMES
+from seqblocks.language.files import bundled
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law
@@ -530,8 +530,8 @@ def test_reserved_names_include_all_attributes_of_modules() -> None:
     assert {n for n in dir(nn.Module) if not n.startswith("_")} - added <= RESERVED_NAMES
 
 
-def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
-    text = repr(seqblocks.build("vil_tiny", device="meta"))
+def test_print_reads_like_the_spec_and_collapses_layers() -> None:
+    text = str(seqblocks.build("vil_tiny", device="meta"))
     assert "proj_up(features=768, out=[batch, 196, 768])" in text
     assert text.count("(head_norm)") == 2, "both kinds of layer should be shown once"
     assert "12 x" in text

@@ -19,7 +19,7 @@ from seqblocks.analysis import check
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 
 FOLDER = Path(__file__).parent.parent / "golden" / "hub"
 

@@ -19,7 +19,7 @@ import torch
 
 import seqblocks
 from seqblocks import load, save
-from seqblocks.checkpoint import folder, writing
+from seqblocks.checkpoint import folder, load_extra, writing
 from seqblocks.checkpoint.record import RECORD
 from tests.torch.saved import SHARDS, TEXT, WHOLE, contents, model, names, same
 
@@ -250,8 +250,9 @@ def test_extra_belongs_to_the_model(path: Path) -> None:
     each(torch.ones(1, 2, 4)).sum().backward()
     optimizer.step()
     save(each, path, extra={"optimizer": optimizer.state_dict(), "step": 7})
-    found = torch.load(path / "seqblocks.extra.pt")
-    assert found["step"] == 7
+    found = load_extra(path)
+    assert found is not None
+    assert found["step"] == torch.load(path / "seqblocks.extra.pt")["step"] == 7
     again = torch.optim.AdamW(load(path).parameters())
     again.load_state_dict(found["optimizer"])
     pairs = zip(again.state.values(), optimizer.state.values(), strict=True)
@@ -267,6 +268,36 @@ def test_extra_belongs_to_the_model(path: Path) -> None:
     assert same(load(path), each)
     save(model(1), path)
     assert names(path) == WHOLE, "that of another model is removed"
+    assert load_extra(path) == {}
+    assert load_extra(path / "none") is None
+
+
+def test_extra_survives_a_kill_between_two_renames(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems without an atomic exchange of two folders first rename the old one."""
+    save(model(), path, extra={"step": 1})
+    monkeypatch.setattr(writing, "_exchange", lambda a, b: False)
+    real, calls = os.rename, []
+
+    def rename(a: Any, b: Any) -> None:
+        calls.append(a)
+        if len(calls) > 1:
+            raise KeyboardInterrupt  # stands for a kill: nothing below may undo the first one
+        real(a, b)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        save(model(1), path, extra={"step": 2})
+    assert not path.exists()
+    assert same(load(path), model())
+    assert load_extra(path) == {"step": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no torch file"])
+def test_a_damaged_extra_is_named(path: Path, content: bytes) -> None:
+    save(model(), path, extra={"step": 7})
+    (path / "seqblocks.extra.pt").write_bytes(content)
+    with pytest.raises(seqblocks.UsageError, match=r"seqblocks\.extra\.pt cannot be read"):
+        load_extra(path)
 
 
 def test_files_added_to_the_old_folder_meanwhile_are_not_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

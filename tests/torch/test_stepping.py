@@ -504,7 +504,7 @@ model:
         _, state = model.step(x)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             model.step(x, state)
-    keys = ("aten::addmm", "aten::bmm")  # matrices that are not copied, see `prepare_linear`
+    keys = ("aten::addmm", "mkldnn::_linear_pointwise")  # as `prepare_linear` chooses
     assert sum(event.count for event in recorded.key_averages() if event.key in keys) == products
 
 

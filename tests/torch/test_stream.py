@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import seqblocks
+
+pytest.importorskip("pydantic", reason="builds models, which need pydantic; the machine of a GPU may lack it")
 from seqblocks.runtime import cuda_graph
 from seqblocks.runtime.model import SequenceModel
 

@@ -15,7 +15,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.graph import ModelSpec
-from seqblocks.language.spec import bundled
+from seqblocks.language.files import bundled
 from seqblocks.testing import random_context, random_input
 from tests.compose import compose
 

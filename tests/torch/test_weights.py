@@ -10,7 +10,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.analysis.translation import layouts
+from seqblocks.analysis.checkpoint_maps.translation import layouts
 from seqblocks.checkpoint import load_official, official_name
 
 LAYOUTS = """

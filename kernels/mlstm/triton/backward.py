@@ -183,6 +183,7 @@ def state_gradients(
 @no_type_check
 def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+    clean_q, clean_v, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     column, SHARING: tl.constexpr, GROUP: tl.constexpr,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -211,7 +212,7 @@ def _query_gradients(
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
-        values = start(v, n, H, other, S, vb, vs, vh, REVERSE, BT)
+        values = start(chosen(v, clean_v, faults), n, H, other, S, vb, vs, vh, REVERSE, BT)
         weights = products(
             grads, values, sign * j * gs, sign * j * vs, is_t, seen, DV, DOT, PRECISION, BT, BD
         )
@@ -222,7 +223,8 @@ def _query_gradients(
         b = load_rows(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dq, total, n, H, tile, S, d, is_t, is_d, DK, REVERSE, BT)
-    a = load_rows(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, is_t, is_d, REVERSE, BT).to(tl.float32)
+    queries = chosen(q, clean_q, faults)
+    a = load_rows(queries, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, is_t, is_d, REVERSE, BT).to(tl.float32)
     tl.store(rows + column * plane + base + j, tl.sum(a * total, 1))
 
 
@@ -230,6 +232,7 @@ def _query_gradients(
 @no_type_check
 def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+    clean_q, clean_v, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     column, SHARING: tl.constexpr, GROUP: tl.constexpr,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -240,7 +243,7 @@ def _key_gradients(
     d = column * BK + tl.arange(0, BK)
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
-    values = start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
+    values = start(chosen(v, clean_v, faults), n, H, tile, S, vb, vs, vh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
     for first in range(0, DV, BD):
         dv = first + tl.arange(0, BD)
@@ -267,7 +270,8 @@ def _key_gradients(
         weights *= weights_written(
             gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, base, DOT
         )
-        a = load_rows(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
+        queries = chosen(q, clean_q, faults)
+        a = load_rows(queries, n // GROUP, H // GROUP, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dk, total, n, H, tile, S, d, is_t, is_d, DK, REVERSE, BT)
     b = load_rows(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, d, is_t, is_d, REVERSE, BT).to(tl.float32)
@@ -278,6 +282,7 @@ def _key_gradients(
 @no_type_check
 def _value_gradients(
     q, k, dh, dC, gates, segments, factors, dv,
+    clean_q, faults,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
     column, SHARING: tl.constexpr, GROUP: tl.constexpr,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -303,7 +308,7 @@ def _value_gradients(
         other = tile + ahead
         reads = j < S - other * BT
         there = base + ahead * BT
-        queries = start(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, REVERSE, BT)
+        queries = start(chosen(q, clean_q, faults), n // GROUP, H // GROUP, other, S, qb, qs, qh, REVERSE, BT)
         weights = products(
             keys, queries, sign * j * ks, sign * j * qs, is_t, reads, DK, DOT, PRECISION, BT, BD
         )
@@ -325,10 +330,11 @@ def gradients(
     GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
-    """Compute dq, dk and dv. The programs of a tile are adjacent, so that common data is read from memory once."""
-    q = chosen(q, clean_q, faults)
+    """Compute dq, dk and dv. The programs of a tile are adjacent, so that common data is read from memory once.
+
+    A chosen address takes registers, so those of q and v are chosen where they are used.
+    """
     k = chosen(k, clean_k, faults)
-    v = chosen(v, clean_v, faults)
     dh = chosen(dh, clean_dh, faults)
     OF_KEYS: tl.constexpr = (DK + BK - 1) // BK
     SHARING: tl.constexpr = 2 * OF_KEYS + (DV + BV - 1) // BV
@@ -336,18 +342,21 @@ def gradients(
     if which < OF_KEYS:
         _query_gradients(
             q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+            clean_q, clean_v, faults,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
             which, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     elif which < 2 * OF_KEYS:
         _key_gradients(
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+            clean_q, clean_v, faults,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
             which - OF_KEYS, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     else:
         _value_gradients(
             q, k, dh, dC, gates, segments, factors, dv,
+            clean_q, faults,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
             which - 2 * OF_KEYS, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BV, BD,
         )

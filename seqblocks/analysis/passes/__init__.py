@@ -1,0 +1,1 @@
+"""Read or complete a finished graph: lookahead, unused parameters, kept context, `expect:`."""

@@ -1,0 +1,247 @@
+"""Resolve the wires that a step reads, and check their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.document import Node, Scalar, Sequence, kind_of
+from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive
+from seqblocks.types import Origin, Wire, show_axes
+from seqblocks.widths import ids_have_no_features
+
+Values = tuple[int, ...]  # value numbers: several if a port joins wires
+
+
+def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
+    """Return the values that a port reads, an unknown value after a fault, or None if no wire is given."""
+    entry = step.fields.get(port.name)
+    given = step.common.get("from") if port.main else None
+    if entry and given:
+        ctx.report(Fault("E210", f"the input is given twice: as `from` and as `{port.name}`", at=port.name), step)
+        return (ctx.run.unknown(),)
+    entry = entry or given
+    if entry:
+        return read_wires(ctx, entry[1], port.joins)
+    if not port.main:
+        return None
+    if "from" in step.misspelt:
+        return (ctx.run.unknown(),)
+    last = ctx.body.last
+    if last and len(last.outputs) > 1:
+        names = [ctx.run.labels[value] for value in last.outputs]
+        message = f"the step above has {len(names)} outputs: select one with `from`"
+        ctx.report(Fault("E313", message, expected=f"from: one of {listing(names)}"), step)
+        return (ctx.run.unknown(),)
+    return (ctx.body.value,)
+
+
+def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
+    """Return the values of the wires that a node names, or an unknown value after a fault."""
+    if not isinstance(node, Sequence):
+        return (_wire(ctx, node),)
+    if joins and node.items:
+        return tuple(_wire(ctx, item) for item in node.items)
+    names = listing(item.text for item in node.items if isinstance(item, Scalar))
+    hint = f"join them in a step above, `linear: {{from: [{names}], features: …}}`, and read its output"
+    several = Fault("E410", "this input takes a single wire, not a list", hint=hint)
+    ctx.report(Fault("E411", "the list of wires is empty") if joins else several, node.span)
+    return (ctx.run.unknown(),)
+
+
+def _wire(ctx: Context, node: Node) -> int:
+    """Return the value of a wire, or an unknown value after a fault."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
+    elif node.value in ctx.body.wires:
+        return ctx.body.wires[node.value]
+    elif not ctx.body.incomplete:
+        ctx.report(_no_wire(ctx, node.value), node.span)
+    return ctx.run.unknown()
+
+
+def _no_wire(ctx: Context, name: str) -> Fault:
+    if place := _place(ctx.body, name):
+        return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
+    known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
+    message = f"there is no wire {quote(name)} at this point"
+    expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
+    return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
+
+
+def _wire_outside_argument(name: str, maker: Origin | None) -> Fault:
+    """Return the fault of a wire read by the steps of an argument, but visible only where these are written."""
+    notes = [Note(f"`{name}` is defined here, outside these steps", maker.span)] if maker and maker.span else []
+    hint = "the block passes in `input`; pass other wires to a block as arguments of type `wire`"
+    expected = "a wire defined by these steps, or `input`, which the block passes in"
+    return Fault("E302", f"there is no wire {quote(name)} at this point", expected=expected, notes=notes, hint=hint)
+
+
+def _place(body: Body | None, name: str) -> Body | None:
+    """Return the body in which the steps of an argument are written, if a wire with this name is visible there."""
+    while body:
+        if body.place:
+            return body.place if name in body.place.wires else _place(body.place, name)
+        body = body.outer
+    return None
+
+
+def _wire_hint(ctx: Context, name: str) -> str:
+    if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
+        return "it is an output of this step; a step can only read outputs of steps above it"
+    if any(name in step.defined_wires() for step in ctx.body.steps):
+        return "it is defined below; a step can only read outputs of steps above it"
+    if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
+        return _verb_as_wire(name, ctx.body.current)
+    if body := _body_with(ctx.body, name):
+        node = body.nodes[name]
+        wires = [wire for wire, value in body.wires.items() if value in node.outputs]
+        how = f"its step defines {' and '.join(map(quote, wires))}" if wires else f"add `as: {name}` to its step"
+        return f"`name:` does not define a wire: {how} ({node.span})"
+    return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
+
+
+def _body_with(body: Body | None, name: str) -> Body | None:
+    """Return the body, this one or one that encloses it, that has a step with this name so far."""
+    while body and name not in body.nodes:
+        body = body.outer
+    return body
+
+
+def _open_steps(body: Body | None) -> Iterator[Step]:
+    """Yield the step that is being lowered, then the steps that contain it."""
+    while body:
+        if body.current:
+            yield body.current
+        body = body.outer
+
+
+def _verb_as_wire(name: str, step: Step | None) -> str:
+    """Return a hint if a verb is written in place of a wire."""
+    op = find_primitive(step.verb) if step else None
+    activation = fields_of(op).get("activation") if op else None
+    if step and activation and name in activation.choices:
+        keys = (key for key, (_, node) in step.fields.items() if isinstance(node, Scalar) and node.text == name)
+        written = f"`{step.verb}: {{{next(keys, 'from')}: …, activation: {name}}}`"
+        return f"set the activation with its own key: {written}"
+    return f"'{name}' is a verb: name its output, `- {name}: {{as: a}}`, and read `a`"
+
+
+# --- types of wires ---------------------------------------------------------------------------------------------------
+
+
+def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire | None:
+    """Return the type of the wire at a port, or None if it is UNKNOWN or absent."""
+    if values is None:
+        return None
+    for value in values:
+        wire = ctx.run.types[value]
+        if wire and wire.kind not in port.kinds:
+            _report_kind(ctx, step, port, value, wire)
+            return None
+    return wire if len(values) == 1 else _joined(ctx, step, values)
+
+
+def _report_kind(ctx: Context, step: Step, port: Port, value: int, wire: Wire) -> None:
+    maker = ctx.run.makers.get(value)
+    span = maker.span if maker else wire.origin.span if wire.origin else None
+    made = f"made by {maker.verb}" if maker else "the model's input"
+    message, expected = f"{step.verb} cannot read {_a(wire.kind)}", " or ".join(map(_a, port.kinds))
+    at, hint = port.name if port.name in step.fields else "from", _KIND_HINTS.get((wire.kind, port.kinds[0]))
+    notes = [Note(f"`{ctx.run.labels[value]}` is {wire}: {made}", span)]
+    ctx.report(Fault("E403", message, at=at, expected=expected, found=f"{wire}", notes=notes, hint=hint), step)
+
+
+_KIND_HINTS = {
+    ("image", "sequence"): "turn the image into tokens first, with patch_embed",
+    ("tokens", "sequence"): "embed the tokens first, with embed",
+    ("sequence", "vector"): "pool the sequence first, with pool",
+    ("vector", "sequence"): "the sequence was pooled above; move this step above the pooling",
+    **dict.fromkeys(
+        (("sequence", "tokens"), ("vector", "tokens"), ("image", "tokens")),
+        "only `input: {tokens: vocabulary}` provides token ids; remove this step if the input has features",
+    ),
+    **dict.fromkeys(
+        (("sequence", "image"), ("vector", "image"), ("tokens", "image")),
+        "only `input: {image: {size: 224, channels: 3}}` and to_image provide an image",
+    ),
+    ("tokens", "vector"): "embed the tokens with embed and pool them with pool first",
+}
+
+
+def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
+    """Return the type of wires joined along their features, or None if one of them is UNKNOWN."""
+    known = [wire for value in values if (wire := ctx.run.types[value])]
+    if len(known) < len(values):
+        return None
+    fault = None
+    with_tokens = [wire for wire in known if wire.places] or known  # a vector is broadcast to the tokens of the others
+    if known[0].kind == "tokens":
+        fault = ids_have_no_features(known[0], "joined", ctx.run.labels[values[0]])
+    elif len({(wire.kind, wire.places) for wire in with_tokens}) > 1:
+        labels = [ctx.run.labels[value] for value in values]
+        found = listing(f"{label} {wire}" for label, wire in zip(labels, known, strict=True))
+        fault = Fault("E406", "joined wires must have the same shape except for their features", found=found)
+    if fault:
+        ctx.report(fault, step)
+        return None
+    return with_tokens[0].with_features(sum(wire.features for wire in known))
+
+
+def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
+    """Check that inputs of a step with a common length have the same kind and size; report them if not."""
+    by_length: dict[str, tuple[str, Wire]] = {}  # the last input with each length
+    for port, wire in zip(ports, wires, strict=True):
+        if wire is None or (port.broadcast and wire.kind == "vector"):
+            continue
+        if port.length in by_length:
+            last, like = by_length[port.length]
+            same = wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid
+            if not same and (wire.kind, wire.places) != (like.kind, like.places):
+                ctx.report(_other_length(step, port.name, wire, last, like), step)
+                return False
+        by_length[port.length] = port.name, wire
+    return True
+
+
+def broadcast(ports: tuple[Port, ...], wires: list[Wire | None]) -> list[Wire | None]:
+    """Return the types seen by an op: vectors are broadcast to the length of the other inputs."""
+    like, vectors = None, []
+    for at, (port, wire) in enumerate(zip(ports, wires, strict=True)):
+        if wire and wire.kind != "vector":
+            like = like or (None if port.length else wire)
+        elif wire and port.broadcast:
+            vectors.append(at)
+    if like is None or not vectors:
+        return wires
+    return [_as_long_as(like, wire) if wire and at in vectors else wire for at, wire in enumerate(wires)]
+
+
+def _as_long_as(like: Wire, vector: Wire) -> Wire:
+    return like._replace(features=vector.features, origin=vector.origin, facts=vector.facts)
+
+
+def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
+    """Return the fault of input `name` of a step, which is not as long as input `first`, `like`."""
+    hint = None
+    if step.verb == "attention" and wire.kind == like.kind == "sequence":
+        hint = "use cross_attention for keys and values of another length: each token reads all of them"
+    elif wire.context != like.context:
+        hint = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"
+    size = "the size of" if like.kind == "image" else "as many tokens as"
+    return Fault(
+        "E406",
+        f"{name} must be {_a(like.kind)}{f' of {size} {first}' if like.places else ''}",
+        at=name if name in step.fields else None,
+        expected=show_axes(like.with_features(wire.features).axes),
+        found=f"{wire}",
+        hint=hint,
+    )
+
+
+def _a(kind: str) -> str:
+    return {"image": "an image", "tokens": "token ids", "sequence": "a sequence", "vector": "a vector"}[kind]

@@ -1,0 +1,1 @@
+"""Lower steps: each step of a spec becomes a node of the graph."""

@@ -1,0 +1,123 @@
+"""Lower `experts`: a router sends each token to some of several bodies with separate parameters."""
+
+from __future__ import annotations
+
+from seqblocks import graph
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.init_and_tie import with_initialisers
+from seqblocks.analysis.steps.nodes import make_node
+from seqblocks.analysis.steps.steps import count_steps, lower_inside
+from seqblocks.combinators.experts import Experts
+from seqblocks.errors import Fault, Note, quote
+from seqblocks.ops.router import Router
+from seqblocks.types import Wire
+
+
+@combines(Experts)
+def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
+    """Return the node. Raises Fault (E209) if routing fails; reports steps mixing tokens (E417, E418)."""
+    if arguments.top > arguments.count:
+        message = "a token cannot go to more experts than there are"
+        expected = f"at most {arguments.count}, the count"
+        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+    if caution := _untrained(arguments):
+        ctx.report(caution, step)
+    wire = ctx.run.types[x]
+    router = _router(ctx, step, arguments, x, wire)
+    bodies = _bodies(ctx, arguments, x)
+    if ctx.run.full:  # already reported
+        return None
+    if wire and _can_send(ctx, step, bodies["0"], wire):
+        _check_steps(ctx, step, bodies["0"], wire)
+    result = ctx.run.types[bodies["0"].result]
+    result = wire.with_features(result.features) if wire and result else None
+    return make_node(
+        ctx, step, "experts", {"x": (x,)}, result, bodies={"": router, **bodies}, arguments=arguments
+    )  # fmt: skip
+
+
+def _untrained(arguments: Experts) -> Fault | None:
+    """Return a warning (W905) if the weight of a token's expert is always 1, or None."""
+    if arguments.count == 1 and arguments.score == "softmax":
+        message = "the score of the only expert is always 1 and the router is never trained"
+        return Fault("W905", message, at="count", hint="use more experts, or write the steps without `experts`")
+    if arguments.count == 1 and arguments.normalize:
+        message = "the normalised weight of the only expert is always 1 and the router is never trained"
+        return Fault("W905", message, at="count", hint="use more experts, or set `normalize: false`")
+    if arguments.top == 1 and arguments.normalize:
+        message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
+        hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
+        return Fault("W905", message, at="normalize", hint=hint)
+    return None
+
+
+def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
+    """Return the body with the router as its only step."""
+    run, op = ctx.run, Router(count=arguments.count, corrected=arguments.corrected)
+    kind = op.shape(wire) if wire else None
+    value = run.value(kind, "scores")
+    parameters = op.parameters(wire) if wire else {}
+    if "init" in step.common:
+        named = {f"router.{name}": parameter for name, parameter in parameters.items()}
+        given = with_initialisers(ctx, step, named, known=wire is not None)
+        parameters = {name: given[f"router.{name}"] for name in parameters}
+    node = graph.Node(
+        "op", "router", "router", step.span, {"x": (x,)}, (value,), kind, op=op, parameters=parameters,
+        macs=op.macs(wire) if wire else 0, wires=(wire,),
+    )  # fmt: skip
+    return graph.Graph(x, [node], value)
+
+
+def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
+    """Return the experts by number. They share one body, unless it contains ties, which are names of the model."""
+    run = ctx.run
+    steps, ties = run.steps, run.ties
+    first = lower_inside(ctx, arguments.steps, x, "0")
+    others = [str(number) for number in range(1, arguments.count)]
+    if run.ties == ties:
+        count_steps(ctx, len(others) * (run.steps - steps))
+        return {"0": first, **dict.fromkeys(others, first)}
+    return {"0": first, **{name: lower_inside(ctx, arguments.steps, x, name) for name in others}}
+
+
+def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
+    """Report the first step of an expert that cannot process tokens one by one."""
+    for node in graph.walk(body):
+        if why := _mixes_tokens(node, x):
+            notes = [Note("the experts are here", step.span)]
+            hint = "move the step out of the experts, which process tokens one by one"
+            ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=notes, hint=hint), node.span)
+            return
+
+
+def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
+    """Return why a step cannot process tokens one by one, or None if it can."""
+    if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
+        return "reads earlier tokens"
+    if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
+        return f"changes the tokens: {x} becomes {node.type}"
+    if node.kind == "scan" and node.arguments.orders != ("forward",):
+        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
+    if node.type and node.type.context and not x.context:
+        return "does not depend on its token"
+    if node.op is None or x.kind == "vector":
+        return None
+    op, wires = node.op, node.wires
+    if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
+        return "reads other tokens"
+    return None
+
+
+def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
+    """Check that wires from outside that an expert reads have the same tokens as its input; report others."""
+    for value in body.captures:
+        wire, label = ctx.run.types[value], ctx.run.labels[value]
+        if wire and (wire.kind, wire.places) != (x.kind, x.places):
+            message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
+            expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
+            notes = [note] if note else []
+            ctx.report(Fault("E418", message, at="steps", expected=expected, found=f"{wire}", notes=notes), step)
+            return False
+    return True

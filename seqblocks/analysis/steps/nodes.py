@@ -1,0 +1,209 @@
+"""Create nodes: the name of a step, the wires that it defines, and its outputs."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.run import Run
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import number
+from seqblocks.errors import Fault, Note, Span, quote
+from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import is_name
+from seqblocks.types import Origin, Wire
+from seqblocks.widths import ids_have_no_features
+
+# A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
+# tests/torch/test_module.py compares the list with both.
+RESERVED_NAMES = frozenset(
+    (
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
+        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
+        "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",
+        "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
+        "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer",
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
+        "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
+        "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
+        "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+    )
+)  # fmt: skip
+
+
+def make_node(
+    ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], wire: Wire | None, **more: Any
+) -> graph.Node:
+    """Create the node of a step, with its name and its outputs."""
+    run, body = ctx.run, ctx.body
+    origin = Origin(step.verb, step.span)
+    if wire and not wire.origin:
+        wire = wire.made_by(origin)
+    if wire and run.has_context and wire.context != _is_context(run, inputs, more.get("bodies", {})):
+        wire = wire._replace(context=not wire.context)
+    if wire and wire.context:
+        more["state"] = {}  # computed once, before the first token
+    name = _unique_name(ctx, step)
+    types, labels, split = _outputs(ctx, step, wire, origin)
+    first = len(run.types)
+    values = tuple(range(first, first + len(types)))
+    run.types |= zip(values, types, strict=True)
+    run.labels |= zip(values, labels, strict=True)
+    run.makers |= dict.fromkeys(values, origin)
+    if "as" in step.common:
+        for label, value in zip(labels, values, strict=True):
+            body.wires.setdefault(label, value)
+    made = graph.Node(kind, name, step.verb, step.span, inputs, values, wire, split, **more)
+    if name not in body.nodes or body.nodes[name].kind == "unknown":
+        body.nodes[name] = made
+    return made
+
+
+def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, graph.Graph]) -> bool:
+    """Return whether a node depends on no streaming input."""
+    at_ports = [value for values in inputs.values() for value in values]
+    captured = [value for body in bodies.values() for value in body.captures]
+    return all((each := run.types[value]) and each.context for value in (*at_ports, *captured))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def may_be_name(ctx: Context, name: str, span: Span) -> bool:
+    """Return whether a word is a valid namespace; report it if not."""
+    if name == "input":
+        ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
+    elif name in RESERVED_NAMES or name.startswith("_"):
+        message = f"{quote(name)} is reserved: built models have an attribute of that name"
+        other = (name.strip("_0123456789") or "a") + "_step"
+        ctx.report(Fault("E311", message, hint=f"choose another name, such as {quote(other)}"), span)
+    else:
+        return is_name(ctx.run.report, name, span)
+    return False
+
+
+def _unique_name(ctx: Context, step: Step) -> str:
+    """Return the namespace of a step; report it if it is invalid or already used."""
+    name, span = step.name, step.name_span
+    given = step.common.get("name")
+    if given and not isinstance(given[1], Scalar):
+        ctx.report(Fault("E203", "name must be a word", found=kind_of(given[1])), given[1].span)
+    elif given and not may_be_name(ctx, name, span):
+        return f"{step.verb}@{span.line}"
+    clash = ctx.body.nodes.get(name)
+    if clash is None or clash.kind == "unknown":
+        return name
+    if not step.misspelt.isdisjoint(("name", "as")):
+        return f"{name}@{span.line}:{span.column}"
+    message = f"two steps here have the name {quote(name)}"
+    hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
+    fault = Fault("E304", message, hint=hint, notes=[Note("the other step is here", clash.span)])
+    ctx.report(fault, step.alias or span)
+    return f"{name}@{span.line}:{span.column}"
+
+
+def _other_name(ctx: Context, step: Step, name: str) -> str:
+    """Return a hint with an unused name for a step."""
+    numbers = ctx.body.numbers = ctx.body.numbers or dict.fromkeys((each.name for each in ctx.body.steps), 1)
+    number = next(n for n in count(numbers[name] + 1) if f"{name}_{n}" not in numbers)
+    numbers[name] = number  # so that a third step gets a different one
+    other = f"{name}_{number}"
+    if step.alias:
+        return f"an alias repeats the name too: write out the step, with `name: {other}`"
+    if "name" in step.common:
+        return f"write `name: {other}`"
+    if step.fields or step.common:
+        return f"add `name: {other}`"
+    return f"write `{step.verb}: {{name: {other}}}`"
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def _outputs(
+    ctx: Context, step: Step, wire: Wire | None, origin: Origin
+) -> tuple[list[Wire | None], list[str], tuple[int, ...]]:
+    """Return the types and labels of a step's outputs: its result, or the parts into which `as:` splits it.
+
+    The third value has the widths of the parts.
+    """
+    entry = step.common.get("as")
+    if entry is None:
+        return [wire], [step.verb], ()
+    node = entry[1]
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        define_wire(ctx, node.value, node.span)
+        return [wire], [node.value], ()
+    if wire and wire.kind == "tokens" and isinstance(node, Sequence | Mapping):
+        ctx.report(ids_have_no_features(wire, "split", "the result"), node.span)
+        wire = None
+    if isinstance(node, Mapping) and node.entries:
+        labels, widths = _named_widths(ctx, node, wire)
+    elif isinstance(node, Sequence) and len(node.items) > 1 and all(isinstance(item, Scalar) for item in node.items):
+        labels, widths = _equal_parts(ctx, node, wire)
+    else:
+        expected = "a name, a list of names (equal parts), or a mapping name: width"
+        ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
+        ctx.body.incomplete = True
+        return [None], ["?"], ()
+    if wire is None or widths is None:
+        return [None] * len(labels), labels, ()
+    return [wire.part(width).made_by(origin) for width in widths], labels, tuple(widths)
+
+
+def _equal_parts(ctx: Context, node: Sequence, wire: Wire | None) -> tuple[list[str], list[int] | None]:
+    """Return the names in a list, and the width of each part (no widths if UNKNOWN)."""
+    labels: list[str] = []
+    defined: set[str] = set()
+    for item in node.items:
+        assert isinstance(item, Scalar)
+        if item.text in defined:
+            ctx.report(Fault("E305", f"two parts are named {quote(item.text)}"), item.span)
+        else:
+            define_wire(ctx, item.text, item.span)
+        defined.add(item.text)
+        labels.append(item.text)
+    if wire is None:
+        return labels, None
+    width, rest = divmod(wire.features, len(labels))
+    if rest:
+        message = f"{wire.features} features cannot be split into {len(labels)} equal parts"
+        widths = ", ".join(f"{label}: {width + (at < rest)}" for at, label in enumerate(labels))
+        ctx.report(Fault("E405", message, hint=f"specify the widths: as: {{{widths}}}"), node.span)
+        return labels, None
+    return labels, [width] * len(labels)
+
+
+def _named_widths(ctx: Context, node: Mapping, wire: Wire | None) -> tuple[list[str], list[int] | None]:
+    """Return the names and widths in a mapping (no widths if UNKNOWN)."""
+    ctx.body.incomplete |= node.incomplete
+    labels = [define_wire(ctx, key, span) for key, span, _ in node]
+    widths = [number(ctx, value, whole=True) for _, _, value in node]
+    if wire is None or UNKNOWN in widths or node.incomplete:
+        return labels, None
+    if sum(widths) != wire.features:
+        message, expected = "the widths must add up to the number of features", str(wire.features)
+    elif min(widths) < 1:
+        message, expected = "each part needs at least one feature", "1 or more each"
+    else:
+        return labels, widths
+    note = wire.origin_note("the result")
+    found = f"{' + '.join(map(str, widths))} = {sum(widths)}"
+    ctx.report(Fault("E405", message, expected=expected, found=found, notes=[note] if note else []), node)
+    return labels, None
+
+
+def define_wire(ctx: Context, name: str, span: Span) -> str:
+    """Define a wire; report its name if it is invalid or already used."""
+    if not may_be_name(ctx, name, span):
+        ctx.body.incomplete = True
+    elif name in ctx.body.wires:
+        maker = ctx.run.makers.get(ctx.body.wires[name])
+        notes = [Note("it is defined here", maker.span)] if maker and maker.span else []
+        ctx.report(Fault("E305", f"there is already a wire {quote(name)}", notes=notes), span)
+    return name

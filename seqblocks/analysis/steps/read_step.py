@@ -1,0 +1,242 @@
+"""Read nodes of the document as steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain, islice
+
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Entries, Step, Verb, find_verb, passed_verb
+from seqblocks.analysis.scope.values import effort
+from seqblocks.combinators import Combinator
+from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.spec import STEP_KEYS, Argument, Block
+from seqblocks.messages.suggestions import key_hint, missing_colon, nearest, why_needless
+from seqblocks.op import Op
+
+MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
+
+
+def read_step(ctx: Context, item: Node) -> Step:
+    """Read an item of a list of steps as a step. The result is cached, since bodies may be lowered several times."""
+    cache = ctx.run.step_cache
+    key = (id(item), id(ctx.callers[-1])) if ctx.passed else id(item)  # an alias may occur in another block
+    if key not in cache:
+        cache[key] = step = _read(ctx, item)
+        _check_keys(ctx, step)
+        step.effort = _effort(step)
+    return cache[key]
+
+
+def _find_verb(ctx: Context, verb: str) -> Verb | None:
+    """Look up a verb that is visible here; return None if there is none."""
+    if verb in ctx.passed:
+        return passed_verb(ctx.passed[verb].declared)
+    return find_verb(ctx.file, verb)
+
+
+def _read(ctx: Context, item: Node) -> Step:
+    match item:
+        case Scalar(value=str(verb)):
+            return Step(verb, item.span, {}, {}, found=_find_verb(ctx, verb))
+        case Mapping(entries=entries) if len(entries) == 1:
+            ((verb, span, node),) = list(item)
+            return _read_arguments(ctx, item, verb, span, node)
+        case Mapping(entries=entries) if entries:
+            _report_several_verbs(ctx, item)
+            return Step("?", item.span, {}, {}, possible_wires=("?",), unreadable=True)
+        case _:
+            ctx.report(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
+    return Step("?", item.span, {}, {}, unreadable=True)
+
+
+def _report_several_verbs(ctx: Context, item: Mapping) -> None:
+    first, *others = item.entries
+    hint = "one verb per step"
+    if found := _find_verb(ctx, first):
+        steps = [other for other in others if other not in found.keys and _find_verb(ctx, other)]
+        separate = f"put '- ' before {listing(steps)}: this is a separate step" if steps else None
+        hint = separate or _long_form(item, found) or _move_inside(item)
+    message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
+    ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
+
+
+def _long_form(item: Mapping, found: Verb) -> str | None:
+    """Return a step in short form (`linear: 64`) and the arguments next to it as one mapping, or None."""
+    (verb, _, only), *others = item
+    key = found.steps if isinstance(only, Sequence) else None
+    if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
+        key = found.required[0]
+    if any(name == key for name, *_ in others):
+        return f"`{verb}: {_shown(only)}` sets {key}: remove one of the two"
+    rest = ((name, _shown(node)) for name, _, node in others)
+    return key and _written(verb, [(key, _shown(only)), *rest])
+
+
+def _move_inside(item: Mapping) -> str:
+    (verb, _, arguments), *others = item
+    span = arguments.span
+    has_braces = isinstance(arguments, Mapping) and span.source.line(span.line)[span.column - 1] == "{"
+    shown = listing(name for name, *_ in others)
+    return f"move {shown} into the braces after `{verb}:`" if has_braces else f"indent {shown} below `{verb}:`"
+
+
+def _shown(node: Node) -> str:
+    """Return the text of a short scalar, or an ellipsis."""
+    return node.text if isinstance(node, Scalar) and len(node.text) < 40 else "…"
+
+
+def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: Node) -> Step:
+    found = _find_verb(ctx, verb)
+    if isinstance(node, Scalar) and node.value is None:
+        return Step(verb, span, {}, {}, found=found)
+    if not isinstance(node, Mapping):
+        alias = None if item.span.holds(span) else item.span
+        if found is None or not found.is_known:
+            return _without_arguments(ctx, verb, span, found)
+        key = _sole_argument(ctx, verb, node, found)
+        fields = {key: (node.span, node)} if key else {}
+        return Step(verb, span, fields, {}, found=found, alias=alias, unreadable=not key)
+    if SOLE in node.entries:  # set by an override
+        entries = dict(node.entries)
+        where, only = entries.pop(SOLE)
+        sole = _sole_argument(ctx, verb, only, found) if found and found.is_known else None
+        if sole is None:
+            return Step(verb, span, {}, {}, found=found, unreadable=found is not None)
+        node = node._replace(entries={sole: (where, only), **entries})
+    own = found.own if found else ()  # repeat has its own `share`
+    fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS or key in own}
+    common = {key: (s, n) for key, s, n in node if key not in fields}
+    inside = next((s for _, s, _ in node), node.span)
+    alias = next((outer.span for outer, first in ((item, span), (node, inside)) if not outer.span.holds(first)), None)
+    return Step(verb, span, fields, common, found=found, incomplete=node.incomplete, alias=alias)
+
+
+def _without_arguments(ctx: Context, verb: str, span: Span, found: Verb | None) -> Step:
+    """Return a step with an unknown verb, and thus unknown arguments. Report a verb that contains an argument too."""
+    first = verb.partition(" ")[0]
+    if first == verb or not _find_verb(ctx, first):
+        return Step(verb, span, {}, {}, found=found)
+    ctx.report(Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb)), span.within(0, len(first)))
+    return Step(verb, span, {}, {}, unreadable=True)
+
+
+def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | None:
+    """Return the argument that a short form sets (`linear: 64`, `residual: [silu]`), or None after a fault."""
+    colon = missing_colon(node.text, found.keys) if isinstance(node, Scalar) else None
+    if found.steps and isinstance(node, Sequence):
+        return found.steps
+    if len(found.required) == 1 and not found.steps and isinstance(node, Scalar) and not colon:
+        return found.required[0]
+    if not found.keys:
+        hint = f"remove the value: `{verb}` has no arguments"
+    elif found.steps:
+        hint = f"{verb}: [{_shown(node)}]"
+    elif found.required:
+        hint = _written(verb, [(key, "…") for key in found.required])
+    else:
+        hint = f"name the argument: {verb} takes {listing(found.own)}"
+    fault = Fault("E203", f"the arguments of {quote(verb)} must be a mapping", found=kind_of(node), hint=colon or hint)
+    ctx.report(fault, node.span)
+    return None
+
+
+def _written(verb: str, arguments: Iterable[tuple[str, str]]) -> str:
+    """Return a step as text. arguments: keys, and their values as shown."""
+    return f"{verb}: {{{', '.join(f'{key}: {shown}' for key, shown in arguments)}}}"
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _check_keys(ctx: Context, step: Step) -> None:
+    """Report unknown arguments; they make the step incomplete."""
+    found = step.found
+    if found is None or not found.is_known:
+        return
+    if _takes_words(found):
+        _check_misspelt(ctx, step, found)
+        return
+    known = {*found.own, *found.wires}
+    unknown: Entries = {key: entry for key, entry in step.fields.items() if key not in known}
+    words = list(dict.fromkeys((*found.own, *found.wires, *found.common))) if unknown else []
+    for key, (span, _) in unknown.items():
+        ctx.report(_unknown_key(step, found, key, words), span)
+        step.incomplete = True
+    step.misspelt = frozenset(_misspelt(unknown, found, words))
+    if "as" not in step.common:
+        step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
+
+
+def _misspelt(unknown: Iterable[str], found: Verb, words: list[str]) -> Iterator[str]:
+    """Yield the keys common to all steps that unknown ones may stand for."""
+    close = (key for key in unknown if nearest(key, found.common))  # Fewer words to compare than all.
+    for key in islice(close, MAX_MISSPELT):
+        word = nearest(key, words)
+        if word in found.common:
+            yield word
+
+
+def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
+    """Report keys of an op with keys of the user's own that its values do not contain, and that are close to others."""
+    if not (isinstance(found.meaning, type) and issubclass(found.meaning, Op)):
+        return
+    words = list(dict.fromkeys((*found.own, *found.wires, *found.common)))
+    own = [node for key, (_, node) in step.fields.items() if key in found.own]
+    used = {word for node in own if isinstance(node, Scalar) for word in re.findall(r"\w+", node.text)}
+    for key, (span, _) in [*step.fields.items()]:
+        if key not in words and key not in used and (word := nearest(key, words)):
+            ctx.report(_unknown_key(step, found, key, words), span)
+            del step.fields[key]
+            step.incomplete, step.misspelt = True, step.misspelt | {word}
+
+
+def _takes_words(found: Verb) -> bool:
+    """Return whether a verb takes user-defined keys, which the op or the combinator checks itself."""
+    return isinstance(found.meaning, type) and found.meaning.open_keys
+
+
+def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
+    if isinstance(found.meaning, Argument):
+        message = f"{step.verb} runs the steps passed to the block, and does not take {quote(key)}"
+        notes = [Note("the argument is declared here", found.meaning.span)]
+    elif isinstance(found.meaning, Block):
+        message = f"block {step.verb} has no argument {quote(key)}"
+        notes = [Note("the block is defined here", found.meaning.span)]
+    else:
+        message, notes = f"unknown key {quote(key)} in {step.verb}", []
+
+    def hint() -> str | None:
+        return (None if notes else why_needless(key)) or key_hint(key, words)
+
+    return Fault("E201", message, expected=f"one of {listing(words, 16)}", hint=hint, notes=notes)
+
+
+def _words(key: str, node: Node) -> list[str]:
+    """Return the words of an unknown key's value. They are wires if the key is a misspelt `as:`."""
+    match node:
+        case Scalar(value=None):
+            return key.split()[1:]  # the colon may be missing
+        case Scalar(value=str(text)):
+            return [text]
+        case Mapping(entries=entries):
+            return list(entries)
+        case Sequence(items=items):
+            return [item.text for item in items if isinstance(item, Scalar)]
+    return []
+
+
+def _effort(step: Step) -> int:
+    """Return the effort of reading the arguments of a step once, not counting the steps inside it."""
+    meaning = step.found.meaning if step.found else None
+    cls = meaning if isinstance(meaning, type) and issubclass(meaning, Combinator) else None
+    holds: Container[str] = cls.holds if cls else ()
+    if isinstance(meaning, Block):
+        holds = [name for name, argument in meaning.args.items() if argument.type == "steps"]
+    total = 1
+    for key, (_, node) in (*step.fields.items(), *step.common.items()):
+        steps = key in holds or (cls and cls.open_keys and key in step.fields and key not in cls.model_fields)
+        total += 1 + (len(node.items) if isinstance(node, Sequence) else 0) if steps else effort(node)
+    return total

@@ -1,0 +1,270 @@
+"""Lower steps to nodes: a list of steps becomes a body, and each step is lowered according to its verb.
+
+The functions that lower ops, blocks and combinators are registered here (`@lowers`). A step that cannot be lowered
+becomes an unknown node, whose outputs have no type, so that nothing that depends on it is reported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Container
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from seqblocks import graph
+from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.steps.conditions import is_absent, is_known
+from seqblocks.analysis.steps.read_step import read_step
+from seqblocks.combinators import COMBINATORS
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.files import bundled
+from seqblocks.language.spec import Argument
+from seqblocks.messages.suggestions import instead_of, key_hint, nearest
+from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
+
+MAX_STEPS = 50_000
+MAX_EFFORT = 600_000  # in all layers, see `values.effort`
+MAX_NESTING = 64  # depth of nested bodies: calls of torch modules nest as deeply, and Python limits recursion
+
+Lowering = Callable[[Context, Step, Any], graph.Node | None]
+LOWERINGS: dict[type, Lowering] = {}
+L = TypeVar("L", bound=Lowering)
+
+
+def lowers(meaning: type) -> Callable[[L], L]:
+    """Register the function that creates the node of a step whose verb is an Op, a Block or a certain combinator.
+
+    The function takes the context, the step and the definition of the verb. It raises Fault, or returns None after a
+    fault that it has reported, or if something is UNKNOWN.
+    """
+
+    def register(function: L) -> L:
+        LOWERINGS[meaning] = function
+        return function
+
+    return register
+
+
+def _lowering(meaning: type) -> Lowering:
+    if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
+        importlib.import_module(f"seqblocks.analysis.steps.combinators.{meaning.verb}")  # type: ignore[attr-defined]
+    return LOWERINGS[meaning]
+
+
+# --- lists of steps ---------------------------------------------------------------------------------------------------
+
+
+def lower_inside(
+    ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None
+) -> graph.Graph:
+    """Lower the steps of a combinator, which read value `x`. Outer wires stay visible.
+
+    labels: parts of the names of parameters, after that of the combinator. names: the scope of the body, if separate.
+    """
+    outer = ctx.body
+    spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps has a cost too
+    assert outer.current
+    path = (*outer.path, outer.current.name, *labels)
+    body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
+    names = ctx.names if names is None else names
+    return lower_steps(ctx._replace(names=names, body=body, depth=ctx.depth + 1), steps, x)
+
+
+def lower_steps(
+    ctx: Context, steps: Node | None, x: int, ports: dict[str, int] | None = None, has_outputs: bool = False
+) -> graph.Graph:
+    """Lower a list of steps in `ctx.body`.
+
+    ports: inner values, by the names of a block's wire arguments, or of a model's inputs after the first.
+    has_outputs: whether the model has `outputs:`, so that its last step may have several outputs.
+    """
+    body, run = ctx.body, ctx.run
+    first = len(run.types)
+    out = graph.Graph(x, [], x, ports=ports or {})
+    if run.full or not isinstance(steps, Sequence):
+        if steps is not None and not run.full:
+            _report_no_list(ctx, steps)
+        body.incomplete = True
+        out.result = run.unknown()
+        return out
+    body.value = x
+    body.steps = [read_step(ctx, item) for item in steps.items]
+    for step in body.steps:
+        body.current = step
+        if not body.wires.keys() >= set(step.possible_wires):
+            body.incomplete = True
+        if "when" in step.common and is_absent(ctx, step):
+            out.absent.append(step.name)
+            continue
+        if "when" not in step.common or is_known(ctx, step):
+            body.last = lower_step(ctx, step)
+        else:
+            _check_inside(ctx, step)
+            body.last = _unknown_node(ctx, step)
+        body.value = body.last.outputs[0]
+        out.nodes.append(body.last)
+    out.result = body.value
+    if body.last and len(body.last.outputs) > 1 and not has_outputs:
+        fault = Fault("E313", f"the last step has {len(body.last.outputs)} outputs, but must have one")
+        ctx.report(fault, body.last.span)
+        out.result = run.unknown()
+    out.captures = _captures(out, first, {x, *(ports or {}).values()})
+    return out
+
+
+def _report_no_list(ctx: Context, steps: Node) -> None:
+    found, keys = kind_of(steps), steps.entries if isinstance(steps, Mapping) else ()
+    hint = "indent its items at least as far as the key: `- silu`" if found == "nothing" else "- silu"
+    if keys:
+        hint = f"each step is an item of a list: put '- ' before {listing(keys)}"
+    ctx.report(Fault("E203", "steps must be a list", found=found, hint=hint), steps.span)
+
+
+def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
+    """Return the outer values that a body reads: those numbered before its first value."""
+    made = set(own)
+    seen: dict[int, None] = {}
+    for node in body.nodes:
+        seen |= dict.fromkeys(v for v in node.reads if v < first and v not in made)
+        made.update(node.outputs)
+    if body.result < first and body.result not in made:
+        seen[body.result] = None
+    return tuple(seen)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def lower_step(ctx: Context, step: Step) -> graph.Node:
+    """Lower a step to its node: an unknown node after a fault, or if it depends on something UNKNOWN."""
+    try:
+        if not (step.unreadable or ctx.run.full):
+            count_steps(ctx, 1)
+            spend(ctx, step.effort)
+            if step.found is None:
+                _report_no_verb(ctx, step)
+            else:
+                meaning = step.found.meaning
+                kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
+                if node := _lowering(kind)(ctx, step, meaning):
+                    if "share" in step.common:
+                        from seqblocks.analysis.steps.sharing import read_share, share_parameters  # few specs need it
+
+                        share_parameters(ctx, step, node, read_share(ctx, step))
+                    return node
+    except Fault as fault:
+        ctx.report(fault, step)
+    return _unknown_node(ctx, step)
+
+
+def _check_inside(ctx: Context, step: Step) -> None:
+    """Report the faults of a step whose condition is wrong, except those that depend on values.
+
+    The condition may exclude the values that would be wrong, so all names have unknown values.
+    """
+    if not ctx.run.report:  # in an unused block, where the condition depends on an argument
+        return
+    names, body = Names(ctx.names, dict.fromkeys(ctx.names, UNKNOWN)), ctx.body
+    names.incomplete = ctx.names.incomplete
+    own = step.defined_wires()
+    wires = {name: value for name, value in body.wires.items() if name not in own}
+    nodes = {name: node for name, node in body.nodes.items() if name != step.name}
+    lower_step(ctx._replace(names=names, body=body._replace(wires=wires, nodes=nodes)), step)
+
+
+def _unknown_node(ctx: Context, step: Step) -> graph.Node:
+    """Return the node of a step that cannot be lowered, and define its wires."""
+    names = step.defined_wires()
+    outputs = tuple(ctx.run.unknown() for _ in names or [""])
+    for name, value in zip(names, outputs, strict=False):
+        ctx.body.wires.setdefault(name, value)
+    node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
+    ctx.body.nodes.setdefault(step.name, node)
+    return node
+
+
+def _report_no_verb(ctx: Context, step: Step) -> None:
+    """Report an unknown verb, unless an unreadable part of the file may define it."""
+    if ctx.file.incomplete:
+        return
+    message, notes = f"there is no verb {quote(step.verb)}", [Note(text) for text in load_plugins()]
+    ctx.report(Fault("E301", message, hint=lambda: _verb_hint(ctx, step.verb), notes=notes), step)
+
+
+def _verb_hint(ctx: Context, verb: str) -> str:
+    """Return a hint for an unknown verb."""
+    if ctx.callers and verb in ctx.callers[-1].args:
+        return _argument_hint(ctx.callers[-1].args[verb])
+    verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
+    if found := _bundled_hint(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs):
+        return found
+    files = files_of_blocks()
+    if block := nearest(verb, files):
+        return f"did you mean '{block}'? add `use: [{files[block]}]`"
+    return "`seqblocks ops` lists the verbs; your own primitives must be imported first (--import my_ops.py)"
+
+
+def _argument_hint(argument: Argument) -> str:
+    """Return a hint if the unknown verb is the name of an argument."""
+    if argument.type == "steps":
+        return "default steps can use numbers and words among the arguments, but cannot run arguments of type `steps`"
+    return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
+
+
+def _bundled_hint(verb: str, visible: Container[str]) -> str | None:
+    """Return a hint if a bundled file or one of its blocks has this name."""
+    files = files_of_blocks()
+    if verb in files:
+        return f"add `use: [{files[verb]}]`"
+    path = bundled().get(verb)
+    if path is None:
+        return None
+    if path.parent.name == "models":
+        return f"{verb} is a complete model: `seqblocks build {verb}`"
+    blocks = [block for block, file in files.items() if file == verb]
+    in_use = all(block in visible for block in blocks)
+    return f"`use: [{verb}]` {'is in use, and its blocks are' if in_use else 'brings in'} {listing(blocks)}"
+
+
+@lru_cache(maxsize=1)
+def files_of_blocks() -> dict[str, str]:
+    """Return the bundled blocks, each with the name of its file."""
+    paths = {name: path for name, path in bundled().items() if path.parent.name == "blocks"}
+    texts = ((name, path.read_text(encoding="utf-8")) for name, path in paths.items())
+    return {block: name for name, text in texts for block in re.findall(r"^  (\w+):$", text, re.MULTILINE)}
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
+    """Count steps, nested up to `height` bodies deep below this one.
+
+    Raises Fault (E104) where there are too many, after which nothing is lowered.
+    """
+    run = ctx.run
+    if run.full:  # already reported
+        return
+    run.steps += steps
+    run.deepest = max(run.deepest, ctx.depth + height)
+    if run.deepest > MAX_NESTING:
+        run.full = True
+        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} levels")
+    if run.steps > MAX_STEPS:
+        run.full = True
+        raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
+
+
+def spend(ctx: Context, effort: int) -> None:
+    """Add up the effort of reading arguments. Raises Fault (E104) like `count_steps`."""
+    run = ctx.run
+    run.effort += effort
+    if run.effort > MAX_EFFORT and not run.full:
+        run.full = True
+        message = "the model's layers take too long to analyse"
+        raise Fault("E104", message, hint="use fewer layers or shorter expressions")

@@ -1,0 +1,38 @@
+"""The GPU tests collect and run with the packages of a machine with a GPU, which has no pydantic."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_machine import as_on_a_gpu_machine, hidden_modules
+from tests.kernels import rehearsal
+from tests.kernels.conformance import INTERPRETED
+
+SLOW_ONES = "test_gradients_at_any_number_of_warps or test_the_same_bits_every_time"
+
+
+def test_the_environment_lacks_what_kernels_do_not_need() -> None:
+    hidden = hidden_modules()
+    assert "pydantic" in hidden
+    assert not hidden & {"torch", "triton", "numpy", "yaml", "einops", "_pytest", "xdist", "hypothesis", "seqblocks"}
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "left_out", [pytest.param(SLOW_ONES, marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.long)]
+)
+def test_gpu_tests_need_no_other_packages(left_out: str, root: Path, tmp_path: Path) -> None:
+    """Every GPU test is collected, and one case of each runs in the interpreter, unless only a device can run it."""
+    command = [sys.executable, "-m", "pytest", "-p", rehearsal.__name__, "-p", "no:cacheprovider", "-m", "gpu", "-v"]
+    done = subprocess.run(
+        [*command, "-k", f"not ({left_out})", "tests/kernels", "tests/torch/test_stream.py"],
+        cwd=root, env=as_on_a_gpu_machine(root, tmp_path), capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (passed := re.search(r"(\d+) passed, 1 skipped", done.stdout)), done.stdout  # skipped: test_stream.py
+    assert int(passed[1]) >= (14 if left_out == SLOW_ONES else 16)
