@@ -132,6 +132,9 @@ TYPICAL = {
 }
 
 
+SHARED_KERNELS = {"search", "search_gradients", "copy", "spread", "fill"}  # kernels/resets; in a case of the mLSTM
+
+
 def compiled_for(op: str) -> list[tuple[str, str]]:
     """Return the cases of an op that run without `long`, with their architectures."""
     if op == "linear_attention":
@@ -149,7 +152,8 @@ def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureReq
     first, *recorded = golden(root, op, lines[0])
     cells = [(line, [cell.strip() for cell in line.split("|")]) for line in recorded]
     compare(lines, [first, *(line for line, (name, _, arch, *_) in cells if (name, arch) in pairs)])
-    assert kernels(lines) == kernels([first, *recorded])
+    of_resets = SHARED_KERNELS if op == "linear_attention" else set()
+    assert kernels(lines) == kernels([first, *recorded]) - of_resets
 
 
 @pytest.mark.long
