@@ -255,7 +255,7 @@ def cases_of_linear_attention() -> Iterator[tuple[str, Callable[[], None]]]:
     # Some versions of Triton keep values of these outside of registers: SPILLS in test_ahead_of_time.py
     yield "linear_attention D=128 to 256 bf16 delta per head", lambda: linear_attention(
         128, torch.bfloat16, "head", True, values=256)
-    yield "linear_attention D=128 bf16 delta per key resets", lambda: linear_attention(
+    yield "linear_attention D=128 bf16 resets delta per key", lambda: linear_attention(
         128, torch.bfloat16, "key", True, resets=True)
     yield "linear_attention D=256 bf16 delta per key", lambda: linear_attention(256, torch.bfloat16, "key", True)
 
