@@ -96,7 +96,7 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
     status, message = refusal(root, tmp_path / "out", "--spec", "vil_digit")
-    assert status == 1
+    assert status == 2
     assert "vil_digit" in message
 
 
@@ -150,7 +150,7 @@ def test_language_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     assert refused("--steps", "0")[0] == 2
     assert refused("--text", str(tmp_path / "none.txt"))[0] == 2
     status, message = refused("--spec", "mamba_smal")
-    assert (status, "mamba_small" in message) == (1, True)
+    assert (status, "mamba_small" in message) == (2, True)
     (tmp_path / "short.txt").write_text("short", encoding="utf-8")
     status, message = refused("--text", str(tmp_path / "short.txt"))
     assert (status, "too short" in message) == (2, True)

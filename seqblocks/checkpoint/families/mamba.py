@@ -178,7 +178,7 @@ model:
         name: layers
         times: depth
         steps:
-          - {kind}_block: {{dim: dim, {"layers: layers, " if rescaled else ""}{written(arguments)}}}
+          - {kind}_block: {{dim: dim, layers: {"layers" if rescaled else 1}, {written(arguments)}}}
     - rms_norm: {{name: norm_f, eps: {scalar(eps)}}}
     - unembed: {{bias: false, {head}}}
 
