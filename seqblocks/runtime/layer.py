@@ -126,9 +126,9 @@ class WiredLayer(SequenceModel):
         super().__init__(layer.spec)
         self._widths = layer.wires
 
-    def __repr__(self) -> str:
+    def extra_repr(self) -> str:
         wires = ", ".join(f"{name} {width}" for name, width in self._widths.items())
-        return f"{super().__repr__()[:-1]}, input joined with {wires}>"
+        return f"input joined with {wires}"
 
     def forward(  # type: ignore[override]  # as in SequenceModel
         self,

@@ -326,13 +326,6 @@ class SequenceModel(Body):
             return None
         return stepper(self, self.spec, self._declared_state, stream)
 
-    def __repr__(self) -> str:
-        """Return the model in one line; `print(model)` shows its modules."""
-        like = self._some_tensor()
-        return f"<{self.spec.title}, {str(self._own_dtype()).removeprefix('torch.')} on {like.device}>"
-
-    __str__ = nn.Module.__repr__
-
     def _repr_html_(self) -> str:
         from seqblocks.report.summary import summarise  # only needed in a notebook
 

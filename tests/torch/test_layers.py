@@ -152,7 +152,7 @@ def test_wires_are_read_with_each_token(name: str) -> None:
 
 def test_wires_keep_their_order() -> None:
     layer = seqblocks.block_text(OWN, "gated", features=4, by=4, clip=4)
-    assert repr(layer).endswith(" on cpu, input joined with by 4, clip 4>")
+    assert "input joined with by 4, clip 4" in repr(layer)
     x, by, clip = torch.randn(3, 2, 5, 4).unbind()
     assert torch.equal(layer(x, clip=clip, by=by), x * by + clip)
 
