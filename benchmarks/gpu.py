@@ -17,7 +17,8 @@ For a wrong result the table says which numbers are wrong, and what their positi
 
 Times are medians of the time on the device. Calls are queued after a pause twice as long as queueing takes, with a cold
 second-level cache, so that neither Python nor the previous call counts; a star marks figures for which the pause was
-too short. They are compared with a lower bound, the larger of two times: that of the least traffic at this card's
+too short. A profile of both passes, or of the forward pass where there is no other, says which kernels take the
+time. They are compared with a lower bound, the larger of two times: that of the least traffic at this card's
 measured copy bandwidth, and that of the arithmetic at its measured rates. The bound of the mLSTM is counted for chunks
 of 64 tokens; an implementation with other chunks can be faster.
 
@@ -58,6 +59,7 @@ from gpu_page import OURS, as_text, page
 from launches import ARCHIVE, Launch, chunks, launches, save
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.self_check import launched_for
@@ -340,7 +342,19 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
             before = torch.cuda.memory_allocated()
             passes[-1]()
             record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            with contextlib.suppress(RuntimeError):  # a profiler that does not work on this machine
+                record["kernels"] = by_kernel(passes[-1])
         yield record
+
+
+def by_kernel(run: Callable[[], Any], calls: int = 3) -> dict[str, list[float]]:
+    """Return the launches and the milliseconds of each kernel per call, the most expensive first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    spent = [(e.self_device_time_total, e.key, e.count) for e in found.key_averages() if e.self_device_time_total]
+    return {name: [count / calls, us / calls / 1e3] for us, name, count in sorted(spent, reverse=True)}
 
 
 def _prepared(
@@ -542,7 +556,7 @@ class Run:
         write(self.path, page(self.results))
 
     def add(self, to: str, record: dict[str, Any]) -> None:
-        print(json.dumps({key: x for key, x in record.items() if key != "launches"}), file=sys.stderr)
+        print(json.dumps({key: x for key, x in record.items() if key not in ("launches", "kernels")}), file=sys.stderr)
         self.results[to].append(record)
         self.save()
 

@@ -22,7 +22,7 @@
 #     for wheel in WHEELS/*.whl; do python3 -m zipfile -e "$wheel" UNPACKED; done; export PYTHONPATH=.:UNPACKED
 #
 # Variables: SECONDS_IN_ALL (470), WORKERS (one per processor, at most 16), SHAPES (1: of each case), PYTHON (python3),
-# PEERS.
+# PEERS, SANITIZER (empty: no compute-sanitizer).
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 out=${1:?folder for the results}
@@ -78,8 +78,9 @@ sanitised() {
 case $part in
     1) benchmark "$(left)" --part first --stage checks --stage ours --stage float32 "$@" ;;
     2)
-        sanitizer=$(command -v compute-sanitizer)
-        tests $(($(left) - 75 - ${sanitizer:+11}0)) tests.jsonl tests/kernels tests/torch/test_stream.py
+        sanitizer=${SANITIZER-$(command -v compute-sanitizer)}
+        tests $(($(left) - 75 - ${sanitizer:+11}0)) tests.jsonl tests/torch/test_stream.py \
+            tests/kernels/test_{self_check_on_device,linear_attention_triton,mlstm,selective_scan,slstm,conformance}.py
         "$python" tests/results.py "$out/tests.jsonl" | tee "$out/tests.txt"
         "$python" tests/results.py "$out/tests.jsonl" --failed 12 > "$kept/names"
         if [ -s "$kept/names" ]; then

@@ -1,4 +1,4 @@
-"""The page that `gpu.py` writes: what was checked, what it took, and what is wrong."""
+"""The page that `gpu.py` writes: what was checked, what it took and where, and what is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_text(shape: Shape) -> str:
 
 def page(results: dict[str, Any]) -> str:
     """Return the results as a page."""
-    lines = [*_head(results), *checks(results["checks"]), *_times(results["times"])]
+    lines = [*_head(results), *checks(results["checks"]), *_times(results["times"]), *kernels(results["times"])]
     if results["unchecked"]:
         lines += ["", "Timed, but in no check that passed:", "", *(f"- {text}" for text in results["unchecked"])]
     if results["left_out"]:
@@ -96,3 +96,25 @@ def _cell(r: dict[str, Any], ours: dict[str, Any], field: str, least: float) -> 
         return ""
     times = r[f"{field}_ms"] / (least if r is ours else ours.get(f"{field}_ms", math.nan))
     return f"{r[f'{field}_ms']:.3f}{'*' * r[f'{field}_late']} ({times:.2f} x)"
+
+
+def kernels(times: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the kernels that take at least a fiftieth of a call."""
+    found = [r for r in times if r.get("kernels")]
+    if not found:
+        return
+    yield from (
+        "", "## Kernels", "",
+        "Milliseconds of each kernel in a call forward and backward (of the forward pass alone where there is no other),",
+        "in a profile with a warm cache; kernels below a fiftieth of the call are summed.", "",
+        "| | | kernel | launches | ms |", "|---|---|---|---|---|",
+    )  # fmt: skip
+    for r in found:
+        least = sum(ms for _, ms in r["kernels"].values()) / 50
+        shown = {name: (count, ms) for name, (count, ms) in r["kernels"].items() if ms >= least}
+        rest = [each for name, each in r["kernels"].items() if name not in shown]
+        if rest:
+            shown["others"] = (sum(count for count, _ in rest), sum(ms for _, ms in rest))
+        for name, (count, ms) in shown.items():
+            label = name if len(name) <= 60 else f"{name[:57]}..."
+            yield f"| {r['case']}, {as_text(r['shape'])} | {r['candidate']} | `{label}` | {count:g} | {ms:.3f} |"
