@@ -20,8 +20,8 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.distributed.relay import Part, Relay
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.call import Call, Carrying
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import random_input
 
 RUNS = 5

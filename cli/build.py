@@ -83,7 +83,7 @@ def _check_memory(model: ModelSpec, dtype: str, device: str) -> None:
 
 def _built(model: ModelSpec, dtype: str, options: argparse.Namespace) -> int:
     torch = import_torch("building requires torch", " (`seqblocks check` does not)")
-    from seqblocks.runtime.builder import build_model
+    from seqblocks.model.builder import build_model
 
     module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)
     return sum(p.numel() for p in module.parameters())

@@ -59,7 +59,7 @@ def _model(options: argparse.Namespace) -> Any:
     """Build the model of the spec, with its weights."""
     from seqblocks.checkpoint import folder
     from seqblocks.checkpoint.record import RECORD
-    from seqblocks.runtime.builder import build_model
+    from seqblocks.model.builder import build_model
 
     dtype, place = dtype_named(options.dtype, "--dtype"), Path(options.spec)
     is_saved = (place / RECORD).exists()
@@ -79,7 +79,7 @@ def _model(options: argparse.Namespace) -> Any:
 def _with_weights(spec: Any, path: str, dtype: str) -> Any:
     from seqblocks.checkpoint import folder, from_pretrained
     from seqblocks.checkpoint.record import RECORD
-    from seqblocks.runtime.builder import build_model
+    from seqblocks.model.builder import build_model
 
     if not (Path(path) / RECORD).exists():
         return from_pretrained(path, spec, dtype=dtype)

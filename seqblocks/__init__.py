@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from seqblocks import testing as testing
     from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
     from seqblocks.checkpoint import from_pretrained, load, save
+    from seqblocks.model.builder import build, build_model, build_text
+    from seqblocks.model.layer import block, block_text
     from seqblocks.op import Op, primitive
     from seqblocks.report.summary import Summary, summarise
-    from seqblocks.runtime.builder import build, build_model, build_text
-    from seqblocks.runtime.generate import generate
-    from seqblocks.runtime.layer import block, block_text
+    from seqblocks.streaming.generate import generate
 
 # Imported on first use, because some need torch, all need pydantic, and imports take most of the time of `check`.
-_LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
-_LAZY |= {"generate": "seqblocks.runtime.generate"}
-_LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.runtime.layer")
+_LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.model.builder")
+_LAZY |= {"generate": "seqblocks.streaming.generate"}
+_LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")

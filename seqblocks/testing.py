@@ -20,12 +20,12 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import UsageError
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.experts import Experts
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, declared
+from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.types import UNBOUNDED, Facts, Wire
 
 Context = dict[str, Any]  # tensors: inputs that do not stream, by name

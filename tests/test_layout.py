@@ -54,6 +54,8 @@ ROOMS = """
     ------ torch begins
     state
     runtime/*
+    streaming/*
+    model/*
     checkpoint/*
     distributed/*
     hf/*

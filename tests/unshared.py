@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import seqblocks
 from seqblocks import graph
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import random_context, random_input
 
 

@@ -35,9 +35,9 @@ from seqblocks.checkpoint.weight_files import INDEX, Weights, read_json, weights
 from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
+from seqblocks.model.builder import build_model
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.arguments import checked_device
-from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 
 SPEC = "spec.yaml"

@@ -16,9 +16,9 @@ from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, Named
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.ops.positions import resized_grid
 from seqblocks.recipes import Name, Recipe, Shape
-from seqblocks.runtime.model import SequenceModel
 
 MOST = 20  # the most lines of one error
 Pairs = list[tuple[Named, Recipe]]

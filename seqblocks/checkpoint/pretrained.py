@@ -22,10 +22,10 @@ from seqblocks.checkpoint.weight_files import Weights, read_json, weights_in
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import PartialWarning, UsageError
 from seqblocks.graph import ModelSpec
+from seqblocks.model.builder import build_model
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.arguments import checked_device
-from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.initialise import draw
-from seqblocks.runtime.model import SequenceModel
 
 HEAD, EMBEDDINGS = "lm_head.weight", ("embeddings.weight", "embedding.weight", "embed_tokens.weight")
 

@@ -12,7 +12,7 @@ from seqblocks import graph
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import Parts, assign, local
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from seqblocks.checkpoint.folder import as_path, read_model
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import UsageError
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import Cut, Parts, groups_of, is_sharded, local, on_all_ranks
 
 

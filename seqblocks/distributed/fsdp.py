@@ -18,8 +18,8 @@ from seqblocks.cost import dtype_named
 from seqblocks.distributed.pipeline import Stage
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
 Reduction = Literal["mean", "sum"]

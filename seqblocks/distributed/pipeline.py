@@ -12,11 +12,11 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Gridded
 from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import Place, take_modes
 from seqblocks.runtime.shared_parameters import connect, tie
 

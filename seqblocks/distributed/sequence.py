@@ -13,9 +13,9 @@ from seqblocks.distributed.relay import Kind, Link, Part, Relay
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime import arguments
 from seqblocks.runtime.agreement import check_inputs, check_weights
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import drops_samples_now
 
 ORDERS = ("forward", "reverse")  # of scans

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from seqblocks.distributed.fsdp import check_group, checked_mesh
 from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
 from seqblocks.errors import UsageError
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.modules import take_modes, within_model
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import added_up

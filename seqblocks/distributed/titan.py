@@ -16,8 +16,8 @@ from seqblocks.analysis import check
 from seqblocks.distributed.fsdp import layer_paths, outermost, shard
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
-from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.builder import build_model
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.weight_decay import decay_rules
 
 # For these, torchtitan's trainer would clip gradients by the norm of one rank's part, and save that part as the

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from seqblocks.errors import RunError
 from seqblocks.export.contract import Contract
 from seqblocks.export.program import Graph, evaluating, example, explained_memory
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 
 # Relative to the largest value, or to 1: half the digits of the dtype, but fewer for float64, because torch writes
 # constants such as a scale as float32 in ONNX.

@@ -12,7 +12,7 @@ import torch
 from seqblocks._version import __version__
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import stream_obstacle
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.state import States, declared, dtype_of
 from seqblocks.state_layout import State
 from seqblocks.types import Size, Wire

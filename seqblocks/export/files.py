@@ -27,7 +27,7 @@ from seqblocks.export.contract import KEY, Contract
 from seqblocks.export.loops import pass_sizes
 from seqblocks.export.operators import copy_open_sizes, translations
 from seqblocks.export.program import Exported, captured, example, quiet, trace
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 
 EXTRA = "ONNX needs an extra: pip install 'seqblocks[onnx]'"
 ENDINGS = (".onnx", ".pt2")  # of the files that may be replaced

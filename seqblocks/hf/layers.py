@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.repeat import outer_repeats
 
 

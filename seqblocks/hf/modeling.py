@@ -36,12 +36,12 @@ from seqblocks.hf.config import SeqblocksConfig
 from seqblocks.hf.layers import record_layers
 from seqblocks.hf.library import CACHE, transformers
 from seqblocks.hf.masks import resets_of
-from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.generate import CHUNK
+from seqblocks.model.builder import build_model
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.initialise import draw
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.repeat import checkpoint_layers, has_checkpointed_layers
 from seqblocks.state import States
+from seqblocks.streaming.generate import CHUNK
 
 # Accepted arguments without an effect: for the loss; positions, which transformers 5.0 passes although the cache has
 # them; and bounds of packed sequences, which position_ids contain, too.

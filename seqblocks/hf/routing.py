@@ -13,8 +13,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from seqblocks.checkpoint.hf_config import ROUTERS
 from seqblocks.errors import RunError, UsageError
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.experts import LOSSES, Experts, Routed
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.repeat import has_checkpointed_layers
 
 WEIGHTS = {"router_aux_loss_coef": "balance", "router_z_loss_coef": "router_z"}  # the loss that each entry multiplies

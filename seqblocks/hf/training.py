@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer import Trainer
 
 from seqblocks.checkpoint.hf_config import CAUSAL_LM, IMAGE_CLASSIFICATION, MODEL_TYPE
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.weight_decay import decay_rules
 
 

@@ -1,1 +1,1 @@
-"""Build graphs as torch modules: allocation, initialisation, calls, fusion, generation."""
+"""Nodes of a graph as torch modules: allocation, initialisation, calls, fusion."""

@@ -193,7 +193,7 @@ def test_a_backward_pass_within_autocast_is_computed_like_the_forward_pass(token
 
 @crossed(("seq", [1, 2, 7]), ("B", [1, 3]), ("K", [2, 4]), ("activation", [None, "silu"]), ("biased", [False, True]))
 def test_several_tokens_are_single_tokens(seq: int, B: int, K: int, activation: str | None, biased: bool) -> None:
-    over_tokens = of_models("runtime.token_rows").over_tokens
+    over_tokens = of_models("streaming.token_rows").over_tokens
     sizes = (5, 1, K), (5,), (B, K - 1, 5), (seq * B, 5)
     weight, bias, window, x = (torch.randn(size, dtype=torch.float64) for size in sizes)
     step = step_of_conv.prepare(weight, bias if biased else None, activation)

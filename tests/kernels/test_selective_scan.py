@@ -413,7 +413,7 @@ def _full_length() -> Tensors:
 @crossed(("dtype", [torch.float32, torch.float64]), ("B", [1, 3]), ("N", [1, 5]), ("softplus", [False, True]))
 def test_single_tokens_are_the_recurrence(dtype: torch.dtype, B: int, N: int, softplus: bool) -> None:
     """One token after another and several at once, against the recurrence in float64."""
-    over_tokens = of_models("runtime.token_rows").over_tokens
+    over_tokens = of_models("streaming.token_rows").over_tokens
     sizes = {"A": (6, N), "D": (6,), "h": (B, 6, N), "x": (B, 4, 6), "dt": (B, 4, 6), "B": (B, 4, N), "C": (B, 4, N)}
     A, D, h, x, dt, *of_states = (torch.randn(size, dtype=torch.float64) for size in sizes.values())
     A, dt = A.abs(), dt if softplus else dt.abs()

@@ -24,9 +24,9 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law, check_lookahead, check_shapes, random_context, random_input
 from tests.unshared import check_unshared

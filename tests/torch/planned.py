@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import seqblocks
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.body import Block
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
 SPEC = """

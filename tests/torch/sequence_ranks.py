@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from seqblocks.distributed.sequence import SequenceParallel
-from seqblocks.runtime.model import SequenceModel, has_tokens
+from seqblocks.model.sequence_model import SequenceModel, has_tokens
 from seqblocks.testing import _by_name, _output_types, _weights, random_context, random_input
 
 TIMEOUT = 200  # seconds, after which ranks that still wait for one another are terminated

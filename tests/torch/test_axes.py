@@ -10,8 +10,8 @@ from torch import Tensor
 from seqblocks.analysis.check import load_text
 from seqblocks.analysis.passes.lookahead import find
 from seqblocks.errors import RunError
-from seqblocks.runtime.builder import build_model, build_text
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.builder import build_model, build_text
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law
 from tests.draws import draw
 

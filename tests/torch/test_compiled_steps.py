@@ -1,4 +1,4 @@
-"""Steps under torch.compile (seqblocks/runtime/traced.py): one graph, no stale weights, few operations."""
+"""Steps under torch.compile (seqblocks/streaming/traced.py): one graph, no stale weights, few operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import seqblocks
 from seqblocks.kernels import use_backend
-from seqblocks.runtime.stepping import Stepper
+from seqblocks.streaming.plan import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
     SMALL,

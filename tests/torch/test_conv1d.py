@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 import seqblocks
 from seqblocks.errors import RunError
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead
 from tests.draws import draw
 

@@ -210,7 +210,7 @@ def huge(size: int) -> str:
 
 
 def test_a_folder_that_names_a_huge_model_allocates_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqblocks.runtime.model import SequenceModel
+    from seqblocks.model.sequence_model import SequenceModel
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("allocated")

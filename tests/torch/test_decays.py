@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.ops.decay import at_least
-from seqblocks.runtime.model import SequenceModel
 
 X = 4 * torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -14,8 +14,8 @@ from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
 from seqblocks.errors import RunError
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.report.summary import summarise
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 
 ROUTES = [
@@ -128,7 +128,7 @@ model:
 """
     model = seqblocks.build_text(text, dtype=torch.float64)
     x = torch.randn(2, 6, 4, dtype=torch.float64)
-    weights, w = dict(model.named_parameters()), model.w(x, call=seqblocks.runtime.model.Call(False))[0]
+    weights, w = dict(model.named_parameters()), model.w(x, call=seqblocks.model.sequence_model.Call(False))[0]
     scores, chosen = (x @ weights["experts.router.weight"].T).softmax(-1).max(-1)
     maps = torch.stack([weights[f"experts.{each}.v.weight"] for each in range(3)])
     biases = torch.stack([weights[f"experts.{each}.v.bias"] for each in range(3)])

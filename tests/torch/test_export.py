@@ -23,8 +23,8 @@ import seqblocks
 from seqblocks import Op, export, primitive
 from seqblocks.errors import RunError, UnavailableError, UsageError
 from seqblocks.export import compare, files, program
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.op import PRIMITIVES
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import random_input
 
 MIXERS = {  # the exporters take seconds for each

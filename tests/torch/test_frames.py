@@ -19,13 +19,13 @@ import seqblocks
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.step import prepare
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.parameters import Init, Parameter
-from seqblocks.runtime import cuda_graph
-from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.stepping import Stepper
-from seqblocks.runtime.token_rows import over_tokens
 from seqblocks.state_layout import State
+from seqblocks.streaming import cuda_graph
+from seqblocks.streaming.plan import Stepper
+from seqblocks.streaming.token_rows import over_tokens
 
 DOUBLE = torch.float64
 
@@ -129,7 +129,7 @@ def test_a_long_frame_is_convolved_by_torch() -> None:
 
 def test_windows_of_tokens_are_read_by_all_tokens_of_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token after another would read and copy each window again."""
-    monkeypatch.setattr("seqblocks.runtime.source.over_tokens", None)
+    monkeypatch.setattr("seqblocks.streaming.source.over_tokens", None)
     layers = ["shift: 5", "token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "causal_conv: {kernel: 3}"]
     model = build([*layers, "downsample: 4"])
     assert_follows(model)
@@ -339,7 +339,7 @@ def test_many_tokens_and_large_states_are_read_as_sequences(
 ) -> None:
     """Each token of a frame would read and write the whole state, here of 16,384 numbers for each sequence."""
     run, calls = over_tokens, []
-    monkeypatch.setattr("seqblocks.runtime.source.over_tokens", lambda *given: calls.append(1) or run(*given))
+    monkeypatch.setattr("seqblocks.streaming.source.over_tokens", lambda *given: calls.append(1) or run(*given))
     mixer = "linear_attention: {q: a, k: a, v: a, heads: 1, fixed_decay: retention, qk_norm: l2}"
     model = build(["linear: {features: 128, as: a}", mixer, f"downsample: {size}", "linear: 3"])
     assert_follows(model, batch, 2)

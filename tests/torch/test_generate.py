@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
-from seqblocks.runtime import generate as generation
-from seqblocks.runtime.frames import MOST_ROWS
-from seqblocks.runtime.generate import UNCHECKED
+from seqblocks.streaming import generate as generation
+from seqblocks.streaming.frames import MOST_ROWS
+from seqblocks.streaming.generate import UNCHECKED
 
 SMALL = {
     "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},

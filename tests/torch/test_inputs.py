@@ -18,8 +18,8 @@ from seqblocks.analysis.passes import lookahead
 from seqblocks.checkpoint import load, save
 from seqblocks.errors import RunError
 from seqblocks.kernels import use_backend
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.op import PRIMITIVES, Op, Port, primitive
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, check_shapes, random_context, random_input
 from tests.draws import draw
 

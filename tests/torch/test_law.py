@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead
 from tests.torch import test_context_models
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.checkpoint import load_official, official_name
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from tests.draws import draw
 
 Weights = dict[str, Tensor]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_shapes, random_context, random_input
 
 FOLDER = Path(__file__).parents[1] / "spec" / "published"

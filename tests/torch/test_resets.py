@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.state import map_state
 
 STREAMING = ("mamba_small", "mlstm_small", "hybrid_small", "memoroid_agent", "transformer_small", "centaurus_mlstm")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqblocks
 from seqblocks.distributed import clip_gradients, pipeline_stage, sequence_parallel, shard, tensor_parallel
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from tests.compose import compose
 from tests.processes import once
 from tests.torch import judge, test_context_models, test_law

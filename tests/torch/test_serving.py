@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import seqblocks
 from seqblocks import state as states
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, random_input
 
 STREAMING = {

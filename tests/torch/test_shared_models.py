@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, one_hot, rms_norm
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law
 from tests.unshared import check_unshared
 

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 import seqblocks
 from seqblocks.checkpoint import load, load_official, save
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime import fusion
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 from tests.unshared import check_unshared
 

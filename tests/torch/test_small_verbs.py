@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from seqblocks.analysis.check import load_text
+from seqblocks.model.builder import build_model
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.ops.gate import FEW, activation_of_step
-from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 from tests.draws import draw
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.stream import Stream
+from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.streaming.stream import Stream
 from tests.torch import planned
 from tests.torch.planned import LINEAR, linear_attention
 

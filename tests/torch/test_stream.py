@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 import seqblocks
 
 pytest.importorskip("pydantic", reason="builds models, which need pydantic; the machine of a GPU may lack it")
-from seqblocks.runtime import cuda_graph
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.streaming import cuda_graph
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 NAMES = ("mlstm_small", "mamba_small", "hybrid_small")

@@ -22,8 +22,8 @@ from torch import Tensor
 import seqblocks
 from seqblocks.distributed import tensor
 from seqblocks.distributed.plan import Plan, tensor_plan
-from seqblocks.runtime import model as runtime
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model import sequence_model as runtime
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import Parts
 from seqblocks.testing import _by_name, random_context, random_input
 from tests.compose import compose

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from tests.torch.planned import CONVOLUTIONS, EXPERTS, SMALL, SPEC, build
 
 THREADS = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.model.sequence_model import SequenceModel
 from tests.draws import draw
 
 SMALL: dict[str, dict[str, Any]] = {

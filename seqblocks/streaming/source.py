@@ -1,7 +1,7 @@
 """Source text of the functions of a stepper.
 
 There are two: one for one token, and one for several tokens, which are read together
-(`seqblocks/runtime/frames.py`). Both are made of the same calls, and each line is written for both at once. The only
+(`seqblocks/streaming/frames.py`). Both are made of the same calls, and each line is written for both at once. The only
 user input in the text is quoted names: values are constants, which the text refers to by number.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
-from seqblocks.runtime.token_rows import as_rows, over_tokens
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
+from seqblocks.streaming.token_rows import as_rows, over_tokens
 
 Path = tuple[str, ...]
 Values = Mapping[str, Any]  # of constants, by name

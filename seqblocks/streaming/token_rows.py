@@ -1,6 +1,6 @@
 """Several tokens of each sequence as rows [seq * batch, ...]: the first token of each, then the second of each.
 
-`seqblocks/runtime/frames.py` decides how each step of a model computes them.
+`seqblocks/streaming/frames.py` decides how each step of a model computes them.
 """
 
 from __future__ import annotations

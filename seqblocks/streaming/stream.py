@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from seqblocks.errors import UnavailableError
-from seqblocks.runtime.cuda_graph import RECORDERS, CapturedStep, Recorder, overwrite
 from seqblocks.state import States, index_select
+from seqblocks.streaming.cuda_graph import RECORDERS, CapturedStep, Recorder, overwrite
 
 
 class Streams(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from torch import Tensor
 from seqblocks.errors import RunError, UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
-from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.token_rows import has_tokens
 from seqblocks.state import States, index_select
+from seqblocks.streaming.token_rows import has_tokens
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
 UNCHECKED = 8  # tokens between two comparisons of the model with its plan: another thread may load weights
@@ -26,8 +25,23 @@ BYTES = 256  # tokens of a model whose token ids are bytes
 Prompt = Tensor | bytes | Sequence[int] | Sequence[bytes] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 
+class Generates(Protocol):
+    """The interface of a model that `generate` uses, `SequenceModel`."""
+
+    spec: ModelSpec
+    frame_size: int
+
+    def step(self, x: Tensor, state: States | None = None) -> tuple[Any, States]: ...
+
+    def init_state(self, batch_size: int, device: Any, dtype: Any, **inputs: Tensor) -> States: ...
+
+    def _start_stream(self) -> None: ...
+
+    def _some_tensor(self) -> Tensor: ...
+
+
 def generate(
-    model: SequenceModel,
+    model: Generates,
     prompt: Prompt,
     max_new_tokens: int,
     *,
@@ -81,7 +95,7 @@ def generate(
 
 
 def _continue(
-    model: SequenceModel, logits: Tensor, state: States, made: list[list[int]], limit: int, sampler: _Sampler,
+    model: Generates, logits: Tensor, state: States, made: list[list[int]], limit: int, sampler: _Sampler,
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
     """Append tokens to `made`. Sequences that have ended leave the batch."""
@@ -110,9 +124,14 @@ def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, 
 
     may_change: whether code of the user runs between them, so that the model is compared with its plan at each.
     """
-    if type(model) is not SequenceModel or "step" in model.__dict__:  # compiled, or replaced
+    if may_change or _is_compiled(model):
         return model.step
-    return (None if may_change else model._unguarded_step(tokens)) or model.step
+    return model._unguarded_step(tokens) or model.step
+
+
+def _is_compiled(model: Any) -> bool:
+    """Return whether a model is the result of torch.compile, whose attributes are those of the original model."""
+    return "_orig_mod" in model.__dict__.get("_modules", ())
 
 
 def _read(
@@ -126,10 +145,10 @@ def _read(
     for start in range(0, x.shape[1], CHUNK):
         span = slice(start, start + CHUNK)
         part = None if resets is None else resets[:, span]
-        if type(model) is SequenceModel:
-            y, state = model._read(x[:, span], state, part)
-        else:  # compiled
+        if _is_compiled(model):
             y, state = model(x[:, span], state=state, return_state=True, resets=part)
+        else:
+            y, state = model._read(x[:, span], state, part)
     return _logits(y, output)[:, -1], state
 
 
@@ -239,7 +258,7 @@ class _Sampler:
     """Sample a token from each row of logits."""
 
     def __init__(
-        self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: SequenceModel
+        self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: Generates
     ) -> None:
         if not _is_number(temperature) or not 0 <= temperature < float("inf"):
             raise UsageError(f"temperature must be a number, at least 0, not {temperature!r}")

@@ -26,12 +26,12 @@ from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
-from seqblocks.runtime.stepping import Stepper, reset, stepper
-from seqblocks.runtime.stream import Stream
-from seqblocks.runtime.token_rows import has_tokens
-from seqblocks.runtime.traced import TracedStepper, is_traceable
 from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
+from seqblocks.streaming.plan import Stepper, reset, stepper
+from seqblocks.streaming.stream import Stream
+from seqblocks.streaming.token_rows import has_tokens
+from seqblocks.streaming.traced import TracedStepper, is_traceable
 
 
 class SequenceModel(Body):
@@ -288,7 +288,8 @@ class SequenceModel(Body):
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
         this takes 2 to 4 % of a token's time.
         """
-        planned = self._stepper_for(x) if self.frame_size == 1 else None
+        is_own = type(self) is SequenceModel and "step" not in self.__dict__
+        planned = self._stepper_for(x) if is_own and self.frame_size == 1 else None
         if planned is None or planned.calls_modules or not planned.takes(x):
             return None
         return lambda x, state: planned.run(state, x) or self.step(x, state)

@@ -1,4 +1,4 @@
-"""Steps that are planned once (seqblocks/runtime/stepping.py): the same numbers as `forward`, and no stale plan."""
+"""Steps that are planned once (seqblocks/streaming/plan.py): the same numbers as `forward`, and no stale plan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import seqblocks
 from seqblocks.errors import RunError, SpecWarning
-from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.stepping import Stepper
+from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.streaming.plan import Stepper
 from tests.torch.planned import (
     CONVOLUTIONS,
     EXPERTS,
@@ -151,7 +151,7 @@ def test_convolutions_of_different_inputs_run_as_one(
     most: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For few tokens. The last one has another number of taps, and another input. States have their own memory."""
-    monkeypatch.setattr("seqblocks.runtime.joined_steps.MOST", most)
+    monkeypatch.setattr("seqblocks.streaming.joined_steps.MOST", most)
     model = build(CONVOLUTIONS)
     assert_follows(model)
     assert_follows(model, torch.arange(7).expand(2, 7) % 3 == 1)

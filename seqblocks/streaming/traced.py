@@ -20,9 +20,9 @@ from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.source import Path
-from seqblocks.runtime.stepping import PLANNED, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
 from seqblocks.state import States, compact
+from seqblocks.streaming.plan import PLANNED, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
+from seqblocks.streaming.source import Path
 
 
 class TracedStepper(Stepper):

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from seqblocks.graph import Graph, Node, frame_size
-from seqblocks.runtime.source import Several
-from seqblocks.runtime.token_rows import has_tokens
+from seqblocks.streaming.source import Several
+from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.types import Wire
 
 # Up to this many tokens of each sequence, a planned function takes less time than `forward`. A function with an

@@ -10,8 +10,8 @@ detected, so values derived from parameters are computed again for each stream a
 makes another one. Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at
 once.
 
-The writer of the source is `seqblocks/runtime/source.py`. Short prompts and frames are read by a second function, made
-of the same calls: `seqblocks/runtime/frames.py`.
+The writer of the source is `seqblocks/streaming/source.py`. Short prompts and frames are read by a second function,
+made of the same calls: `seqblocks/streaming/frames.py`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.experts import Experts, on_routed
-from seqblocks.runtime.frames import Frames
-from seqblocks.runtime.guard import Guard, Updates
-from seqblocks.runtime.joined_steps import in_turn, prepare_joined_steps
-from seqblocks.runtime.maps import Reader, readers
 from seqblocks.runtime.modules import call_child, is_hooked
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
-from seqblocks.runtime.source import Path, StepperSource, Values
-from seqblocks.runtime.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.state import States
 from seqblocks.state_layout import State
+from seqblocks.streaming.frames import Frames
+from seqblocks.streaming.guard import Guard, Updates
+from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
+from seqblocks.streaming.maps import Reader, readers
+from seqblocks.streaming.source import Path, StepperSource, Values
+from seqblocks.streaming.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles

@@ -13,8 +13,8 @@ from seqblocks.analysis import check
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
+from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.arguments import checked_device
-from seqblocks.runtime.model import SequenceModel
 
 
 @check.names_overrides

@@ -1,0 +1,1 @@
+"""Models that take one token at a time: the plan of a token, streams, generation."""
