@@ -105,8 +105,8 @@ def kernels(times: list[dict[str, Any]]) -> Iterator[str]:
         return
     yield from (
         "", "## Kernels", "",
-        "Milliseconds of each kernel in a call forward and backward (forward alone where there is no other), in a profile",
-        "with a warm cache; kernels below a fiftieth of the call are summed.", "",
+        "Milliseconds of each kernel in a call forward and backward (forward alone where there is no other), in a",
+        "profile with a warm cache; kernels below a fiftieth of the call are summed.", "",
         "| | | kernel | launches | ms |", "|---|---|---|---|---|",
     )  # fmt: skip
     for r in found:
