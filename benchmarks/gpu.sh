@@ -79,7 +79,7 @@ case $part in
     1) benchmark "$(left)" --part first --stage checks --stage ours --stage float32 "$@" ;;
     2)
         sanitizer=${SANITIZER-$(command -v compute-sanitizer)}
-        tests $(($(left) - 75 - ${sanitizer:+11}0)) tests.jsonl tests/torch/test_stream.py \
+        tests $(($(left) - 75 - ${sanitizer:+11}0)) tests.jsonl tests/torch/test_{stream,models_on_device}.py \
             tests/kernels/test_{self_check_on_device,linear_attention_triton,mlstm,selective_scan,slstm,conformance}.py
         "$python" tests/results.py "$out/tests.jsonl" | tee "$out/tests.txt"
         "$python" tests/results.py "$out/tests.jsonl" --failed 12 > "$kept/names"
