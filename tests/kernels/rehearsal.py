@@ -1,6 +1,7 @@
 """A plugin of pytest that rehearses the GPU tests on a CPU: one case of each test runs in Triton's interpreter.
 
-    TRITON_INTERPRET=1 python -m pytest -p tests.kernels.rehearsal tests/kernels tests/torch/test_{stream,models_on_device}.py -m gpu
+    TRITON_INTERPRET=1 python -m pytest -m gpu -p tests.kernels.rehearsal tests/kernels \\
+        tests/torch/test_{stream,models_on_device}.py
 
 It finds what would stop the tests on a machine that has a GPU but not all packages: test_rehearsal.py runs it in such
 an environment. It says nothing about compiled kernels.

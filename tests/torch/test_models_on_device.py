@@ -14,8 +14,8 @@ from seqblocks.testing import random_input
 
 MODELS = (
     "mlstm_small", "mamba_small", "hybrid_small", "kimi_linear_small", "qwen3_next_small", "samba_small",
-    "zamba2_small", "xlstm_deltanet_small", "jamba_small", "mingru_small", "minlstm_small", "looped_small", "vil_digits",
-    "centaurus_keywords", "centaurus_mlstm", "slstm_forecaster", "transformer_small", "caduceus_small",
+    "zamba2_small", "xlstm_deltanet_small", "jamba_small", "mingru_small", "minlstm_small", "looped_small",
+    "vil_digits", "centaurus_keywords", "centaurus_mlstm", "slstm_forecaster", "transformer_small", "caduceus_small",
 )  # fmt: skip
 TOKENS = 96  # more than one chunk of every kernel, and a remainder
 
