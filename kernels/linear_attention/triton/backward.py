@@ -14,16 +14,17 @@ from __future__ import annotations
 from typing import no_type_check
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.linear_attention.triton.forward import earlier, written
+from seqblocks.kernels.linear_attention.triton.forward import written
 from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
+    across_halves,
     between,
-    cut,
     exponents,
     exponents_between,
-    own_decay,
+    own_decays,
+    sibling_decays,
     sign,
     weight_across,
     weight_down,
@@ -32,7 +33,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
 )
 from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, start, store_rows
 from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
-from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
+from seqblocks.kernels.triton_common import exp, load_tile, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -231,20 +232,6 @@ def weight_gradients(
         tl.store(of_keys + place, operand(-keys * gain[None, :], of_keys.dtype.element_ty, PRECISION))
 
 
-@jit
-@no_type_check
-def _later(total, decays, marks, t, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Return the sums between tokens t and j of a block, given those between t - 1 and j."""
-    if BONUS:
-        passed = own_decay(decays + sign(REVERSE) * (t - 1) * gs, d, t - 1 < left, W)[None, :]
-        total += tl.where(j[:, None] < t - 1, passed, 0.0)
-    else:
-        total += own_decay(decays + sign(REVERSE) * t * gs, d, t < left, W)[None, :]
-    if marks is not None:
-        total += cut(marks + sign(REVERSE) * t, t < left)
-    return tl.where(j[:, None] < t, total, 0.0)
-
-
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def key_gradients(
@@ -361,32 +348,28 @@ def key_gradients(
     if resets is not None:
         marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
     if W > 1:
-        queries = start(q, nk, HK, tile + block, S, qb, qs, qh, REVERSE, 16) + d
-        keys = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
-        own = at * L * L + (block * 16 + j) * L + block * 16  # weights of the token, along the block
-        total = tl.zeros((16, BK), tl.float32)
-        for y in range(16):
-            s = 15 - y
-            if y > 0:
-                total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
-            c = tl.load(keys + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
-            c = exp(total) * c[None, :]
-            of_q += tl.load(of_queries + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
+        passed = own_decays(decays, marks, left, d, is_d, gs, bonus is not None, REVERSE)
+        ahead = tl.zeros((16, BK), tl.float32)
+        for level in range(4):
+            late = (j >> level & 1)[:, None] == 1
+            weight = exp(tl.where(late, passed, ahead))
+            down = across_halves(j[:, None], j[None, :], level)
+            along = across_halves(j[None, :], j[:, None], level)
+            c = operand(b * weight, DOT, PRECISION)
+            read = operand(tl.load(of_queries + row + block * 16, down, 0.0), DOT, PRECISION)
+            of_q += weight * tl.dot(read, c, input_precision=PRECISION)
+            read = operand(tl.load(of_queries + across + block * 16 * L, along, 0.0), DOT, PRECISION)
+            x = tl.dot(read, operand(a * weight, DOT, PRECISION), input_precision=PRECISION)
             if beta is not None:
-                of_read += tl.load(of_keys + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
-        own = at * L * L + block * 16 * L + block * 16 + j  # weights of the block's tokens for this one
-        total = tl.zeros((16, BK), tl.float32)
-        for t in range(16):
-            if t > 0:
-                total = _later(total, decays, marks, t, left, j, d, gs, bonus is not None, REVERSE, W)
-            weight = exp(total)
-            c = tl.load(queries + sign(REVERSE) * t * qs, where(d, K, t < left), 0.0).to(tl.float32)
-            read = tl.load(of_queries + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
-            of_write += read * weight * c[None, :]
-            if beta is not None:
-                c = tl.load(keys + sign(REVERSE) * t * ks, where(d, K, t < left), 0.0).to(tl.float32)
-                read = tl.load(of_keys + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
-                of_write += read * weight * c[None, :]
+                read = operand(tl.load(of_keys + row + block * 16, down, 0.0), DOT, PRECISION)
+                of_read += weight * tl.dot(read, c, input_precision=PRECISION)
+                read = operand(tl.load(of_keys + across + block * 16 * L, along, 0.0), DOT, PRECISION)
+                x += tl.dot(read, c, input_precision=PRECISION)
+            of_write += weight * x
+            if level < 3:
+                sibling = sibling_decays(decays, marks, left, d, is_d, gs, level, REVERSE)
+                passed += tl.where(late, sibling, 0.0)
+                ahead += tl.where(late, 0.0, sibling)
     else:
         down, along = j[:, None], j[None, :]
         past = exponents(decays, marks, left, gs, bonus is not None, REVERSE)

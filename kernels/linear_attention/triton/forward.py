@@ -9,10 +9,12 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
+    across_halves,
     between,
     cut,
     exponents,
-    own_decay,
+    own_decays,
+    sibling_decays,
     sign,
     weight_across,
     weight_down,
@@ -115,8 +117,9 @@ def pairs(
     For a delta rule, whose beta is not None, `solved` gets the inverse of the block's diagonal part and, left of it,
     A Diag(beta); between_keys, if given, gets A.
 
-    A decay per key does not factor out of q . k: for earlier blocks it factors at the start of this block, and within
-    the block pairs are computed one by one.
+    A decay per key does not factor out of q . k: for earlier blocks it factors at the start of this block. Within the
+    block, that is divided into halves four times: what reads is in the second half of a part, and what is read in the
+    first, so the decay factors in between, and one tensor holds the factors of both.
     """
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
@@ -141,6 +144,7 @@ def pairs(
         since += (whole + block) * 16 * W
         until += whole * 16 * W
         blocks += plane + whole * W
+    OWN: tl.constexpr = W > 1 or bonus is not None  # the weight with which a token reads itself is no part of the dots
     row = (whole + block) * 16 * L + j[:, None] * L + j[None, :]
     for other in range(block):
         seen = j < S - (tile + other) * 16
@@ -191,21 +195,29 @@ def pairs(
         is_d = inside(d, K, BK)
         a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16)
         b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
-        if bonus is not None:
-            u = tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)
-            own += tl.sum(a.to(tl.float32) * b.to(tl.float32) * u[None, :], 1)
+        if OWN:
+            x = a.to(tl.float32) * b.to(tl.float32)
+            if bonus is not None:
+                x *= tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)[None, :]
+            own += tl.sum(x, 1)
         if W > 1:
-            total = tl.zeros((16, BK), tl.float32)
-            key = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
-            for y in range(16):
-                s = 15 - y
-                if y > 0:
-                    total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
-                c = tl.load(key + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
-                c = exp(total) * c[None, :]
-                read += tl.where(j[None, :] == s, tl.sum(a.to(tl.float32) * c, 1)[:, None], 0.0)
+            a, b = a.to(tl.float32), b.to(tl.float32)
+            passed = own_decays(decays, marks, left, d, is_d, gs, bonus is not None, REVERSE)
+            ahead = tl.zeros((16, BK), tl.float32)
+            for level in range(4):
+                late = (j >> level & 1)[:, None] == 1
+                weight = exp(tl.where(late, passed, ahead))
+                within = across_halves(j[:, None], j[None, :], level)
+                c = tl.trans(operand(b * weight, DOT, PRECISION))
+                dots = tl.dot(operand(a * weight, DOT, PRECISION), c, input_precision=PRECISION)
+                read += tl.where(within, dots, 0.0)
                 if beta is not None:
-                    keys += tl.where(j[None, :] == s, tl.sum(b.to(tl.float32) * c, 1)[:, None], 0.0)
+                    dots = tl.dot(operand(b * weight, DOT, PRECISION), c, input_precision=PRECISION)
+                    keys += tl.where(within, dots, 0.0)
+                if level < 3:
+                    sibling = sibling_decays(decays, marks, left, d, is_d, gs, level, REVERSE)
+                    passed += tl.where(late, sibling, 0.0)
+                    ahead += tl.where(late, 0.0, sibling)
         else:
             c = load_columns(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
             c = operand(c, DOT, PRECISION)
@@ -216,7 +228,7 @@ def pairs(
         weight = exp(exponents(decays, marks, left, gs, bonus is not None, REVERSE))
         read *= weight
         keys *= weight
-    if bonus is not None:
+    if OWN:
         read = tl.where(j[:, None] > j[None, :], read, tl.where(j[:, None] == j[None, :], own[:, None], 0.0))
     else:
         read = tl.where(j[:, None] >= j[None, :], read, 0.0)
@@ -227,19 +239,6 @@ def pairs(
             tl.store(between_keys + row + block * 16, keys)
         gain = tl.load(start(beta, n, H, tile + block, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs, is_t, 0.0)
         tl.store(solved + row + block * 16, _inverse(keys * gain.to(tl.float32)[None, :]))
-
-
-@jit
-@no_type_check
-def earlier(total, decays, marks, s, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Return the sums between tokens j and s of a block, given those between j and s + 1."""
-    exists = s + 1 < left
-    passed = own_decay(decays + sign(REVERSE) * (s + 1) * gs, d, exists, W)[None, :]
-    if BONUS:
-        passed = tl.where(j[:, None] > s + 1, passed, 0.0)
-    if marks is not None:
-        passed += cut(marks + sign(REVERSE) * (s + 1), exists)
-    return tl.where(j[:, None] > s, total + passed, 0.0)
 
 
 @jit

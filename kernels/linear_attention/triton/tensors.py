@@ -91,25 +91,55 @@ def where(d, D: tl.constexpr, exists):
 
 @jit
 @no_type_check
-def own_decay(g, d, exists, W: tl.constexpr):
-    """Return the decay of the token at g, or 0 unless it exists: [channels], W = 1: [1]."""
-    if g is None:
-        return tl.zeros((1,), tl.float32)
-    else:
-        if W == 1:
-            return tl.load(g + tl.zeros((1,), tl.int32), exists, 0.0).to(tl.float32)
-        else:
-            return tl.load(g + d, where(d, W, exists), 0.0).to(tl.float32)
-
-
-@jit
-@no_type_check
 def cut(resets, exists):
     """Return -inf at a reset, else 0."""
     if resets is None:
         return 0.0
     else:
         return tl.where(tl.load(resets, exists, 0).to(tl.int32) == 0, 0.0, float("-inf"))
+
+
+@jit
+@no_type_check
+def decays_of(g, resets, t, left, d, is_d, gs, REVERSE: tl.constexpr):
+    """Return the decays of tokens t of a block with `left` tokens: [tokens, channels]. -inf at a reset."""
+    total = tl.load(g + (sign(REVERSE) * t * gs)[:, None] + d[None, :], (t < left)[:, None] & is_d[None, :], 0.0)
+    total = total.to(tl.float32)
+    if resets is not None:
+        total += cut(resets + sign(REVERSE) * t, t < left)[:, None]
+    return total
+
+
+@jit
+@no_type_check
+def own_decays(g, resets, left, d, is_d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the part of the decays of a block's tokens that their own reads see: with a bonus, only the resets."""
+    t = tl.arange(0, 16)
+    if BONUS:
+        total = tl.zeros((16, d.shape[0]), tl.float32)
+        if resets is not None:
+            total += cut(resets + sign(REVERSE) * t, t < left)[:, None]
+        return total
+    else:
+        return decays_of(g, resets, t, left, d, is_d, gs, REVERSE)
+
+
+@jit
+@no_type_check
+def sibling_decays(g, resets, left, d, is_d, gs, level, REVERSE: tl.constexpr):
+    """Return for each token the sum of the decays in the other half of its part of 2^(level + 1) tokens."""
+    t = tl.arange(0, 16) ^ (1 << level)
+    total = decays_of(g, resets, t, left, d, is_d, gs, REVERSE)
+    for x in range(1, 1 << level):
+        total += decays_of(g, resets, t ^ x, left, d, is_d, gs, REVERSE)
+    return total
+
+
+@jit
+@no_type_check
+def across_halves(t, s, level):
+    """Return whether s is in the first half and t in the second half of one part of 2^(level + 1) tokens."""
+    return (t > s) & ((t ^ s) >> level == 1)
 
 
 @jit
