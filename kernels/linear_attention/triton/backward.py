@@ -348,7 +348,7 @@ def key_gradients(
     if resets is not None:
         marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
     if W > 1:
-        passed = own_decays(decays, marks, left, d, is_d, gs, bonus is not None, REVERSE)
+        passed = own_decays(decays, marks, j, left, d, is_d, gs, bonus is not None, REVERSE)
         ahead = tl.zeros((16, BK), tl.float32)
         for level in range(4):
             late = (j >> level & 1)[:, None] == 1
@@ -367,7 +367,7 @@ def key_gradients(
                 x += tl.dot(read, c, input_precision=PRECISION)
             of_write += weight * x
             if level < 3:
-                sibling = sibling_decays(decays, marks, left, d, is_d, gs, level, REVERSE)
+                sibling = sibling_decays(decays, marks, j, left, d, is_d, gs, level, REVERSE)
                 passed += tl.where(late, sibling, 0.0)
                 ahead += tl.where(late, 0.0, sibling)
     else:

@@ -188,7 +188,7 @@ class _Chunks:
             work |= {"solved": self.empty(N, T, self.L, dtype=wide), "of_state": self.empty(N, T, self.K)}
             if errors is None:
                 work["between_keys"] = self.empty(N, T, self.L, dtype=wide)
-        forward.pairs[(N * T // 16,)](
+        forward.pairs[(N * self.chunks,)](
             q, k, decay, beta, bonus, found.resets, work["since"], work["until"], work["blocks"], work["weights"],
             work["between_keys"], work["solved"], found.q, found.k, found.g, found.x, found.flag,
             self.S, self.H, self.K, *token_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,

@@ -19,7 +19,7 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
     if kernel in ("sums", "decay_gradients"):
         return {"BD": min(64, common.power_of_two(keys)) if per_key else 1, "num_warps": 1}
     if kernel == "pairs":
-        return {"BK": min(most, BK), "num_warps": 2, "num_stages": 2}
+        return {"BK": min(most, BK), "num_warps": 8 if per_key else 4, "num_stages": 2}
     if kernel == "weight_gradients":
         return {"BV": min(most, BV), "num_warps": 4, "num_stages": 2}
     amd = arch.startswith("gfx")

@@ -102,7 +102,7 @@ def cut(resets, exists):
 @jit
 @no_type_check
 def decays_of(g, resets, t, left, d, is_d, gs, REVERSE: tl.constexpr):
-    """Return the decays of tokens t of a block with `left` tokens: [tokens, channels]. -inf at a reset."""
+    """Return the decays of tokens t, of which `left` exist: [tokens, channels]. -inf at a reset."""
     total = tl.load(g + (sign(REVERSE) * t * gs)[:, None] + d[None, :], (t < left)[:, None] & is_d[None, :], 0.0)
     total = total.to(tl.float32)
     if resets is not None:
@@ -112,11 +112,10 @@ def decays_of(g, resets, t, left, d, is_d, gs, REVERSE: tl.constexpr):
 
 @jit
 @no_type_check
-def own_decays(g, resets, left, d, is_d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return the part of the decays of a block's tokens that their own reads see: with a bonus, only the resets."""
-    t = tl.arange(0, 16)
+def own_decays(g, resets, t, left, d, is_d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the part of the decays of tokens t that their own reads see: with a bonus, only the resets."""
     if BONUS:
-        total = tl.zeros((16, d.shape[0]), tl.float32)
+        total = tl.zeros((t.shape[0], d.shape[0]), tl.float32)
         if resets is not None:
             total += cut(resets + sign(REVERSE) * t, t < left)[:, None]
         return total
@@ -126,9 +125,9 @@ def own_decays(g, resets, left, d, is_d, gs, BONUS: tl.constexpr, REVERSE: tl.co
 
 @jit
 @no_type_check
-def sibling_decays(g, resets, left, d, is_d, gs, level, REVERSE: tl.constexpr):
-    """Return for each token the sum of the decays in the other half of its part of 2^(level + 1) tokens."""
-    t = tl.arange(0, 16) ^ (1 << level)
+def sibling_decays(g, resets, t, left, d, is_d, gs, level, REVERSE: tl.constexpr):
+    """Return for tokens t the sum of the decays in the other half of their part of 2^(level + 1) tokens."""
+    t ^= 1 << level
     total = decays_of(g, resets, t, left, d, is_d, gs, REVERSE)
     for x in range(1, 1 << level):
         total += decays_of(g, resets, t ^ x, left, d, is_d, gs, REVERSE)
@@ -140,6 +139,54 @@ def sibling_decays(g, resets, left, d, is_d, gs, level, REVERSE: tl.constexpr):
 def across_halves(t, s, level):
     """Return whether s is in the first half and t in the second half of one part of 2^(level + 1) tokens."""
     return (t > s) & ((t ^ s) >> level == 1)
+
+
+@jit
+@no_type_check
+def token_decays(g, resets, t, left, gs, OWN: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the decays per head of tokens t, in their shape: -inf at a reset. Without OWN, only the resets."""
+    total = tl.zeros(t.shape, tl.float32)
+    if OWN and g is not None:
+        total = tl.load(g + sign(REVERSE) * t * gs, t < left, 0.0).to(tl.float32)
+    if resets is not None:
+        total += cut(resets + sign(REVERSE) * t, t < left)
+    return total
+
+
+@jit
+@no_type_check
+def _sibling(g, resets, t, left, gs, level, REVERSE: tl.constexpr):
+    """Return for tokens t the sum of the decays in the other half of their part of 2^(level + 1) tokens."""
+    t ^= 1 << level
+    total = token_decays(g, resets, t, left, gs, True, REVERSE)
+    for x in range(1, 1 << level):
+        total += token_decays(g, resets, t ^ x, left, gs, True, REVERSE)
+    return total
+
+
+@jit
+@no_type_check
+def chunk_exponents(
+    g, resets, whole, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr,
+):
+    """Return exponents of a decay per head between tokens t (rows) and s < t (columns) of a chunk; elsewhere 0.
+
+    whole: sums over its blocks of 16 tokens.
+    """
+    t, s = tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
+    total = tl.zeros((L, L), tl.float32)
+    passed = token_decays(g, resets, t, left, gs, not BONUS, REVERSE)
+    ahead = tl.zeros((1, L), tl.float32)
+    for level in range(4):
+        total += tl.where(across_halves(t, s, level), passed + ahead, 0.0)
+        passed += tl.where((t >> level & 1) == 1, _sibling(g, resets, t, left, gs, level, REVERSE), 0.0)
+        ahead += tl.where((s >> level & 1) == 1, 0.0, _sibling(g, resets, s, left, gs, level, REVERSE))
+    total += tl.where(across_halves(t, s, 4), passed + ahead, 0.0)
+    if L == 64:
+        passed += tl.where((t >> 4 & 1) == 1, tl.load(whole + (t // 16 ^ 1)), 0.0)
+        ahead += tl.where((s >> 4 & 1) == 1, 0.0, tl.load(whole + (s // 16 ^ 1)))
+        total += tl.where(across_halves(t, s, 5), passed + ahead, 0.0)
+    return total
 
 
 @jit
