@@ -9,7 +9,6 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
-    across_halves,
     chunk_exponents,
     cut,
     own_decays,
@@ -99,7 +98,7 @@ def _add_halves(
     One tensor holds the factors of both: of what is read in the first halves, of what reads in the second.
     """
     weight = exp(tl.where((j >> level & 1)[:, None] == 1, passed, ahead))
-    within = across_halves(j[:, None], j[None, :], level)
+    within = (j[:, None] ^ j[None, :]) >> level == 1  # above the diagonal, `pairs` drops what this lets through
     b = operand(b * weight, DOT, PRECISION)
     dots = tl.dot(operand(a * weight, DOT, PRECISION), tl.trans(b), input_precision=PRECISION)
     read += tl.where(within, dots, 0.0)

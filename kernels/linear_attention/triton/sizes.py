@@ -24,8 +24,7 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
         return {"BV": min(most, BV), "num_warps": 4, "num_stages": 2}
     amd = arch.startswith("gfx")
     if kernel == "key_gradients":
-        few = narrow and not per_key
-        return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": 2 if few else 4, "num_stages": 2}
+        return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": 4, "num_stages": 2}
     if not (delta and kernel in ("states", "state_gradients")):
         return {"BK": min(BK, most), "BV": min(BV, most), "num_warps": 4, "num_stages": 2}
     # Programs hold all keys of a chunk, so they take narrow blocks of values and more warps.

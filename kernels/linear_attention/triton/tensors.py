@@ -169,47 +169,25 @@ def _sibling(g, resets, t, left, gs, level, REVERSE: tl.constexpr):
 def chunk_exponents(
     g, resets, whole, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr,
 ):
-    """Return exponents of a decay per head between tokens t (rows) and s < t (columns) of a chunk; elsewhere 0.
+    """Return exponents of a decay per head between tokens t (rows) and s < t (columns) of a chunk.
 
-    whole: sums over its blocks of 16 tokens.
+    They are sums of what a second half has passed and what is ahead in the first half, see `across_halves`. whole: sums
+    over the chunk's blocks of 16 tokens.
     """
-    t, s = tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
+    j = tl.arange(0, L)
+    apart = j[:, None] ^ j[None, :]
     total = tl.zeros((L, L), tl.float32)
-    passed = token_decays(g, resets, t, left, gs, not BONUS, REVERSE)
-    ahead = tl.zeros((1, L), tl.float32)
+    passed = token_decays(g, resets, j, left, gs, not BONUS, REVERSE)
+    ahead = tl.zeros((L,), tl.float32)
     for level in range(4):
-        total += tl.where(across_halves(t, s, level), passed + ahead, 0.0)
-        passed += tl.where((t >> level & 1) == 1, _sibling(g, resets, t, left, gs, level, REVERSE), 0.0)
-        ahead += tl.where((s >> level & 1) == 1, 0.0, _sibling(g, resets, s, left, gs, level, REVERSE))
-    total += tl.where(across_halves(t, s, 4), passed + ahead, 0.0)
+        total = tl.where(apart >> level != 0, passed[:, None] + ahead[None, :], total)
+        sibling = _sibling(g, resets, j, left, gs, level, REVERSE)
+        passed += tl.where((j >> level & 1) == 1, sibling, 0.0)
+        ahead += tl.where((j >> level & 1) == 1, 0.0, sibling)
+    total = tl.where(apart >> 4 != 0, passed[:, None] + ahead[None, :], total)
     if L == 64:
-        passed += tl.where((t >> 4 & 1) == 1, tl.load(whole + (t // 16 ^ 1)), 0.0)
-        ahead += tl.where((s >> 4 & 1) == 1, 0.0, tl.load(whole + (s // 16 ^ 1)))
-        total += tl.where(across_halves(t, s, 5), passed + ahead, 0.0)
-    return total
-
-
-@jit
-@no_type_check
-def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return exponents of a decay per head between tokens t (rows) and s (columns) of a block with `left` tokens."""
-    return exponents_between(
-        tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], g, resets, left, gs, BONUS, REVERSE
-    )
-
-
-@jit
-@no_type_check
-def exponents_between(t, s, g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return `exponents` for tokens t and s along either axis."""
-    total = tl.zeros((16, 16), tl.float32)
-    for x in range(1, 16):
-        exists = x < left
-        passed = (s < x) & (x <= t)
-        if resets is not None:
-            total += tl.where(passed, cut(resets + sign(REVERSE) * x, exists), 0.0)
-        if g is not None:
-            if BONUS:
-                passed = passed & (x < t)
-            total += tl.where(passed, tl.load(g + sign(REVERSE) * x * gs, exists, 0.0).to(tl.float32), 0.0)
+        sibling = tl.load(whole + (j // 16 ^ 1))
+        passed += tl.where((j >> 4 & 1) == 1, sibling, 0.0)
+        ahead += tl.where((j >> 4 & 1) == 1, 0.0, sibling)
+        total = tl.where(apart >> 5 != 0, passed[:, None] + ahead[None, :], total)
     return total
