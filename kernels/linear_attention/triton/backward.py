@@ -357,7 +357,8 @@ def key_gradients_per_key(
     k = chosen(k, clean_k, faults)
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
-    g = chosen(g, clean_g, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
     if beta is not None:
         beta = chosen(beta, clean_beta, faults)
     BLOCKS: tl.constexpr = L // 16
