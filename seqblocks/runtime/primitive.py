@@ -24,7 +24,6 @@ from seqblocks.runtime.modules import (
     joining_axis,
     makes,
     vectors_of,
-    within_model,
 )
 from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.runtime.shards import replicated
@@ -79,10 +78,11 @@ class Primitive(StepModule, Holder):
             holder = call.directed[self._path]
             found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
             found |= shared_parameters(holder)
+        if missing := next((name for name in self._elsewhere if name not in found), None):
+            raise RunError(f"{self._path} has a {missing} for each direction of its scan: call the scan")
         return found
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         parameters, inputs = self._arguments(tensors, call)
         if self._draws:
             call = call.in_mode(self.training)
@@ -157,7 +157,7 @@ class Primitive(StepModule, Holder):
             parameters = self.parameters_by_name(call)
             if self._converts_to is None or x.dtype.itemsize <= parameters[self._converts_to].dtype.itemsize:
                 return x.normed(self.op, parameters), {}
-        return self.forward(added_up(x), *inputs[1:], call=call)
+        return self._compute(added_up(x), *inputs[1:], call=call)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Compute this step and the following ones by one kernel."""
