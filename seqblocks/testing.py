@@ -196,8 +196,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     lengths = {name: _open_length(model) for name in context} | {next(iter(model.spec.inputs), "seq"): seq}
 
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
-        def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
-            y, state = result
+        def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:
             if y is None and context:  # this call only computed the stream's initial state
                 return
             axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
@@ -208,9 +207,9 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             _assert_facts(f"{name}: output", y, wire.facts)
             if streams and isinstance(step, Primitive) and not wire.context:
                 carried = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
-                _assert_state(name, state, carried, batch)
+                _assert_state(name, given["call"].made, carried, batch)
 
-        return step.register_forward_hook(check)
+        return step.register_forward_hook(check, with_kwargs=True)
 
     steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
     routers = [(name, step) for name, step in steps if isinstance(step, Experts)]

@@ -18,7 +18,7 @@ from seqblocks.errors import UsageError
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import take_modes, within_model
+from seqblocks.runtime.modules import take_modes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import Parts, assign, is_sharded
@@ -78,21 +78,20 @@ class Exchanging(Primitive):
     _exchange: Exchange
     _group: Any
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         exchange = self._exchange
         entered = []
         for tensor, what in zip(tensors, exchange.enter, strict=True):
             for each in what:
                 tensor = ENTER[each](tensor, self._group, exchange.axis if tensor.dim() == 4 else -1)
             entered.append(tensor)
-        y, states = super().forward(*entered, call=call)
+        y, states = super()._compute(*entered, call=call)
         if exchange.leave:
             y = LEAVE[exchange.leave](y, self._group, exchange.axis)
         return y, states
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
-        return self.forward(added_up(inputs[0]), *inputs[1:], call=call)
+        return self._compute(added_up(inputs[0]), *inputs[1:], call=call)
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
         found = super().parameters_by_name(call)

@@ -38,5 +38,5 @@ def _record_input(features: dict[int, Tensor], layer: Any, inputs: Any) -> None:
     features[0] = inputs[0]
 
 
-def _record_output(features: dict[int, Tensor], at: int, layer: Any, inputs: Any, output: Any) -> None:
-    features[at] = output[0] if isinstance(output, tuple) else output
+def _record_output(features: dict[int, Tensor], at: int, layer: Any, inputs: Any, output: Tensor) -> None:
+    features[at] = output

@@ -13,9 +13,10 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes, within_model
+from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import Ends
+from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
 
 
@@ -127,7 +128,7 @@ class Body(StepModule):
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
         self._label, self._reads, self._result = label, body.reads, body.result
-        self._outputs = body.outputs
+        self._outputs, self._arity = body.outputs, len(body.reads)
         for node in body.nodes:
             # add_module rejects names of nn.Module's attributes; the analysis has already rejected those that clash
             self._modules[node.name] = make(node, place.at(node))
@@ -137,8 +138,7 @@ class Body(StepModule):
         self._phases = _phases(body, self._plan) if place.streams else None
         self._in_parts = long_sequences.find(body, place)
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
@@ -294,7 +294,7 @@ def _is_as_built(module: nn.Module | None, node: Node) -> bool:
             return True
         node = nodes[-1]
         module = module._modules[node.name]
-    return type(module) is Primitive and type(module.op) is type(node.op) and not is_hooked(module)
+    return is_built(module) and type(module.op) is type(node.op) and not is_hooked(module)
 
 
 @makes("block")

@@ -110,6 +110,7 @@ class Call:
     routed: while training, the routers' choices by step path.
     relay: set if this sequence is a part of a longer one, whose other parts are on other ranks.
     last_only: whether only the last token's output is needed.
+    made: the new states of the module that was called with this, which returns the output alone.
     """
 
     training: bool
@@ -124,6 +125,7 @@ class Call:
     routed: dict[str, list[Any]] | None = None
     relay: Relay | None = None
     last_only: bool = False
+    made: States | None = None
 
     @property
     def compiling(self) -> bool:

@@ -16,7 +16,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, make, makes, within_model
+from seqblocks.runtime.modules import Place, StepModule, call_child, make, makes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States
 
@@ -45,8 +45,7 @@ class Experts(StepModule):
         for label in self.labels:
             self._modules[label] = Body(node.bodies[label], place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)

@@ -1,14 +1,14 @@
 """Base of the modules of all nodes: how they are built and called.
 
-A module is called with the values that its node reads, in the order of `Node.reads`, and with the Call. It returns
-(output, states). A user's replacement for a step is called as an ordinary module.
+A module takes the values that its node reads, in the order of `Node.reads`, and returns its output. Within a model it
+is also passed the Call, into which it puts its states. A user's replacement for a step is called as an ordinary module.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from seqblocks import graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Node, is_context
 from seqblocks.kernels.dispatch.compiled import constant
-from seqblocks.runtime.call import NO_VALUE, Call, Gridded
+from seqblocks.runtime.call import NO_VALUE, Call, Grid, Gridded
 from seqblocks.runtime.grids import has_grid
 from seqblocks.state import States
 from seqblocks.types import Wire
@@ -30,11 +30,25 @@ class Assignments:
 
 
 class StepModule(nn.Module):
-    """Base of the modules of nodes and bodies: `forward(*tensors, call=call)` returns (output, states)."""
+    """Base of the modules of nodes and bodies.
+
+    `forward(*tensors)` returns the output, also without a Call: then the step begins with no state, and its tokens are
+    one sequence. Subclasses define `_compute(*tensors, call=call)`, which returns (output, states).
+    """
 
     _type: Wire | None = None  # type of the output, from the analysis
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
     _drops_samples = ""  # if it drops whole samples then: the name and position of its step
+    _arity = 1  # number of tensors that it reads
+
+    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> Any:
+        if call is None or others:
+            call = alone(self, tensors, others)
+        y, call.made = self._compute(*tensors, call=call)
+        return y
+
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Any, States]:
+        raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -85,6 +99,7 @@ def make(node: Node, place: Place) -> StepModule:
     """Build the module of a node."""
     module = MAKERS[node.kind](node, place)
     module._type = node.type
+    module._arity = len(node.reads) if node.op is None else sum(map(bool, node.inputs.values()))
     return module
 
 
@@ -106,40 +121,37 @@ def call_child(
 
     Raises RunError if the call carries state and a replacement does not support it.
     """
-    if call.phase == "context" and child is not None and not _takes_call(type(child)):
-        return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
-    if isinstance(child, StepModule):
-        done: tuple[Tensor, States] = child(*tensors, call=call)
-        if not isinstance(done, tuple) or len(done) != 2:
-            raise RunError(_wrong_result(name, done))
-        return done
     assert child is not None
-    if _takes_call(type(child)):
-        y = child(*tensors, call=call)
-        if isinstance(y, tuple):
-            return y
-    else:
-        y = child(*_inputs(tensors, node))
+    takes_call = isinstance(child, StepModule) or _takes_call(type(child))
+    if call.phase == "context" and not takes_call:
+        return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
+    call.made = cast("States | None", None)  # the child sets it
+    if not takes_call or (node is not None and node.op is not None and len(tensors) > len(node.inputs)):
+        tensors = _inputs(tensors, node)  # wires that are joined are one tensor for the module
+    y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
+    if call.made is not None:
+        if not isinstance(y, Tensor) and call.phase != "context":
+            raise RunError(f"{name}: a hook or a wrapper returned {type(y).__name__}, and a step returns a tensor")
+        return y, call.made
+    if takes_call and isinstance(y, tuple):  # a replacement with states of its own
+        return y
     if (call.streaming or call.relay) and not (node is not None and node.op is not None and node.op.reads == "token"):
         raise RunError(f"{name}: the {type(child).__name__} that replaces it carries no state")
     return y, {}
 
 
-def _wrong_result(name: str, found: Any) -> str:
-    what = f"{name}: a forward hook returned {type(found).__name__}, and a step returns (output, state)"
-    return f"{what}. The hook's argument `output` is this pair: return for instance (2 * output[0], output[1])"
-
-
-def within_model(module: StepModule, call: Call | None, others: Mapping[str, Any]) -> Call:
-    """Return the call that a module runs in. Raises RunError if a user called the module, with `others` or without."""
-    if call is None or others:
-        name = module._get_name()
-        raise RunError(
-            f"{name} is a step of a model, which passes it more than tensors: it cannot be called by itself. Call the "
-            f"model; a hook (register_forward_hook) on {name} gets what it returns, (output, state). For a model of "
-            "this step only, write a spec with it"
-        )
-    return call
+def alone(module: StepModule, tensors: Sequence[Any], others: Mapping[str, Any]) -> Call:
+    """Return the call of a step that a user calls by itself. Raises RunError for arguments that it does not take."""
+    name = module._get_name()
+    if others:
+        raise RunError(f"{name} takes the tensors that its step reads, by position, and no {next(iter(others))!r}")
+    if len(tensors) != module._arity or not all(isinstance(x, Tensor) for x in tensors):
+        found = ", ".join(type(x).__name__ for x in tensors) or "nothing"
+        count = f"{module._arity} tensor{'s' if module._arity != 1 else ''}"
+        raise RunError(f"{name} takes {count}, what its step reads, not {found}")
+    steps = (getattr(each, "_gridded", None) for each in module.modules())
+    size = next((step.expected for step in steps if step and step.expected), None)
+    return Call(module.training, grid=Grid(size))
 
 
 @constant

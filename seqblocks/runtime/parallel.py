@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, makes, within_model
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes
 from seqblocks.state import States
 
 
@@ -27,8 +25,7 @@ class Parallel(StepModule):
         for label, body in node.bodies.items():
             self._modules[label] = Body(body, place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
         results, states = [], {}
         for label, captures in self._captures.items():

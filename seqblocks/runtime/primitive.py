@@ -22,9 +22,7 @@ from seqblocks.runtime.modules import (
     broadcast,
     gridded,
     joining_axis,
-    makes,
     vectors_of,
-    within_model,
 )
 from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.runtime.shards import replicated
@@ -32,14 +30,13 @@ from seqblocks.runtime.shared_parameters import Holder, shared_parameters
 from seqblocks.state import States, compact
 
 
-@makes("op")
 class Primitive(StepModule, Holder):
     """Hold the parameters that an op declares, and call the op."""
 
     _reduction: str | None = None  # in a sharded model: how gradients of replicated parameters are reduced
 
     def __init__(self, node: Node, place: Place) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass may have a class of torch among its bases
         assert node.op is not None
         self.op, self._path = node.op, place.path
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
@@ -79,10 +76,11 @@ class Primitive(StepModule, Holder):
             holder = call.directed[self._path]
             found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
             found |= shared_parameters(holder)
+        if missing := next((name for name in self._elsewhere if name not in found), None):
+            raise RunError(f"{self._path} has a {missing} for each direction of its scan: call the scan")
         return found
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         parameters, inputs = self._arguments(tensors, call)
         if self._draws:
             call = call.in_mode(self.training)
@@ -140,6 +138,9 @@ class Primitive(StepModule, Holder):
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """Return one input per port: several wires are joined, a port without wires gets None."""
+        if len(tensors) < sum(self._sizes):  # they are joined already
+            given = iter(tensors)
+            return [next(given) if size else None for size in self._sizes]
         inputs: list[Any] = []
         at = 0
         if self._vectors:
@@ -157,7 +158,7 @@ class Primitive(StepModule, Holder):
             parameters = self.parameters_by_name(call)
             if self._converts_to is None or x.dtype.itemsize <= parameters[self._converts_to].dtype.itemsize:
                 return x.normed(self.op, parameters), {}
-        return self.forward(added_up(x), *inputs[1:], call=call)
+        return self._compute(added_up(x), *inputs[1:], call=call)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Compute this step and the following ones by one kernel."""

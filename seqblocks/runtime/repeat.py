@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, makes, within_model
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes
 from seqblocks.runtime.residual_sums import added_up, body_takes, call_open
 from seqblocks.state import States
 
@@ -33,8 +33,7 @@ class Repeat(StepModule):
         for label, body in bodies:
             self._modules[label] = Body(body, place.inside(label), "steps")
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
         x, states = tensors[0], {}
         for at, (label, captures) in enumerate(self._captures.items()):
@@ -49,7 +48,7 @@ class Repeat(StepModule):
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         if self._checkpointing and torch.is_grad_enabled():
-            return self.forward(added_up(inputs[0]), *inputs[1:], call=call)
+            return self._compute(added_up(inputs[0]), *inputs[1:], call=call)
         values, x, states = dict(zip(self._reads, inputs, strict=True)), inputs[0], {}
         last = next(reversed(self._captures), None)
         for label, captures in self._captures.items():

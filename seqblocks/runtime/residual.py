@@ -11,7 +11,7 @@ from seqblocks.graph import Node
 from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, makes, within_model
+from seqblocks.runtime.modules import Place, makes
 from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.state import States
 
@@ -33,9 +33,8 @@ class Residual(Body):
         x = added_up(inputs[0])
         return (Sum(x, y) if leaves else x + y), states
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
-        y, states = super().forward(*tensors, call=call)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        y, states = super()._compute(*tensors, call=call)
         if call.phase == "context":
             return y, states
         if self._draws and self.training:

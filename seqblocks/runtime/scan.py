@@ -14,7 +14,7 @@ from seqblocks import graph
 from seqblocks.graph import Graph, Named, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
-from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes, within_model
+from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
@@ -45,12 +45,11 @@ class Scan(Body):
         self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
         self._in_place = _is_reversible(node.bodies[""])
 
-    def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> tuple[Tensor, States]:
-        call = within_model(self, call, others)
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         results: list[Tensor] = []
         states: States = {}
         if call.phase == "context":
-            return super().forward(*tensors, call=call)
+            return super()._compute(*tensors, call=call)
         for order in self._orders:
             inner, ordered = self._in_order(order, tensors, call)
             y, states = self._one(order, ordered, inner)
@@ -59,7 +58,7 @@ class Scan(Body):
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
         """Run the steps on tensors that are already in the given order."""
-        return super().forward(*tensors, call=call)
+        return super()._compute(*tensors, call=call)
 
     def _in_order(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
         """Return the call and the tensors in an order. Steps that support reverse order need no flipped copies."""

@@ -102,8 +102,7 @@ def moderate(model: SequenceModel, seed: int) -> bool:
     """
     largest = [0.0]
 
-    def look(_module: Any, _inputs: Any, given: Any) -> None:
-        y = given[0]
+    def look(_module: Any, _inputs: Any, y: Any) -> None:
         largest[0] = max(largest[0], y.abs().max().nan_to_num(torch.inf).item() if y.numel() else 0.0)
 
     length = model.spec.input.length

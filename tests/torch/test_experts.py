@@ -128,7 +128,7 @@ model:
 """
     model = seqblocks.build_text(text, dtype=torch.float64)
     x = torch.randn(2, 6, 4, dtype=torch.float64)
-    weights, w = dict(model.named_parameters()), model.w(x, call=seqblocks.model.sequence_model.Call(False))[0]
+    weights, w = dict(model.named_parameters()), model.w(x)
     scores, chosen = (x @ weights["experts.router.weight"].T).softmax(-1).max(-1)
     maps = torch.stack([weights[f"experts.{each}.v.weight"] for each in range(3)])
     biases = torch.stack([weights[f"experts.{each}.v.bias"] for each in range(3)])
@@ -248,7 +248,7 @@ def test_the_router_is_float32_in_half_precision() -> None:
     x = torch.randn(2, 5, 4)
     expected = model(x)
     logits = []
-    model.get_submodule("experts.router").register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    model.get_submodule("experts.router").register_forward_hook(lambda _, __, out: logits.append(out))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = model(x)
     assert logits[0].dtype == torch.float32

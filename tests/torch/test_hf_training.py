@@ -183,3 +183,11 @@ def test_columns_of_other_inputs(tmp_path: Path) -> None:
         else:
             with pytest.raises(seqblocks.RunError, match=r"also needs mood: pass mood=….*remove_unused_columns=False"):
                 run.train()
+
+
+def test_noise_on_the_embedding(done: tuple[Path, Trainer], tmp_path: Path) -> None:
+    """NEFTune adds noise to what the embedding returns, by a hook, and removes the hook after training."""
+    run = trainer(tmp_path, hf.wrap(seqblocks.build_text(TEXT, seed=0)), neftune_noise_alpha=5.0)
+    run.train()
+    assert losses(run)[0] != losses(done[1])[0]
+    assert not run.model.get_input_embeddings()._forward_hooks

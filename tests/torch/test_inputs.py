@@ -252,19 +252,13 @@ model:
     model = built(text)
     x, m = draw(2, 5, 4), draw(2, 3, 4, seed=2)
     scan = dict(model.named_children())["scan"]
-    seen = model.seen(m, call=_plain_call())[0]
-    k = scan.k(seen, call=_plain_call())[0]
-    c = scan.causal_conv(x.flip(1), call=_plain_call())[0].flip(1)
+    seen = model.seen(m)
+    k = scan.k(seen)
+    c = scan.causal_conv(x.flip(1)).flip(1)
     q = linear(c, *scan.q.parameters())
     torch.testing.assert_close(model(x, m=m), scaled_dot_product_attention(q, k, k))
     with pytest.raises(RunError, match="reverse"):
         model.init_state(2, m=m)
-
-
-def _plain_call() -> Any:
-    from seqblocks.runtime.call import Call
-
-    return Call(False)
 
 
 @pytest.mark.parametrize(

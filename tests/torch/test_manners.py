@@ -149,14 +149,17 @@ model:
 KINDS = ["linear", "residual", "repeat", "parallel", "scan", "experts"]
 
 
-@pytest.mark.parametrize("name", [*KINDS, "residual.causal_conv"])
-def test_a_step_cannot_be_called_by_itself(name: str) -> None:
-    """Its arguments are not those of an ordinary module."""
+@pytest.mark.parametrize("name", [*KINDS, "residual.causal_conv", "repeat.0", "experts.router"])
+def test_a_step_called_with_what_it_does_not_read(name: str) -> None:
     module = seqblocks.build_text(STEPS).get_submodule(name)
     x = torch.zeros(1, 3, 4)
-    for given, named in (([x], {}), ([x, x[0]], {}), ([x], {"state": None}), ([], {"x": x})):
-        with pytest.raises(RunError, match=r"is a step of a model.*cannot be called by itself. Call the model"):
-            module(*given, **named)
+    assert module(x).shape[:2] == x.shape[:2]
+    for given, message in ((), "nothing"), ((x, x), "Tensor, Tensor"), ((x.tolist(),), "list"):
+        with pytest.raises(RunError, match=f"takes 1 tensor, what its step reads, not {message}$"):
+            module(*given)
+    for named in ({"state": None}, {"x": x}):
+        with pytest.raises(RunError, match=r"takes the tensors that its step reads, by position, and no '(state|x)'"):
+            module(x, **named)
 
 
 @pytest.mark.parametrize("name", ["done", "attention_mask", "reset", "sate"])
@@ -176,20 +179,20 @@ def test_a_step_takes_no_context() -> None:
             model.step(torch.zeros(1, 4), **{name: torch.zeros(1, 2, 4)})
 
 
-@pytest.mark.parametrize("result", [lambda y: y[0], lambda y: [*y], lambda y: (y[0],)])
+@pytest.mark.parametrize("result", [lambda y: [y], lambda y: (y, {})])
 @pytest.mark.parametrize("name", ["linear", "residual", "repeat.0", "scan", "experts.router", "residual.causal_conv"])
-def test_a_hook_that_returns_no_pair(name: str, result: Callable[[Any], Any]) -> None:
+def test_a_hook_that_returns_no_tensor(name: str, result: Callable[[Any], Any]) -> None:
     model = seqblocks.build_text(STEPS)
     model.get_submodule(name).register_forward_hook(lambda module, inputs, output: result(output))
-    with pytest.raises(RunError, match=rf"^{name.rpartition('.')[2]}: a forward hook returned (Tensor|list|tuple)"):
+    with pytest.raises(RunError, match=rf"^{name.rpartition('.')[2]}: a hook or a wrapper returned (list|tuple), and"):
         model(torch.zeros(1, 3, 4))
 
 
 @torch.no_grad()
-def test_a_hook_that_returns_no_pair_in_a_stream() -> None:
+def test_a_hook_that_returns_no_tensor_in_a_stream() -> None:
     model = small().eval()
-    model.causal_conv.register_forward_hook(lambda module, inputs, output: output[0])
-    with pytest.raises(RunError, match=r"^causal_conv: a forward hook returned Tensor, and a step returns"):
+    model.causal_conv.register_forward_hook(lambda module, inputs, output: [output])
+    with pytest.raises(RunError, match=r"^causal_conv: a hook or a wrapper returned list, and a step returns"):
         model.step(torch.zeros(1, 4))
 
 

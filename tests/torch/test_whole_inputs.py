@@ -56,7 +56,7 @@ def test_a_pixel_keeps_its_place() -> None:
     """Without the layers in the middle, the head's features return to the pixels of their patch."""
     model = small("vil_segmenter")
     made: list[Tensor] = []
-    model.get_submodule("head").register_forward_hook(lambda _m, _i, out: made.append(out[0]))
+    model.get_submodule("head").register_forward_hook(lambda _m, _i, out: made.append(out))
     y = model(draw(*INPUTS["vil_segmenter"]))
     features = made[0].unflatten(2, (4, 4, 3)).unflatten(1, (4, 8))  # rows, columns, p, q, classes
     for row, column, channel in ((0, 0, 0), (5, 30, 2), (15, 31, 1)):
@@ -85,7 +85,7 @@ def test_the_norm_is_that_of_the_paper() -> None:
     seen: list[Tensor] = []
     model.get_submodule("embed").register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     made: list[Tensor] = []
-    model.get_submodule("forecast").register_forward_hook(lambda _m, _i, out: made.append(out[0]))
+    model.get_submodule("forecast").register_forward_hook(lambda _m, _i, out: made.append(out))
     y = model(x)
     mean, deviation = x.mean(1, keepdim=True), (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
     gain, offset = model.get_parameter("gain.weight"), model.get_parameter("offset.weight")
