@@ -120,7 +120,9 @@ def _facts(block: Block, use: str) -> dict[str, Any]:
     from seqblocks.language import document
 
     defaults = {a.name: a.default and document.plain(a.default) for a in block.args.values()}
-    arguments = [{"name": a.name, "type": a.type, "default": defaults[a.name]} for a in block.args.values()]
+    arguments = [
+        {"name": a.name, "type": a.type, "default": defaults[a.name], "about": a.meaning()} for a in block.args.values()
+    ]
     return {"name": block.name, "use": use, "about": block.about, "arguments": arguments}
 
 
@@ -138,7 +140,7 @@ def _described(block: dict[str, Any]) -> str:
         for a in block["arguments"]:
             given = a["default"] if isinstance(a["default"], str) else as_text(a["default"])
             default = "required" if a["default"] is None else f"default {given}"
-            lines.append(f"  {a['name']:<{width}}  {a['type']}, {default}")
+            lines.append(f"  {a['name']:<{width}}  {a['type']}, {default}" + (f": {a['about']}" if a["about"] else ""))
     return "\n".join(lines)
 
 

@@ -49,20 +49,14 @@ def call(block: Block) -> str:
 
 def _row(argument: Argument) -> str:
     default = "required" if argument.default is None else f"`{_default(argument)}`"
+    cell = argument.meaning().replace("|", r"\|")
     takes = TYPES.get(argument.type, argument.type)
-    return f"| `{argument.name}` | {takes} | {default} | {_comment(argument)} |"
+    return f"| `{argument.name}` | {takes} | {default} | {cell} |"
 
 
 def _default(argument: Argument) -> str:
     node = argument.default
     return node.text if isinstance(node, Scalar) else as_text(plain(node)).replace('"', "") if node else ""
-
-
-def _comment(argument: Argument) -> str:
-    """Return the comment in the line of an argument that has a line of its own."""
-    line = argument.span.source.line(argument.span.line)
-    found = re.fullmatch(rf"\s*{argument.name}: [^#{{]*#\s*(.*)", line)
-    return found[1].replace("|", r"\|") if found else ""
 
 
 def main(arguments: list[str]) -> int:

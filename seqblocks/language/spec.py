@@ -11,6 +11,7 @@ import keyword
 import os
 import re
 from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Mapping as Table
 from dataclasses import field
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ FIGURES = ("params", "active_params", "state_bytes", "flops_per_token", "latency
 BUDGET_KEYS = ("about", "at_most", "at_least", "tolerance")
 DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
+ARGUMENT_KEYS = ("type", "default", "about", "at_least", "at_most")  # of the long form of an argument
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
     "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
     **dict.fromkeys(("layers", "modules", "body", "network"), "steps"),
@@ -62,7 +64,23 @@ class Argument(Record):
     span: Span
     default: Node | None
     is_valid: bool = True  # whether the default can be used
-    by_depth: bool = False  # whether the default is an expression of `depth`
+    by_depth: bool = False  # whether the default is an expression of `depth` or of earlier arguments
+    about: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def meaning(self) -> str:
+        """Return its `about`, or the comment in its line if that has no other argument, and its bounds."""
+        line = self.span.source.line(self.span.line)
+        comment = re.fullmatch(rf"\s*{re.escape(self.name)}: [^#{{]*#\s*(.*)", line)
+        return "; ".join(filter(None, [self.about or (comment[1] if comment else ""), self.bounds()]))
+
+    def bounds(self) -> str:
+        """Return the bounds of its values, for a reader: "", "at least 1", "1 to 8"."""
+        low, high = self.at_least, self.at_most
+        if low is not None and high is not None:
+            return f"{low:g} to {high:g}"
+        return f"at least {low:g}" if low is not None else f"at most {high:g}" if high is not None else ""
 
 
 class Block(Record):
@@ -444,8 +462,16 @@ class Reader:
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
         let = self._no_argument_again(let, args)
         names_in_block = {*args, *(let.entries if let else ())}
+        earlier: dict[str, Argument] = {}
         for argument in args.values():
-            self._plain_default(argument, names_in_block)
+            self._plain_default(argument, names_in_block, earlier, args)
+            self._typed_default(argument)
+            written = given.get(argument.name) if given else None
+            if isinstance(written, Mapping) and ("type" in written.entries or "default" in written.entries):
+                argument.at_least = self._bound(written, "at_least", argument)
+                argument.at_most = self._bound(written, "at_most", argument)
+            if argument.type not in ("wire", "steps"):
+                earlier[argument.name] = argument
         steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
         lists = [argument for argument in args.values() if isinstance(argument.default, Sequence)]
         run = verbs_in(steps) if lists else ()
@@ -483,23 +509,40 @@ class Reader:
                 hint = f"add the step `- {name}`, or remove the argument"
                 self.report.fault(Fault("E323", message, hint=hint), argument.span)
 
-    def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
-        """Report a default that looks like an expression over other arguments."""
+    def _plain_default(
+        self, argument: Argument, names: Collection[str], earlier: Table[str, Argument], arguments: Container[str]
+    ) -> None:
+        """Note a default that is an expression of earlier arguments, and report one of other names in the block."""
         node = argument.default
         if not isinstance(node, Scalar) or not isinstance(node.value, str):
             return
-        if node.value.isidentifier() and not argument.by_depth:
+        if node.value in earlier and argument.type in ("word", earlier[node.value].type):
+            argument.type, argument.by_depth = earlier[node.value].type, True
             return
-        if not has_syntax(node.value):
+        if node.value.isidentifier() or not has_syntax(node.value):
             return
         try:
             needed = {name for name, _ in parse(node.value).names}
         except Fault:  # not an expression, so a plain word
             return
-        if needed.intersection(names) and needed <= {*names, DEPTH}:
-            hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
-            fault = Fault("E203", f"a default must be a value, but {quote(node.value)} is an expression", hint=hint)
-            self.report.fault(fault, node.span)
+        is_typed = argument.type in ("int", "float", "bool")
+        if (needed or is_typed) and needed <= {*earlier, DEPTH}:
+            argument.type, argument.by_depth = argument.type if is_typed else "float", True
+        elif needed.intersection(names) and needed <= {*names, DEPTH}:
+            later = next(name for name in sorted(needed) if name not in earlier and name != DEPTH)
+            hint = f"move `{later}` before it" if later in arguments else f"compute `{argument.name}` in `let:` too"
+            message = f"a default may use earlier arguments and `depth`, but {quote(later)} is neither"
+            self.report.fault(Fault("E203", message, hint=hint), node.span)
+            argument.is_valid = False
+
+    def _typed_default(self, argument: Argument) -> None:
+        """Report a word that is the default of a number or a flag."""
+        node, numbers = argument.default, ("int", "float", "bool")
+        if argument.by_depth or not argument.is_valid or argument.type not in numbers:
+            return
+        if isinstance(node, Scalar) and isinstance(node.value, str):
+            message = f"the default of {quote(argument.name)} is not of its type"
+            self.report.fault(Fault("E208", message, expected=argument.type, found=quote(node.value)), node.span)
             argument.is_valid = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
@@ -509,8 +552,49 @@ class Reader:
             return None
         if not is_name(self.report, name, span, key=True):
             return None
+        if isinstance(node, Mapping) and ("type" in node.entries or "default" in node.entries):
+            return self._long_argument(name, span, node)
         if not isinstance(node, Scalar) or node.value is None:
             return Argument(name, "any", span, node)
+        return self._short_argument(name, span, node)
+
+    def _long_argument(self, name: str, span: Span, node: Mapping) -> Argument | None:
+        """Read `{type: int, default: 4, about: "…", at_least: 1, at_most: 8}`."""
+        known_keys(self.report, node, ARGUMENT_KEYS, f"argument {name}")
+        default, kind = node.get("default"), node.get("type")
+        found = Argument(name, "any", span, default)
+        if isinstance(default, Scalar) and default.value is not None:
+            found = self._short_argument(name, span, default)
+            found.default = default  # also a word that is the name of a type
+        if kind is not None:
+            declared = self._short_argument(name, span, kind) if isinstance(kind, Scalar) else found
+            if not isinstance(kind, Scalar) or declared.default is not None:
+                expected = f"one of {listing(ARGUMENT_TYPES)}"
+                self.report.fault(Fault("E208", "this is not an argument type", expected=expected), kind.span)
+                return found
+            if default is not None and not _suits(found, declared.type):
+                message = f"the default of {quote(name)} is not of its type"
+                self.report.fault(Fault("E208", message, expected=declared.type, found=kind_of(default)), default.span)
+                found.is_valid = False
+            found.type = declared.type
+        found.about = self._text(node, "about")
+        return found
+
+    def _bound(self, node: Mapping, key: str, argument: Argument) -> float | None:
+        bound = node.get(key)
+        if bound is None:
+            return None
+        value = bound.value if isinstance(bound, Scalar) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.report.fault(Fault("E203", f"{key} must be a number", found=kind_of(bound)), bound.span)
+            return None
+        if argument.type not in ("int", "float"):
+            message = f"{key} is for numbers, but {quote(argument.name)} is of type {argument.type}"
+            self.report.fault(Fault("E208", message), bound.span)
+            return None
+        return value
+
+    def _short_argument(self, name: str, span: Span, node: Scalar) -> Argument:
         match node.value:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
@@ -560,6 +644,16 @@ def _plugin_hint(name: str) -> str:
     if os.path.isfile(file):
         return f"if you trust it: `--import {file}`, in Python `import {name}`"
     return f"install the package that contains it, then import it: `--import {name}`, in Python `import {name}`"
+
+
+def _suits(default: Argument, kind: str) -> bool:
+    """Return whether a default, read as a value by itself, may be one of a type. A text may be an expression."""
+    node = default.default
+    if kind == "steps":
+        return isinstance(node, Sequence)
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        return kind != "wire"
+    return kind == default.type or (kind, default.type) == ("float", "int")
 
 
 def _is_by_depth(text: str) -> bool:

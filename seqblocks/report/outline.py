@@ -60,7 +60,8 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _argument(argument: Argument) -> str:
-    return f"{argument.type}, " + ("required" if argument.default is None else f"default {_inline(argument.default)}")
+    text = f"{argument.type}, " + ("required" if argument.default is None else f"default {_inline(argument.default)}")
+    return f"{text}: {meaning}" if (meaning := argument.meaning()) else text
 
 
 def _table(title: str, mapping: Mapping | None, pad: str) -> Iterator[str]:

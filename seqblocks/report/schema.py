@@ -362,6 +362,17 @@ def _passed(argument: Argument) -> Schema:
 
 
 def _block_argument(argument: Argument) -> Schema:
+    found = dict(_argument_type(argument))
+    if meaning := argument.meaning():
+        found["description"] = meaning
+    if argument.at_least is not None:
+        found["minimum"] = argument.at_least  # of numbers; the value may be an expression
+    if argument.at_most is not None:
+        found["maximum"] = argument.at_most
+    return found
+
+
+def _argument_type(argument: Argument) -> Schema:
     match argument.type:
         case "int":
             return {"type": ["integer", "string"]}

@@ -115,7 +115,6 @@ def test_a_block_that_no_step_uses() -> None:
         (spec("{linear: dept}"), "E303", "did you mean 'depth'?"),
         (spec("{linear: {features: 4, init: {weight: constant(dpeth)}}}"), "E303", "did you mean 'depth'?"),
         (spec("b", "blocks: {b: {steps: [{proj_down: {features: 4, blocks: num_layers}}]}}"), "E303", "'depth'"),
-        (spec("b", "blocks: {b: {args: {depth: 2, n: depth}, steps: [{linear: n}]}}"), "E203", "`let:` of the block"),
     ],
 )
 def test_faults(text: str, code: str, hint: str) -> None:

@@ -80,7 +80,7 @@ def check_unused(ctx: Context, block: Block) -> None:
         if each.type == "wire":
             ports[name] = ctx.run.value(None, name)
         elif each.type != "steps":
-            values[name] = UNKNOWN if each.default is None else _default(ctx, each)
+            values[name] = UNKNOWN if each.default is None else _default(ctx, each, Names(None, values))
         elif each.default is None:
             passed[name] = Passed(each)
     call = BlockUse(ctx.run.value(None, "input"), values, ports, {}, passed)
@@ -92,7 +92,6 @@ def check_unused(ctx: Context, block: Block) -> None:
 
 def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
     call = BlockUse(x, {}, {}, {}, {})
-    nothing = Names()  # in scope where a default is written
     for name, each in block.args.items():
         node = step.get(name) if name in step.fields else None
         if node is None and each.default is None and not step.incomplete:
@@ -105,7 +104,9 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
         elif node:
             call.values[name], call.written[name] = _read_argument(ctx, node, block, each), (node, ctx.names)
         elif each.default is not None:
-            call.values[name], call.written[name] = _default(ctx, each), (each.default, nothing)
+            # in scope where the default is written
+            earlier = Names(None, dict(call.values)) if each.by_depth else Names()
+            call.values[name], call.written[name] = _default(ctx, each, earlier), (each.default, earlier)
             ctx.run.unread[id(each.default)] = False
         else:
             call.values[name] = UNKNOWN
@@ -120,6 +121,25 @@ def _missing(block: Block, argument: Argument) -> Fault:
 
 
 def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -> Any:
+    value = _read_value(ctx, node, block, declared)
+    return value if value is UNKNOWN else _within(ctx, value, node, declared, f" of block {block.name}")
+
+
+def _within(ctx: Context, value: Any, node: Node, declared: Argument, where: str) -> Any:
+    """Return a value; report it (E209) if it is outside the bounds of its argument."""
+    low, high = declared.at_least, declared.at_most
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if (low is None or value >= low) and (high is None or value <= high):
+        return value
+    expected = f"at least {low:g}" if low is not None and value < low else f"at most {high:g}"
+    message = f"{quote(declared.name)}{where} is out of bounds"
+    notes = [declared_here(declared)]
+    ctx.report(Fault("E209", message, expected=expected, found=f"{value:,.10g}", notes=notes), node.span)
+    return UNKNOWN
+
+
+def _read_value(ctx: Context, node: Node, block: Block, declared: Argument) -> Any:
     match declared.type:
         case "any":
             return free_value(ctx, node)
@@ -135,12 +155,21 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
     return UNKNOWN
 
 
-def _default(ctx: Context, argument: Argument) -> Any:
-    """Return the value of a default: plain data, or an expression of `depth`, the only name in its scope."""
-    assert argument.default is not None
-    if argument.by_depth:
-        return number(ctx._replace(names=Names()), argument.default, whole=argument.type == "int")
-    return plain(argument.default) if argument.is_valid else UNKNOWN
+def _default(ctx: Context, declared: Argument, earlier: Names) -> Any:
+    """Return the value of a default: plain data, or an expression of `depth` and of earlier arguments."""
+    node = declared.default
+    assert node is not None
+    if not declared.is_valid:
+        return UNKNOWN
+    if not declared.by_depth:
+        value = plain(node)
+    elif declared.type in ("int", "float"):
+        value = number(ctx._replace(names=earlier), node, whole=declared.type == "int")
+    elif declared.type == "bool":
+        value = argument(ctx._replace(names=earlier), node, FieldKind("flag"))
+    else:  # the name of an earlier argument
+        value = earlier[str(node.value)] if isinstance(node, Scalar) else UNKNOWN
+    return value if value is UNKNOWN else _within(ctx, value, node, declared, "")
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
