@@ -176,6 +176,10 @@ def _export(parser: Parser) -> None:
 
 def _check(parser: Parser) -> None:
     parser.add_argument("spec", nargs="+", metavar="SPEC", help=SPEC)
+    parser.add_argument(
+        "--graph", action="store_true",
+        help="with --format json: also the steps and references, as far as they are known in an invalid spec",
+    )  # fmt: skip
 
 
 def _ops(parser: Parser) -> None:
