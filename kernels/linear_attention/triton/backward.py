@@ -14,16 +14,16 @@ from __future__ import annotations
 from typing import no_type_check
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.linear_attention.triton.forward import earlier, written
+from seqblocks.kernels.linear_attention.triton.forward import written
 from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
+    across_halves,
     between,
-    cut,
-    exponents,
-    exponents_between,
-    own_decay,
+    chunk_exponents,
+    own_decays,
+    sibling_decays,
     sign,
     weight_across,
     weight_down,
@@ -32,7 +32,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
 )
 from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, start, store_rows
 from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
-from seqblocks.kernels.triton_common import exp, jit, load_tile, operand, tl
+from seqblocks.kernels.triton_common import exp, load_tile, operand, tl
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -174,17 +174,22 @@ def value_gradients(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def weight_gradients(
-    v, dy, beta, errors, dx, dv, between_keys, of_queries, of_keys, dbeta, clean_v, clean_dy, clean_beta, faults,
-    S, H, V: tl.constexpr, vb, vs, vh, gb, gs, gh, bb, bs, bh, eb, es, eh, scale,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr, BV: tl.constexpr,
+    v, dy, beta, g, resets, blocks, errors, dx, dv, between_keys, of_queries, of_keys, dbeta,
+    clean_v, clean_dy, clean_g, clean_beta, faults,
+    S, H, V: tl.constexpr, vb, vs, vh, yb, ys, yh, gb, gs, gh, bb, bs, bh, eb, es, eh, scale,
+    BONUS: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """Compute gradients of the weights between tokens. A program per chunk.
 
-    of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: gradients of a delta rule's A. The same
-    program computes the gradient of beta, e . (dx - A^T de).
+    of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: gradients of a delta rule's A. For a decay
+    per head, which is given as g, resets and blocks, they are multiplied by the decay: then they are gradients of q . k
+    and of k . k. The same program computes the gradient of beta, e . (dx - A^T de).
     """
     v = chosen(v, clean_v, faults)
     dy = chosen(dy, clean_dy, faults)
+    if g is not None:
+        g = chosen(g, clean_g, faults)
     if beta is not None:
         beta = chosen(beta, clean_beta, faults)
     at = tl.program_id(0).to(tl.int64)
@@ -212,7 +217,7 @@ def weight_gradients(
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         is_d = inside(d, V, BV)
-        a = load_rows(dy, n, H, c, S, gb, gs, gh, d, is_t, is_d, REVERSE, L)
+        a = load_rows(dy, n, H, c, S, yb, ys, yh, d, is_t, is_d, REVERSE, L)
         if beta is None:
             x = load_columns(v, n, H, c, S, vb, vs, vh, d, is_t, is_d, REVERSE, L)
         else:
@@ -221,45 +226,132 @@ def weight_gradients(
             b = operand(b, DOT, PRECISION)
             keys += tl.dot(b, operand(x, DOT, PRECISION), input_precision=PRECISION)
         read += tl.dot(operand(a, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
-    read = tl.where(t >= s, read * gain[None, :] * scale, 0.0)
+    weight = gain[None, :]
+    if blocks is not None:
+        decays = g
+        if g is not None:
+            decays = start(g, n, H, c, S, gb, gs, gh, REVERSE, L)
+        marks = resets
+        if resets is not None:
+            marks = start(resets, n, H, c, S, S, 1, 0, REVERSE, L)
+        whole = blocks + (tl.num_programs(0).to(tl.int64) * WHOLE + at) * (L // 16)
+        weight *= exp(chunk_exponents(decays, marks, whole, S - c * L, gs, BONUS, REVERSE, L))
+    read = tl.where(t >= s, read * weight * scale, 0.0)
     tl.store(of_queries + place, operand(read, of_queries.dtype.element_ty, PRECISION))
     if beta is not None:
         keys = tl.where(t > s, keys, 0.0)
         own -= tl.sum(keys * tl.load(between_keys + place, t > s, 0.0), 0)
         to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, L) + sign(REVERSE) * j * H
         tl.store(dbeta + to, own.to(dbeta.dtype.element_ty), is_t)
-        tl.store(of_keys + place, operand(-keys * gain[None, :], of_keys.dtype.element_ty, PRECISION))
-
-
-@jit
-@no_type_check
-def _later(total, decays, marks, t, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Return the sums between tokens t and j of a block, given those between t - 1 and j."""
-    if BONUS:
-        passed = own_decay(decays + sign(REVERSE) * (t - 1) * gs, d, t - 1 < left, W)[None, :]
-        total += tl.where(j[:, None] < t - 1, passed, 0.0)
-    else:
-        total += own_decay(decays + sign(REVERSE) * t * gs, d, t < left, W)[None, :]
-    if marks is not None:
-        total += cut(marks + sign(REVERSE) * t, t < left)
-    return tl.where(j[:, None] < t, total, 0.0)
+        tl.store(of_keys + place, operand(-keys * weight, of_keys.dtype.element_ty, PRECISION))
 
 
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def key_gradients(
-    q, k, v, dy, dv, g, beta, bonus, resets, since, until, blocks, errors, C, dC, of_queries, of_keys,
+    q, k, v, dy, dv, beta, bonus, since, until, blocks, errors, C, dC, of_queries, of_keys,
+    dq, dk, dbonus, reads, writes, clean_q, clean_k, clean_v, clean_dy, clean_beta, faults,
+    S, H, K: tl.constexpr, V: tl.constexpr,
+    qb, qs, qh, kb, ks, kh, vb, vs, vh, yb, ys, yh, eb, es, eh, bb, bs, bh, scale,
+    GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """Compute gradients of queries and keys, and each token's contributions to the gradients of exponents.
+
+    For a decay per head, or none. A program per chunk and BK channels. reads, writes [parts, N, T]: contributions of
+    the token's decayed reads and of its write, a part for each block of channels. They are separate only with a bonus,
+    where a token reads before its own decay; otherwise `reads` holds the difference. dbonus [N, T / 16, K]: only the
+    first row of a chunk is written.
+    """
+    q = chosen(q, clean_q, faults)
+    k = chosen(k, clean_k, faults)
+    v = chosen(v, clean_v, faults)
+    dy = chosen(dy, clean_dy, faults)
+    if beta is not None:
+        beta = chosen(beta, clean_beta, faults)
+    COLUMNS: tl.constexpr = (K + BK - 1) // BK
+    column = tl.program_id(0) % COLUMNS
+    at = (tl.program_id(0) // COLUMNS).to(tl.int64)
+    every = (tl.num_programs(0) // COLUMNS).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = (at // chunks).to(tl.int32)
+    c = (at % chunks).to(tl.int32)
+    d = column * BK + tl.arange(0, BK)
+    is_d = inside(d, K, BK)
+    j = tl.arange(0, L)
+    is_t = j < S - c * L
+    # Contributions of the state.
+    of_q = tl.zeros((L, BK), tl.float32)
+    of_read = tl.zeros((L, BK), tl.float32)  # gradient of k through its reads of S' and earlier keys
+    of_write = tl.zeros((L, BK), tl.float32)
+    for first in range(0, V, BV):
+        e = first + tl.arange(0, BV)
+        is_e = inside(e, V, BV)
+        state = load_tile(C + at * K * V, e, d * V, is_e, is_d).to(DOT)
+        outs = load_rows(dy, n, H, c, S, yb, ys, yh, e, is_t, is_e, REVERSE, L)
+        of_q += tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
+        if beta is not None:
+            outs = load_rows(dv, n, H, c, S, eb, es, eh, e, is_t, is_e, REVERSE, L)
+            of_read -= tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
+        x = written(v, beta, errors, n, H, c, at, S, vb, vs, vh, bb, bs, bh, e, is_t, is_e, V, REVERSE, L)
+        state = load_tile(dC + at * K * V, e, d * V, is_e, is_d).to(DOT)
+        of_write += tl.dot(operand(x, DOT, PRECISION), state, input_precision=PRECISION)
+    of_q *= scale
+    if since is not None:
+        blocks += at * (L // 16)
+        weight = weight_down(since + at * L, blocks + BEFORE * every * (L // 16), j, d, is_d, 1)
+        of_q *= weight
+        of_read *= weight
+        of_write *= weight_down(until + at * L, blocks + AFTER * every * (L // 16), j, d, is_d, 1)
+    # Contributions within the chunk, without the token itself, whose reads and writes cancel.
+    a = load_rows(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, d, is_t, is_d, REVERSE, L)
+    b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, d, is_t, is_d, REVERSE, L)
+    keys = operand(b, DOT, PRECISION)
+    down, along = j[:, None], j[None, :]
+    row = at * L * L + down * L + along
+    across = at * L * L + along * L + down
+    read = operand(tl.load(of_queries + row, down > along, 0.0), DOT, PRECISION)
+    of_q += tl.dot(read, keys, input_precision=PRECISION)
+    read = operand(tl.load(of_queries + across, along > down, 0.0), DOT, PRECISION)
+    of_write += tl.dot(read, operand(a, DOT, PRECISION), input_precision=PRECISION)
+    if beta is not None:
+        read = operand(tl.load(of_keys + row, down > along, 0.0), DOT, PRECISION)
+        of_read += tl.dot(read, keys, input_precision=PRECISION)
+        read = operand(tl.load(of_keys + across, along > down, 0.0), DOT, PRECISION)
+        of_write += tl.dot(read, keys, input_precision=PRECISION)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if reads is not None:
+        read = a * of_q + b * of_read
+        place = (column * every + at) * L + j
+        if bonus is None:
+            read -= b * of_write
+        else:
+            tl.store(writes + place, tl.sum(b * of_write, 1))
+        tl.store(reads + place, tl.sum(read, 1))
+    # Contributions of the token to itself, which do not depend on the decay.
+    read = tl.load(of_queries + at * L * L + j * L + j).to(tl.float32)[:, None]
+    if bonus is not None:
+        tl.store(dbonus + at * (L // 16) * K + d, tl.sum(read * a * b, 0), is_d)
+        read *= tl.load(bonus + (n // GROUP % (H // GROUP)) * K + d, is_d, 0.0).to(tl.float32)[None, :]
+    of_q += read * b
+    of_write += read * a
+    store_rows(dq, of_q, n, H, c, S, d, is_t, is_d, K, REVERSE, L)
+    store_rows(dk, of_read + of_write, n, H, c, S, d, is_t, is_d, K, REVERSE, L)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def key_gradients_per_key(
+    q, k, v, dy, dv, g, resets, beta, bonus, since, until, blocks, errors, C, dC, of_queries, of_keys,
     dq, dk, dbonus, reads, writes, clean_q, clean_k, clean_v, clean_dy, clean_g, clean_beta, faults,
     S, H, K: tl.constexpr, V: tl.constexpr,
     qb, qs, qh, kb, ks, kh, vb, vs, vh, yb, ys, yh, eb, es, eh, gb, gs, gh, bb, bs, bh, scale,
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """Compute gradients of queries and keys, and each token's contributions to the gradients of exponents.
+    """Do the same as `key_gradients` for a decay per key. A program per block of 16 tokens and BK channels.
 
-    reads, writes [parts, N, T, W]: contributions of the token's decayed reads and of its write. They are separate only
-    with a bonus, where a token reads before its own decay; otherwise `reads` holds the difference. A program per block
-    of 16 tokens and BK channels; for a decay per head, each block of channels is one part.
+    reads, writes [N, T, W].
     """
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
@@ -306,14 +398,12 @@ def key_gradients(
         state = load_tile(dC + at * K * V, e, d * V, is_e, is_d).to(DOT)
         of_write += tl.dot(operand(x, DOT, PRECISION), state, input_precision=PRECISION)
     of_q *= scale
-    whole = blocks
-    if since is not None:
-        chunk_blocks = blocks + at * BLOCKS * W
-        weight = weight_down(since + at * L * W, chunk_blocks + BEFORE * every * W, block * 16 + j, d, is_d, W)
-        of_q *= weight
-        of_read *= weight
-        of_write *= weight_down(until + at * L * W, chunk_blocks + AFTER * every * W, block * 16 + j, d, is_d, W)
-        whole = chunk_blocks + WHOLE * every * W
+    chunk_blocks = blocks + at * BLOCKS * W
+    weight = weight_down(since + at * L * W, chunk_blocks + BEFORE * every * W, block * 16 + j, d, is_d, W)
+    of_q *= weight
+    of_read *= weight
+    of_write *= weight_down(until + at * L * W, chunk_blocks + AFTER * every * W, block * 16 + j, d, is_d, W)
+    whole = chunk_blocks + WHOLE * every * W
     # Contributions of other blocks of the chunk.
     row = at * L * L + (block * 16 + j)[:, None] * L + j[None, :]
     across = at * L * L + j[None, :] * L + (block * 16 + j)[:, None]
@@ -322,9 +412,8 @@ def key_gradients(
     for other in range(block):
         seen = j < S - (tile + other) * 16
         c = load_rows(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
-        if since is not None:
-            inner = within_block(until + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
-            c *= exp(inner + between(whole, other + 1, block, d, is_d, W))
+        inner = within_block(until + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
+        c *= exp(inner + between(whole, other + 1, block, d, is_d, W))
         c = operand(c, DOT, PRECISION)
         read = operand(tl.load(of_queries + row + other * 16), DOT, PRECISION)
         earlier_q += tl.dot(read, c, input_precision=PRECISION)
@@ -335,86 +424,55 @@ def key_gradients(
     for other in range(block + 1, BLOCKS):
         seen = j < S - (tile + other) * 16
         c = load_rows(q, nk, HK, tile + other, S, qb, qs, qh, d, seen, is_d, REVERSE, 16).to(tl.float32)
-        weight = 1.0
-        if since is not None:
-            inner = within_block(since + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
-            weight = exp(inner + between(whole, block + 1, other, d, is_d, W))
+        inner = within_block(since + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
+        weight = exp(inner + between(whole, block + 1, other, d, is_d, W))
         read = operand(tl.load(of_queries + across + other * 16 * L), DOT, PRECISION)
         later += tl.dot(read, operand(c * weight, DOT, PRECISION), input_precision=PRECISION)
         if beta is not None:
             c = load_rows(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
             read = operand(tl.load(of_keys + across + other * 16 * L), DOT, PRECISION)
             later += tl.dot(read, operand(c * weight, DOT, PRECISION), input_precision=PRECISION)
-    if since is not None:
-        weight = exp(within_block(since + own_tile * 16 * W, j, d, is_d, W))
-        earlier_q *= weight
-        earlier_k *= weight
-        later *= exp(within_block(until + own_tile * 16 * W, j, d, is_d, W))
+    weight = exp(within_block(since + own_tile * 16 * W, j, d, is_d, W))
+    earlier_q *= weight
+    earlier_k *= weight
+    later *= exp(within_block(until + own_tile * 16 * W, j, d, is_d, W))
     of_q += earlier_q
     of_read += earlier_k
     of_write += later
     # Contributions within the block, without the token itself, whose reads and writes cancel.
-    decays = g
-    if g is not None:
-        decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+    decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
     marks = resets
     if resets is not None:
         marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
-    if W > 1:
-        queries = start(q, nk, HK, tile + block, S, qb, qs, qh, REVERSE, 16) + d
-        keys = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
-        own = at * L * L + (block * 16 + j) * L + block * 16  # weights of the token, along the block
-        total = tl.zeros((16, BK), tl.float32)
-        for y in range(16):
-            s = 15 - y
-            if y > 0:
-                total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
-            c = tl.load(keys + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
-            c = exp(total) * c[None, :]
-            of_q += tl.load(of_queries + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
-            if beta is not None:
-                of_read += tl.load(of_keys + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
-        own = at * L * L + block * 16 * L + block * 16 + j  # weights of the block's tokens for this one
-        total = tl.zeros((16, BK), tl.float32)
-        for t in range(16):
-            if t > 0:
-                total = _later(total, decays, marks, t, left, j, d, gs, bonus is not None, REVERSE, W)
-            weight = exp(total)
-            c = tl.load(queries + sign(REVERSE) * t * qs, where(d, K, t < left), 0.0).to(tl.float32)
-            read = tl.load(of_queries + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
-            of_write += read * weight * c[None, :]
-            if beta is not None:
-                c = tl.load(keys + sign(REVERSE) * t * ks, where(d, K, t < left), 0.0).to(tl.float32)
-                read = tl.load(of_keys + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
-                of_write += read * weight * c[None, :]
-    else:
-        down, along = j[:, None], j[None, :]
-        past = exponents(decays, marks, left, gs, bonus is not None, REVERSE)
-        future = exponents_between(along, down, decays, marks, left, gs, bonus is not None, REVERSE)
-        c = operand(b, DOT, PRECISION)
-        read = tl.load(of_queries + row + block * 16, down > along, 0.0).to(tl.float32) * exp(past)
-        of_q += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
-        read = tl.load(of_queries + across + block * 16 * L, along > down, 0.0).to(tl.float32) * exp(future)
-        of_write += tl.dot(operand(read, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
+    passed = own_decays(decays, marks, j, left, d, is_d, gs, bonus is not None, REVERSE)
+    ahead = tl.zeros((16, BK), tl.float32)
+    for level in range(4):
+        late = (j >> level & 1)[:, None] == 1
+        weight = exp(tl.where(late, passed, ahead))
+        down = across_halves(j[:, None], j[None, :], level)
+        along = across_halves(j[None, :], j[:, None], level)
+        c = operand(b * weight, DOT, PRECISION)
+        read = operand(tl.load(of_queries + row + block * 16, down, 0.0), DOT, PRECISION)
+        of_q += weight * tl.dot(read, c, input_precision=PRECISION)
+        read = operand(tl.load(of_queries + across + block * 16 * L, along, 0.0), DOT, PRECISION)
+        x = tl.dot(read, operand(a * weight, DOT, PRECISION), input_precision=PRECISION)
         if beta is not None:
-            read = tl.load(of_keys + row + block * 16, down > along, 0.0).to(tl.float32) * exp(past)
-            of_read += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
-            read = tl.load(of_keys + across + block * 16 * L, along > down, 0.0).to(tl.float32) * exp(future)
-            of_write += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
-    if reads is not None:
-        read = a * of_q + b * of_read
-        if bonus is None:
-            read -= b * of_write
-        if W > 1:
-            place = (own_tile * 16 + j)[:, None] * W + d[None, :]
-            tl.store(reads + place, read, is_d[None, :])
-            if bonus is not None:
-                tl.store(writes + place, b * of_write, is_d[None, :])
-        else:
-            place = (column * every + own_tile) * 16 + j
-            tl.store(reads + place, tl.sum(read, 1))
-            if bonus is not None:
-                tl.store(writes + place, tl.sum(b * of_write, 1))
+            read = operand(tl.load(of_keys + row + block * 16, down, 0.0), DOT, PRECISION)
+            of_read += weight * tl.dot(read, c, input_precision=PRECISION)
+            read = operand(tl.load(of_keys + across + block * 16 * L, along, 0.0), DOT, PRECISION)
+            x += tl.dot(read, c, input_precision=PRECISION)
+        of_write += weight * x
+        if level < 3:
+            sibling = sibling_decays(decays, marks, j, left, d, is_d, gs, level, REVERSE)
+            passed += tl.where(late, sibling, 0.0)
+            ahead += tl.where(late, 0.0, sibling)
+    read = a * of_q + b * of_read
+    place = (own_tile * 16 + j)[:, None] * W + d[None, :]
+    if bonus is None:
+        read -= b * of_write
+    else:
+        tl.store(writes + place, b * of_write, is_d[None, :])
+    tl.store(reads + place, read, is_d[None, :])
     # Contributions of the token to itself, which do not depend on the decay.
     read = tl.load(of_queries + at * L * L + (block * 16 + j) * L + block * 16 + j).to(tl.float32)[:, None]
     if bonus is not None:

@@ -9,10 +9,10 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
-    between,
+    chunk_exponents,
     cut,
-    exponents,
-    own_decay,
+    own_decays,
+    sibling_decays,
     sign,
     weight_across,
     weight_down,
@@ -90,15 +90,22 @@ def sums(
 
 @jit
 @no_type_check
-def _inverse(A):
-    """Return (I + A)^-1 of a strictly lower triangular A [16, 16], row by row."""
-    row = tl.arange(0, 16)
-    found = -A
-    for t in range(1, 16):
-        own = tl.sum(tl.where(row[:, None] == t, found, 0.0), 0)
-        own += tl.sum(tl.where(row < t, own, 0.0)[:, None] * tl.where(row[:, None] < t, found, 0.0), 0)
-        found = tl.where(row[:, None] == t, own[None, :], found)
-    return found + tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+def _add_halves(
+    read, keys, a, b, passed, ahead, j, level, DELTA: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Add what second halves of parts of 2^(level + 1) tokens read of the first: dots that decay where the halves meet.
+
+    One tensor holds the factors of both: of what is read in the first halves, of what reads in the second.
+    """
+    weight = exp(tl.where((j >> level & 1)[:, None] == 1, passed, ahead))
+    within = (j[:, None] ^ j[None, :]) >> level == 1  # above the diagonal, `pairs` drops what this lets through
+    b = operand(b * weight, DOT, PRECISION)
+    dots = tl.dot(operand(a * weight, DOT, PRECISION), tl.trans(b), input_precision=PRECISION)
+    read += tl.where(within, dots, 0.0)
+    if DELTA:
+        dots = tl.dot(b, tl.trans(b), input_precision=PRECISION)
+        keys += tl.where(within, dots, 0.0)
+    return read, keys
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -110,13 +117,12 @@ def pairs(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr,
 ):
-    """Compute the weights with which a block of 16 tokens reads its chunk up to itself. A program per block.
+    """Compute the weights with which the tokens of a chunk read it up to themselves. A program per chunk.
 
-    For a delta rule, whose beta is not None, `solved` gets the inverse of the block's diagonal part and, left of it,
-    A Diag(beta); between_keys, if given, gets A.
+    For a delta rule, whose beta is not None, `solved` gets A Diag(beta); between_keys, if given, gets A.
 
-    A decay per key does not factor out of q . k: for earlier blocks it factors at the start of this block, and within
-    the block pairs are computed one by one.
+    A decay per key does not factor out of q . k. The chunk is divided into halves again and again: what reads is in the
+    second half of a part, and what is read in the first, so the decay factors in between.
     """
     q = chosen(q, clean_q, faults)
     k = chosen(k, clean_k, faults)
@@ -124,122 +130,82 @@ def pairs(
         g = chosen(g, clean_g, faults)
     if beta is not None:
         beta = chosen(beta, clean_beta, faults)
-    BLOCKS: tl.constexpr = L // 16
-    block = tl.program_id(0) % BLOCKS
-    at = (tl.program_id(0) // BLOCKS).to(tl.int64)
     chunks = tl.cdiv(S, L)
-    n = (at // chunks).to(tl.int32)
-    tile = (at % chunks).to(tl.int32) * BLOCKS
+    at = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
     nk = n // GROUP
     HK = H // GROUP
-    j = tl.arange(0, 16)
-    left = S - (tile + block) * 16
+    j = tl.arange(0, L)
+    left = S - chunk * L
     is_t = j < left
-    whole = at * BLOCKS
-    if since is not None:
-        plane = tl.num_programs(0).to(tl.int64) * W * WHOLE
-        since += (whole + block) * 16 * W
-        until += whole * 16 * W
-        blocks += plane + whole * W
-    row = (whole + block) * 16 * L + j[:, None] * L + j[None, :]
-    for other in range(block):
-        seen = j < S - (tile + other) * 16
-        read = tl.zeros((16, 16), tl.float32)
-        keys = tl.zeros((16, 16), tl.float32)
-        for first in range(0, K, BK):
-            d = first + tl.arange(0, BK)
-            is_d = inside(d, K, BK)
-            a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
-            b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16).to(tl.float32)
-            c = load_columns(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
-            if W > 1:
-                since_start = exp(within_block(since, j, d, is_d, W))
-                until_end = tl.load(until + (other * 16 + j)[None, :] * W + d[:, None], is_d[:, None], 0.0)
-                apart = tl.zeros((BK,), tl.float32)
-                for passed in range(other + 1, block):
-                    apart += tl.load(blocks + passed * W + d, is_d, 0.0)
-                a *= since_start
-                b *= since_start
-                c *= exp(until_end + apart[:, None])
-            c = operand(c, DOT, PRECISION)
-            read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
-            if beta is not None:
-                keys += tl.dot(operand(b, DOT, PRECISION), c, input_precision=PRECISION)
-        if since is not None and W == 1:
-            weight = tl.load(since + j)[:, None] + tl.load(until + other * 16 + j)[None, :]
-            weight = exp(weight + between(blocks, other + 1, block, j, is_t, 1))
-            read *= weight
-            keys *= weight
-        tl.store(weights + row + other * 16, operand(read * scale, weights.dtype.element_ty, PRECISION))
-        if beta is not None:
-            if between_keys is not None:
-                tl.store(between_keys + row + other * 16, keys)
-            gain = tl.load(start(beta, n, H, tile + other, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs,
-                           seen, 0.0).to(tl.float32)
-            tl.store(solved + row + other * 16, keys * gain[None, :])
     decays = g
     if g is not None:
-        decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+        decays = start(g, n, H, chunk, S, gb, gs, gh, REVERSE, L)
     marks = resets
     if resets is not None:
-        marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
-    read = tl.zeros((16, 16), tl.float32)
-    keys = tl.zeros((16, 16), tl.float32)
-    own = tl.zeros((16,), tl.float32)
+        marks = start(resets, n, H, chunk, S, S, 1, 0, REVERSE, L)
+    if since is not None:
+        since += at * L * W
+        until += at * L * W
+        blocks += (tl.num_programs(0).to(tl.int64) * WHOLE + at) * (L // 16) * W
+    OWN: tl.constexpr = W > 1 or bonus is not None  # the weight with which a token reads itself is no part of the dots
+    read = tl.zeros((L, L), tl.float32)
+    keys = tl.zeros((L, L), tl.float32)
+    own = tl.zeros((L,), tl.float32)
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
         is_d = inside(d, K, BK)
-        a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, is_t, is_d, REVERSE, 16)
-        b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
-        if bonus is not None:
-            u = tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)
-            own += tl.sum(a.to(tl.float32) * b.to(tl.float32) * u[None, :], 1)
+        a = load_rows(q, nk, HK, chunk, S, qb, qs, qh, d, is_t, is_d, REVERSE, L)
+        b = load_rows(k, nk, HK, chunk, S, kb, ks, kh, d, is_t, is_d, REVERSE, L)
+        if OWN:
+            x = a.to(tl.float32) * b.to(tl.float32)
+            if bonus is not None:
+                x *= tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)[None, :]
+            own += tl.sum(x, 1)
         if W > 1:
-            total = tl.zeros((16, BK), tl.float32)
-            key = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
-            for y in range(16):
-                s = 15 - y
-                if y > 0:
-                    total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
-                c = tl.load(key + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
-                c = exp(total) * c[None, :]
-                read += tl.where(j[None, :] == s, tl.sum(a.to(tl.float32) * c, 1)[:, None], 0.0)
-                if beta is not None:
-                    keys += tl.where(j[None, :] == s, tl.sum(b.to(tl.float32) * c, 1)[:, None], 0.0)
+            a, b = a.to(tl.float32), b.to(tl.float32)
+            passed = own_decays(decays, marks, j, left, d, is_d, gs, bonus is not None, REVERSE)
+            ahead = tl.zeros((L, BK), tl.float32)
+            for level in range(4):
+                read, keys = _add_halves(
+                    read, keys, a, b, passed, ahead, j, level, beta is not None, DOT, PRECISION)
+                if level < 3:
+                    late = (j >> level & 1)[:, None] == 1
+                    sibling = sibling_decays(decays, marks, j, left, d, is_d, gs, level, REVERSE)
+                    passed += tl.where(late, sibling, 0.0)
+                    ahead += tl.where(late, 0.0, sibling)
+            passed = within_block(since, j, d, is_d, W)
+            ahead = within_block(until, j, d, is_d, W)
+            read, keys = _add_halves(read, keys, a, b, passed, ahead, j, 4, beta is not None, DOT, PRECISION)
+            if L == 64:
+                late = (j >> 4 & 1)[:, None] == 1
+                sibling = within_block(blocks, j // 16 ^ 1, d, is_d, W)
+                passed += tl.where(late, sibling, 0.0)
+                ahead += tl.where(late, 0.0, sibling)
+                read, keys = _add_halves(read, keys, a, b, passed, ahead, j, 5, beta is not None, DOT, PRECISION)
         else:
-            c = load_columns(k, nk, HK, tile + block, S, kb, ks, kh, d, is_t, is_d, REVERSE, 16)
+            c = load_columns(k, nk, HK, chunk, S, kb, ks, kh, d, is_t, is_d, REVERSE, L)
             c = operand(c, DOT, PRECISION)
             read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
             if beta is not None:
                 keys += tl.dot(operand(b, DOT, PRECISION), c, input_precision=PRECISION)
-    if W == 1:
-        weight = exp(exponents(decays, marks, left, gs, bonus is not None, REVERSE))
+    if since is not None and W == 1:
+        weight = exp(chunk_exponents(decays, marks, blocks, left, gs, bonus is not None, REVERSE, L))
         read *= weight
         keys *= weight
-    if bonus is not None:
+    place = at * L * L + j[:, None] * L + j[None, :]
+    if OWN:
         read = tl.where(j[:, None] > j[None, :], read, tl.where(j[:, None] == j[None, :], own[:, None], 0.0))
     else:
         read = tl.where(j[:, None] >= j[None, :], read, 0.0)
-    tl.store(weights + row + block * 16, operand(read * scale, weights.dtype.element_ty, PRECISION))
+    tl.store(weights + place, operand(read * scale, weights.dtype.element_ty, PRECISION))
     if beta is not None:
         keys = tl.where(j[:, None] > j[None, :], keys, 0.0)
         if between_keys is not None:
-            tl.store(between_keys + row + block * 16, keys)
-        gain = tl.load(start(beta, n, H, tile + block, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs, is_t, 0.0)
-        tl.store(solved + row + block * 16, _inverse(keys * gain.to(tl.float32)[None, :]))
-
-
-@jit
-@no_type_check
-def earlier(total, decays, marks, s, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Return the sums between tokens j and s of a block, given those between j and s + 1."""
-    exists = s + 1 < left
-    passed = own_decay(decays + sign(REVERSE) * (s + 1) * gs, d, exists, W)[None, :]
-    if BONUS:
-        passed = tl.where(j[:, None] > s + 1, passed, 0.0)
-    if marks is not None:
-        passed += cut(marks + sign(REVERSE) * (s + 1), exists)
-    return tl.where(j[:, None] > s, total + passed, 0.0)
+            tl.store(between_keys + place, keys)
+        gain = tl.load(start(beta, n, H, chunk, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, is_t, 0.0)
+        tl.store(solved + place, keys * gain.to(tl.float32)[None, :])
 
 
 @jit
@@ -251,13 +217,24 @@ def _product(a, b):
 @common.kernel()
 @no_type_check
 def invert(solved, L: tl.constexpr):
-    """Complete (I + A Diag(beta))^-1 from the inverses of its diagonal blocks by forward substitution, in float32.
+    """Replace A Diag(beta) by the part of (I + A Diag(beta))^-1 up to the diagonal, in float32. A program per chunk.
 
-    A program per chunk.
+    Blocks of 16 tokens are inverted first, then joined by forward substitution.
     """
     j = tl.arange(0, 16)
-    solved += tl.program_id(0).to(tl.int64) * L * L + j[:, None] * L + j[None, :]
     DOWN: tl.constexpr = 16 * L
+    block = tl.arange(0, L // 16)[:, None, None]
+    down, along = j[None, :, None], j[None, None, :]
+    solved += tl.program_id(0).to(tl.int64) * L * L
+    corner = solved + block * (DOWN + 16)
+    found = tl.where(down == along, 1.0, tl.zeros((L // 16, 16, 16), tl.float32))
+    for t in range(1, 16):
+        read = tl.load(corner + t * L + down)  # row t, zero from t on
+        found -= tl.where(down == t, tl.sum(read * found, 1)[:, None, :], 0.0)
+    tl.debug_barrier()  # Other threads read what is written below; then likewise what was written above.
+    tl.store(corner + down * L + along, found)
+    tl.debug_barrier()
+    solved += j[:, None] * L + j[None, :]
     a = tl.load(solved)
     b = tl.load(solved + DOWN + 16)
     below = -_product(b, _product(tl.load(solved + DOWN), a))

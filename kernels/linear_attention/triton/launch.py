@@ -188,7 +188,7 @@ class _Chunks:
             work |= {"solved": self.empty(N, T, self.L, dtype=wide), "of_state": self.empty(N, T, self.K)}
             if errors is None:
                 work["between_keys"] = self.empty(N, T, self.L, dtype=wide)
-        forward.pairs[(N * T // 16,)](
+        forward.pairs[(N * self.chunks,)](
             q, k, decay, beta, bonus, found.resets, work["since"], work["until"], work["blocks"], work["weights"],
             work["between_keys"], work["solved"], found.q, found.k, found.g, found.x, found.flag,
             self.S, self.H, self.K, *token_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
@@ -285,10 +285,11 @@ def chunks_backward(
         )
         of_queries = plan.empty(N, plan.places, plan.L)
         of_keys = None if beta is None else torch.empty_like(of_queries)
+        of_heads = (None, None, None) if plan.per_key else (decay, found.resets, work["blocks"])
         backward.weight_gradients[(N * plan.chunks,)](
-            v, dy, beta, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
-            found.v, found.dy, found.x, found.flag,
-            plan.S, plan.H, plan.V, *token_strides(v, dy, beta, dv), scale,
+            v, dy, beta, *of_heads, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
+            found.v, found.dy, found.g, found.x, found.flag,
+            plan.S, plan.H, plan.V, *token_strides(v, dy, decay, beta, dv), scale, BONUS=bonus is not None,
             **{name: x for name, x in plan.of_dots.items() if name != "GROUP"}, **plan.size("weight_gradients"),
         )
         size = plan.size("key_gradients")
@@ -296,14 +297,21 @@ def chunks_backward(
         parts = 1 if plan.per_key else columns
         reads = None if decay is None else plan.empty(parts, N, plan.places, plan.W, dtype=wide)
         writes = torch.empty_like(reads) if reads is not None and bonus is not None else None
-        tiles = N * plan.places // 16
-        dbonus = None if bonus is None else plan.empty(tiles, plan.K, dtype=wide)
-        backward.key_gradients[(tiles * columns,)](
-            q, k, v, dy, dv, decay, beta, bonus, found.resets, *sums, errors, C, dC, of_queries, of_keys,
-            dq, dk, dbonus, reads, writes, found.q, found.k, found.v, found.dy, found.g, found.x, found.flag,
-            *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale,
-            **of_weights, **size,
-        )
+        dbonus = None
+        if bonus is not None:
+            dbonus = q.new_zeros(N * plan.places // 16, plan.K, dtype=wide)
+        given = (beta, bonus, *sums, errors, C, dC, of_queries, of_keys, dq, dk, dbonus, reads, writes)
+        if plan.per_key:
+            backward.key_gradients_per_key[(N * plan.places // 16 * columns,)](
+                q, k, v, dy, dv, decay, found.resets, *given,
+                found.q, found.k, found.v, found.dy, found.g, found.x, found.flag,
+                *lengths, *token_strides(q, k, v, dy, dv, decay, beta), scale, **of_weights, **size,
+            )
+        else:
+            backward.key_gradients[(N * plan.chunks * columns,)](
+                q, k, v, dy, dv, *given, found.q, found.k, found.v, found.dy, found.x, found.flag,
+                *lengths, *token_strides(q, k, v, dy, dv, beta), scale, **plan.of_dots, **size,
+            )
         if decay is not None:
             assert flows is not None
             size = plan.size("decay_gradients")

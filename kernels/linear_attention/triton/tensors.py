@@ -91,19 +91,6 @@ def where(d, D: tl.constexpr, exists):
 
 @jit
 @no_type_check
-def own_decay(g, d, exists, W: tl.constexpr):
-    """Return the decay of the token at g, or 0 unless it exists: [channels], W = 1: [1]."""
-    if g is None:
-        return tl.zeros((1,), tl.float32)
-    else:
-        if W == 1:
-            return tl.load(g + tl.zeros((1,), tl.int32), exists, 0.0).to(tl.float32)
-        else:
-            return tl.load(g + d, where(d, W, exists), 0.0).to(tl.float32)
-
-
-@jit
-@no_type_check
 def cut(resets, exists):
     """Return -inf at a reset, else 0."""
     if resets is None:
@@ -114,25 +101,93 @@ def cut(resets, exists):
 
 @jit
 @no_type_check
-def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return exponents of a decay per head between tokens t (rows) and s (columns) of a block with `left` tokens."""
-    return exponents_between(
-        tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], g, resets, left, gs, BONUS, REVERSE
-    )
+def decays_of(g, resets, t, left, d, is_d, gs, REVERSE: tl.constexpr):
+    """Return the decays of tokens t, of which `left` exist: [tokens, channels]. -inf at a reset."""
+    total = tl.load(g + (sign(REVERSE) * t * gs)[:, None] + d[None, :], (t < left)[:, None] & is_d[None, :], 0.0)
+    total = total.to(tl.float32)
+    if resets is not None:
+        total += cut(resets + sign(REVERSE) * t, t < left)[:, None]
+    return total
 
 
 @jit
 @no_type_check
-def exponents_between(t, s, g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return `exponents` for tokens t and s along either axis."""
-    total = tl.zeros((16, 16), tl.float32)
-    for x in range(1, 16):
-        exists = x < left
-        passed = (s < x) & (x <= t)
+def own_decays(g, resets, t, left, d, is_d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the part of the decays of tokens t that their own reads see: with a bonus, only the resets."""
+    if BONUS:
+        total = tl.zeros((t.shape[0], d.shape[0]), tl.float32)
         if resets is not None:
-            total += tl.where(passed, cut(resets + sign(REVERSE) * x, exists), 0.0)
-        if g is not None:
-            if BONUS:
-                passed = passed & (x < t)
-            total += tl.where(passed, tl.load(g + sign(REVERSE) * x * gs, exists, 0.0).to(tl.float32), 0.0)
+            total += cut(resets + sign(REVERSE) * t, t < left)[:, None]
+        return total
+    else:
+        return decays_of(g, resets, t, left, d, is_d, gs, REVERSE)
+
+
+@jit
+@no_type_check
+def sibling_decays(g, resets, t, left, d, is_d, gs, level, REVERSE: tl.constexpr):
+    """Return for tokens t the sum of the decays in the other half of their part of 2^(level + 1) tokens."""
+    t ^= 1 << level
+    total = decays_of(g, resets, t, left, d, is_d, gs, REVERSE)
+    for x in range(1, 1 << level):
+        total += decays_of(g, resets, t ^ x, left, d, is_d, gs, REVERSE)
+    return total
+
+
+@jit
+@no_type_check
+def across_halves(t, s, level):
+    """Return whether s is in the first half and t in the second half of one part of 2^(level + 1) tokens."""
+    return (t > s) & ((t ^ s) >> level == 1)
+
+
+@jit
+@no_type_check
+def token_decays(g, resets, t, left, gs, OWN: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the decays per head of tokens t, in their shape: -inf at a reset. Without OWN, only the resets."""
+    total = tl.zeros(t.shape, tl.float32)
+    if OWN and g is not None:
+        total = tl.load(g + sign(REVERSE) * t * gs, t < left, 0.0).to(tl.float32)
+    if resets is not None:
+        total += cut(resets + sign(REVERSE) * t, t < left)
+    return total
+
+
+@jit
+@no_type_check
+def _sibling(g, resets, t, left, gs, level, REVERSE: tl.constexpr):
+    """Return for tokens t the sum of the decays in the other half of their part of 2^(level + 1) tokens."""
+    t ^= 1 << level
+    total = token_decays(g, resets, t, left, gs, True, REVERSE)
+    for x in range(1, 1 << level):
+        total += token_decays(g, resets, t ^ x, left, gs, True, REVERSE)
+    return total
+
+
+@jit
+@no_type_check
+def chunk_exponents(
+    g, resets, whole, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr,
+):
+    """Return exponents of a decay per head between tokens t (rows) and s < t (columns) of a chunk.
+
+    They are sums of what a second half has passed and what is ahead in the first half, see `across_halves`. whole: sums
+    over the chunk's blocks of 16 tokens.
+    """
+    j = tl.arange(0, L)
+    apart = j[:, None] ^ j[None, :]
+    total = tl.zeros((L, L), tl.float32)
+    passed = token_decays(g, resets, j, left, gs, not BONUS, REVERSE)
+    ahead = tl.zeros((L,), tl.float32)
+    for level in range(4):
+        total = tl.where(apart >> level != 0, passed[:, None] + ahead[None, :], total)
+        sibling = _sibling(g, resets, j, left, gs, level, REVERSE)
+        passed += tl.where((j >> level & 1) == 1, sibling, 0.0)
+        ahead += tl.where((j >> level & 1) == 1, 0.0, sibling)
+    total = tl.where(apart >> 4 != 0, passed[:, None] + ahead[None, :], total)
+    if L == 64:
+        sibling = tl.load(whole + (j // 16 ^ 1))
+        passed += tl.where((j >> 4 & 1) == 1, sibling, 0.0)
+        ahead += tl.where((j >> 4 & 1) == 1, 0.0, sibling)
+        total = tl.where(apart >> 5 != 0, passed[:, None] + ahead[None, :], total)
     return total
