@@ -28,7 +28,6 @@ LOCAL = 16  # bytes: a few values stored outside the loops are acceptable
 # room for all values, but take more instructions and barriers. For `pairs` and `key_gradients` an H200 has timed both:
 # those that spill are faster, see docs/kernels/linear_attention.md.
 SPILLS = {
-    ("selective_scan N=16 fp32", "scan_backward"): 24,  # Triton 3.6, sm_80
     ("linear_attention D=128 bf16 delta per head", "state_gradients"): 24,  # Triton 3.6
     ("linear_attention D=128 to 256 bf16 delta per head", "state_gradients"): 32,  # Triton 3.6
     ("linear_attention D=128 bf16 delta per key", "state_gradients"): 32,  # Triton 3.6
