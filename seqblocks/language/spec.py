@@ -44,6 +44,8 @@ TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
+FIGURES = ("params", "active_params", "state_bytes", "flops_per_token", "latency_ms")  # keys of `expect` with limits
+BUDGET_KEYS = ("about", "at_most", "at_least", "tolerance")
 DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec

@@ -19,7 +19,9 @@ from seqblocks.language.files import bundled
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
     BLOCK_KEYS,
+    BUDGET_KEYS,
     EXPECT_KEYS,
+    FIGURES,
     FILE_KEYS,
     MODEL_KEYS,
     VERSION,
@@ -178,6 +180,11 @@ def _block_definition(names: Schema) -> Schema:
 
 def _expect() -> Schema:
     keys: dict[str, Schema] = dict.fromkeys(EXPECT_KEYS, NUMBER)
+    for figure in FIGURES:
+        keys[figure] = {
+            "description": "a value, such as 1.3M; a limit, such as '<= 1.3M'; or {at_most: 1.3M, at_least: 1M}",
+            "anyOf": [NUMBER, _object(dict.fromkeys(BUDGET_KEYS, NUMBER), [])],
+        }
     axes = {"type": "array", "description": "axes, for instance [batch, 1000]"}
     keys["output"] = {**axes, "type": ["array", "object"], "additionalProperties": axes}
     tokens = [NUMBER, {"const": "all"}]
@@ -186,7 +193,7 @@ def _expect() -> Schema:
         "for several outputs the most, or the number of each by its name",
         "anyOf": [*tokens, {"type": "object", "additionalProperties": {"anyOf": tokens}}],
     }
-    keys["latency_ms"] = {**NUMBER, "description": "milliseconds that an output waits for later samples of the input"}
+    keys["latency_ms"]["description"] = "milliseconds that an output waits for later samples of the input, or limits"
     return {"description": "expected properties of the model", **_object(keys, [])}
 
 

@@ -16,6 +16,7 @@ from seqblocks.runtime.fusion import Following, Fused
 from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import Ends
+from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
 
 
@@ -293,7 +294,7 @@ def _is_as_built(module: nn.Module | None, node: Node) -> bool:
             return True
         node = nodes[-1]
         module = module._modules[node.name]
-    return type(module) is Primitive and type(module.op) is type(node.op) and not is_hooked(module)
+    return is_built(module) and type(module.op) is type(node.op) and not is_hooked(module)
 
 
 @makes("block")

@@ -51,6 +51,11 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Part
         raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")
 
 
+def draw_anew(target: Tensor, parameter: Parameter) -> None:
+    """Fill `target` in place with other initial values, by a seed from torch's generator."""
+    draw(target, "", parameter, int(torch.randint(1 << 62, (), device="cpu")))
+
+
 def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=g, **PLAIN) * (high - low) + low
 

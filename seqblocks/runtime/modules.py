@@ -98,7 +98,8 @@ def makes(kind: graph.NodeKind) -> Callable[[M], M]:
 def make(node: Node, place: Place) -> StepModule:
     """Build the module of a node."""
     module = MAKERS[node.kind](node, place)
-    module._type, module._arity = node.type, len(node.reads)
+    module._type = node.type
+    module._arity = len(node.reads) if node.op is None else sum(map(bool, node.inputs.values()))
     return module
 
 
@@ -125,7 +126,9 @@ def call_child(
     if call.phase == "context" and not takes_call:
         return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
     call.made = cast("States | None", None)  # the child sets it
-    y: Any = child(*tensors, call=call) if takes_call else child(*_inputs(tensors, node))
+    if not takes_call or (node is not None and node.op is not None and len(tensors) > len(node.inputs)):
+        tensors = _inputs(tensors, node)  # wires that are joined are one tensor for the module
+    y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
     if call.made is not None:
         if not isinstance(y, Tensor) and call.phase != "context":
             raise RunError(f"{name}: a hook or a wrapper returned {type(y).__name__}, and a step returns a tensor")

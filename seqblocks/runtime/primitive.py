@@ -22,7 +22,6 @@ from seqblocks.runtime.modules import (
     broadcast,
     gridded,
     joining_axis,
-    makes,
     vectors_of,
 )
 from seqblocks.runtime.residual_sums import Sum, added_up
@@ -31,14 +30,13 @@ from seqblocks.runtime.shared_parameters import Holder, shared_parameters
 from seqblocks.state import States, compact
 
 
-@makes("op")
 class Primitive(StepModule, Holder):
     """Hold the parameters that an op declares, and call the op."""
 
     _reduction: str | None = None  # in a sharded model: how gradients of replicated parameters are reduced
 
     def __init__(self, node: Node, place: Place) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass may have a class of torch among its bases
         assert node.op is not None
         self.op, self._path = node.op, place.path
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
@@ -140,6 +138,9 @@ class Primitive(StepModule, Holder):
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """Return one input per port: several wires are joined, a port without wires gets None."""
+        if len(tensors) < sum(self._sizes):  # they are joined already
+            given = iter(tensors)
+            return [next(given) if size else None for size in self._sizes]
         inputs: list[Any] = []
         at = 0
         if self._vectors:

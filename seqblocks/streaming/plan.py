@@ -37,6 +37,7 @@ from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
+from seqblocks.runtime.torch_modules import PRIMITIVES, is_built
 from seqblocks.state import States
 from seqblocks.state_layout import State
 from seqblocks.streaming.frames import Frames
@@ -449,7 +450,7 @@ class Stepper:
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
-        if type(router) is not Primitive or is_hooked(router) or module.needs_each:
+        if not is_built(router) or is_hooked(router) or module.needs_each:
             return None
         if any(type(layer := module._modules[label]) is not Body or is_hooked(layer) for label in labels):
             return None
@@ -504,14 +505,14 @@ class Stepper:
 
 
 PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
-    Primitive: Stepper._primitive, Block: Stepper._block, Residual: Stepper._residual, Repeat: Stepper._repeat,
-    Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
+    **dict.fromkeys(PRIMITIVES, Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
+    Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
 }  # fmt: skip
 
 
 def is_plain(module: nn.Module | None, node: Node) -> bool:
     """Return whether a module is the declared primitive without hooks, whose parameters can be prepared."""
-    return type(module) is Primitive and not is_hooked(module) and _as_declared(module, node)
+    return is_built(module) and not is_hooked(module) and _as_declared(module, node)
 
 
 def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:

@@ -187,6 +187,7 @@ MLSTM = Kernel(
     bar=mlstm_bar,
     roundings=mlstm_roundings,
     cancellation=mlstm_cancellation,
+    exact_zeros=True,  # the gradient of f, for a token that no state precedes
     errors=mlstm_errors(),
     facts={"dtype": torch.bfloat16, "head_dims": (64, 64)},
     refused=(({"dtype": torch.float64}, "float64: Triton implementations compute in float32"),),

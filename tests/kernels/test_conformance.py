@@ -41,6 +41,7 @@ from tests.kernels.conformance import (
     draw,
     floating,
     in_pieces,
+    in_the_interpreter,
     on_device,
     reset_marks,
     with_gradients,
@@ -69,10 +70,13 @@ def shapes(kernel: Kernel, on: Implementation) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ the definition
 
 
-@cases(
-    KERNELS, EVERYWHERE, shape=shapes, precision=lambda kernel, on: on.precisions, layout=lambda kernel, on: LAYOUTS,
-    resets=yes_if("resets"), reverse=yes_if("reverse"), state=yes_if("states"), interpreted=None,
-)
+AXES: dict[str, Any] = {
+    "shape": shapes, "precision": lambda kernel, on: on.precisions, "layout": lambda kernel, on: LAYOUTS,
+    "resets": yes_if("resets"), "reverse": yes_if("reverse"), "state": yes_if("states"),
+}
+
+
+@cases(KERNELS, EVERYWHERE, interpreted=None, **AXES)
 def test_agrees_with_the_definition(
     subject: Subject, shape: dict[str, int], precision: Precision, layout: str, resets: bool, reverse: bool, state: bool
 ) -> None:
@@ -84,18 +88,12 @@ def test_agrees_with_the_definition(
 
 
 @pytest.mark.long
-@cases(
-    [k for k in KERNELS if k.device_shapes], ["triton"], shape=lambda kernel, on: kernel.device_shapes,
-    precision=lambda kernel, on: on.precisions, resets=yes_if("resets"), reverse=yes_if("reverse"),
-)
-def test_device_sizes_in_the_interpreter(
-    subject: Subject, shape: dict[str, int], precision: Precision, resets: bool, reverse: bool
+@in_the_interpreter(cases(KERNELS, ["gpu"], **AXES))
+def test_device_cases_in_the_interpreter(
+    subject: Subject, shape: dict[str, int], precision: Precision, layout: str, resets: bool, reverse: bool, state: bool
 ) -> None:
-    """The sizes of the GPU tests run in the interpreter, so that a tolerance that is too small fails without a GPU."""
-    inputs = subject.inputs(**shape)
-    batch, length = inputs[subject.kernel.sequences[0]].shape[:2]
-    marks = reset_marks(batch, length, max(5, length // 3)) if resets else None
-    check(subject, inputs, precision=precision, resets=marks, reverse=reverse)
+    """The cases of the GPU run in the interpreter, so that a tolerance that is too small fails without a GPU."""
+    test_agrees_with_the_definition(subject, shape, precision, layout, resets, reverse, state)
 
 
 @cases(KERNELS, EVERYWHERE, variants=(), layout=lambda kernel, on: [*LAYOUTS][1:])

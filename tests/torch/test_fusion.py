@@ -133,7 +133,7 @@ def test_a_hook_on_any_of_them_is_called() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
     made(x)
     handle.remove()
-    assert seen.count("Primitive") == 4
+    assert len(seen) == 5
 
 
 CELL = """

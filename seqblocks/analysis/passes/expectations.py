@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping as Table
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqblocks import cost, graph
+from seqblocks.analysis.passes import budgets
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import file_context, number
@@ -47,23 +49,24 @@ def check_numbers(file: SpecFile, report: Report) -> None:
     """Report invalid numbers in `expect:` of a file without a valid model."""
     if file.expect is not None:
         ctx = file_context(Run(report), file)
-        _tolerance(ctx, file.expect)
-        for key in (*_FIGURES, "latency_ms"):
-            _number(ctx, file.expect, key, None)
+        allowed = budgets.tolerance(ctx, file.expect)
+        for key, units in (*((key, figure.units) for key, figure in _FIGURES.items()), ("latency_ms", budgets.TIMES)):
+            if (node := file.expect.get(key)) is not None:
+                budgets.limits(ctx, node, allowed, units)
 
 
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
-    tolerance = _tolerance(ctx, expect)
-    for key, (code, compute) in _FIGURES.items():
-        expected = _number(ctx, expect, key, None)
-        if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
-            continue
-        found = compute(model)
-        if found is None or abs(found - expected) > tolerance * abs(expected):
-            hint = _largest_parts(model) if key == "params" else None
-            shown = _unknown(model) if found is None else f"{found:,.10g} ({found - expected:+,.10g})"
-            fault = Fault(code, f"{key} differs from `expect:`", expected=f"{expected:,.10g}", found=shown, hint=hint)
-            broken.fault(fault, expect.entries[key][1].span)
+    tolerance = budgets.tolerance(ctx, expect)
+    for key, figure in _FIGURES.items():
+        node = expect.get(key)
+        found = None
+        for limit in () if node is None else budgets.limits(ctx, node, tolerance, figure.units) or ():
+            found = figure.of(model) if found is None else found
+            if found is None or not limit.allows(found):
+                hint = _largest_parts(model) if key == "params" else None
+                shown = _unknown(model) if found is None else f"{found:,.10g} ({limit.deviation(found)})"
+                message = f"{key} {_VERBS[limit.kind]} `expect:`"
+                broken.fault(Fault(figure.code, message, expected=str(limit), found=shown, hint=hint), limit.span)
 
 
 def _unknown(model: ModelSpec) -> str:
@@ -80,56 +83,48 @@ def _state_bytes(model: ModelSpec) -> int | None:
     return None if cost.open_context(model.graph) else cost.state_bytes(model.graph, "float32")
 
 
-_FIGURES: dict[str, tuple[str, Callable[[ModelSpec], float | None]]] = {
-    "params": ("E701", lambda model: graph.count(model.graph)),
-    "active_params": ("E701", lambda model: graph.count(model.graph, active=True)),
-    "state_bytes": ("E702", _state_bytes),
-    "flops_per_token": ("E703", _flops),
+class _Figure(NamedTuple):
+    """A figure of a model: the code of its fault, the units of its limits, and how it is computed."""
+
+    code: str
+    units: Table[str, float]
+    of: Callable[[ModelSpec], float | None]
+
+
+_FIGURES = {
+    "params": _Figure("E701", budgets.COUNTS, lambda model: graph.count(model.graph)),
+    "active_params": _Figure("E701", budgets.COUNTS, lambda model: graph.count(model.graph, active=True)),
+    "state_bytes": _Figure("E702", budgets.BYTES, _state_bytes),
+    "flops_per_token": _Figure("E703", budgets.COUNTS, _flops),
 }
+_VERBS = {"about": "differs from", "at_most": "exceeds", "at_least": "is below"}
 
 
 def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
-    expected, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
-    if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
+    node = expect.get("latency_ms")
+    limits = node and budgets.limits(ctx, node, budgets.tolerance(ctx, expect), budgets.TIMES)
+    if not limits:
         return
     from seqblocks.analysis.passes import lookahead  # few specs expect a latency or a lookahead
 
     found = lookahead.latency_ms(model)
-    if found is not None and abs(found - expected) <= max(tolerance, 1e-9) * abs(expected):
-        return
+    hint = None
     if lookahead.latency(model) is None:
-        fault = _latency(expected, "undefined: an output depends on the whole sequence")
+        shown = "undefined: an output depends on the whole sequence"
     elif found is None:
-        hint = "input: {features: 1, sample_rate: 16000}"
-        fault = _latency(expected, "unknown: the input has no `sample_rate`", hint)
+        shown, hint = "unknown: the input has no `sample_rate`", "input: {features: 1, sample_rate: 16000}"
     else:
-        rate, samples = model.input.sample_rate, lookahead.latency(model)
-        fault = _latency(expected, f"{found:g} ({samples} samples at {rate:,g} Hz)")
-    broken.fault(fault, expect.entries["latency_ms"][1].span)
-
-
-def _latency(expected: float, found: str, hint: str | None = None) -> Fault:
-    return Fault("E706", "latency_ms differs from `expect:`", expected=f"{expected:g}", found=found, hint=hint)
+        shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
+    for limit in limits:
+        rounded = limit._replace(tolerance=max(limit.tolerance, 1e-9))  # of a division by the rate
+        if found is None or not rounded.allows(found):
+            message = f"latency_ms {_VERBS[limit.kind]} `expect:`"
+            broken.fault(Fault("E706", message, expected=str(limit), found=shown, hint=hint), limit.span)
 
 
 def _largest_parts(model: ModelSpec) -> str:
     largest = sorted(model.graph.nodes, key=graph.count_node, reverse=True)[:3]
     return "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
-
-
-def _tolerance(ctx: Context, expect: Mapping) -> Any:
-    tolerance = _number(ctx, expect, "tolerance", 0.0)
-    if tolerance is UNKNOWN or 0 <= tolerance < 1:
-        return tolerance
-    message, hint = "the tolerance must be a relative deviation", "0.01 accepts a deviation of one percent"
-    fault = Fault("E209", message, expected="0 or more, below 1", found=f"{tolerance:g}", hint=hint)
-    ctx.report(fault, expect.entries["tolerance"][1].span)
-    return UNKNOWN
-
-
-def _number(ctx: Context, expect: Mapping, key: str, default: float | None) -> Any:
-    node = expect.get(key)
-    return default if node is None else number(ctx, node)
 
 
 def _check_outputs(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:

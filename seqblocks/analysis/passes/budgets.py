@@ -1,0 +1,126 @@
+"""Read a figure of `expect:`: a value that a model must have, or limits, with units.
+
+`1.3M`, `"<= 20 kB"`, `{at_most: 1.3M, at_least: 1M}`, `{about: 130M, tolerance: 0.01}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping as Table
+from typing import Any, NamedTuple
+
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.values import number
+from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.language.document import Mapping, Node, Scalar
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import BUDGET_KEYS, known_keys
+from seqblocks.messages.suggestions import did_you_mean
+
+COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model of 7B parameters"
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_TEXT = re.compile(r"\s*(?P<sign><=|>=)?\s*(?P<rest>.*?)\s*", re.DOTALL)
+_WITH_UNIT = re.compile(r"(?P<value>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z%]+)")
+
+
+class Limit(NamedTuple):
+    """What one entry demands of a figure. kind: one of BUDGET_KEYS without the last."""
+
+    kind: str
+    value: float
+    tolerance: float
+    span: Span
+
+    def allows(self, found: float) -> bool:
+        room = self.tolerance * abs(self.value)
+        if self.kind == "about":
+            return abs(found - self.value) <= room
+        return found <= self.value + room if self.kind == "at_most" else found >= self.value - room
+
+    def __str__(self) -> str:
+        return f"{'' if self.kind == 'about' else self.kind.replace('_', ' ') + ' '}{self.value:,.10g}"
+
+    def deviation(self, found: float) -> str:
+        """Return by how much a figure misses it, for a message."""
+        off = f"{found - self.value:+,.10g}"
+        if self.kind == "about" or not self.value:
+            return off
+        return f"{off}, {100 * (found - self.value) / abs(self.value):+.3g} %"
+
+
+def tolerance(ctx: Context, holder: Mapping, default: float = 0.0) -> Any:
+    """Return the relative deviation that a mapping allows, or UNKNOWN, with a fault, if it is none."""
+    node = holder.get("tolerance")
+    if node is None:
+        return default
+    found = _quantity(ctx, node, {"%": 0.01}) if isinstance(node, Scalar) else number(ctx, node)
+    if found is UNKNOWN or 0 <= found < 1:
+        return found
+    message, hint = "the tolerance must be a relative deviation", "0.01 accepts a deviation of one percent"
+    ctx.report(Fault("E209", message, expected="0 or more, below 1", found=f"{found:g}", hint=hint), node.span)
+    return UNKNOWN
+
+
+def limits(ctx: Context, node: Node, allowed: Any, units: Table[str, float]) -> list[Limit] | None:
+    """Return what an entry demands, or None, with a fault, if it is invalid. allowed: the tolerance of all entries."""
+    if isinstance(node, Mapping):
+        return _of_mapping(ctx, node, allowed, units)
+    found = _limit(ctx, node, "about", allowed, units)
+    return None if found is None else [found]
+
+
+def _of_mapping(ctx: Context, node: Mapping, allowed: Any, units: Table[str, float]) -> list[Limit] | None:
+    known_keys(ctx.run.report, node, BUDGET_KEYS, "a limit")
+    own = tolerance(ctx, node, allowed)
+    found = [_limit(ctx, value, key, own, units) for key, _, value in node if key in BUDGET_KEYS[:3]]
+    if not found and not node.incomplete:
+        hint = "{at_most: 1.3M}"
+        ctx.report(Fault("E202", f"a limit needs one of {listing(BUDGET_KEYS[:3])}", hint=hint), node.span)
+    known = [limit for limit in found if limit]
+    by_kind = {limit.kind: limit for limit in known}
+    low, high = by_kind.get("at_least"), by_kind.get("at_most")
+    if low and high and low.value > high.value:
+        message = f"at_least ({low.value:,.10g}) is larger than at_most ({high.value:,.10g})"
+        ctx.report(Fault("E209", message, hint="exchange the two"), low.span)
+        return None
+    return known if len(known) == len(found) and found and own is not UNKNOWN else None
+
+
+def _limit(ctx: Context, node: Node, kind: str, allowed: Any, units: Table[str, float]) -> Limit | None:
+    text = node.value if isinstance(node, Scalar) and isinstance(node.value, str) else ""
+    match = _TEXT.fullmatch(text)
+    sign = match["sign"] if match else None
+    if sign and kind != "about":
+        hint = f"{kind}: {match['rest']}" if match else None
+        ctx.report(Fault("E203", f"{kind} is a quantity, without {sign}", found=quote(text), hint=hint), node.span)
+        return None
+    if sign:
+        kind = "at_most" if sign == "<=" else "at_least"
+    value = _quantity(ctx, node, units)
+    if value is UNKNOWN or allowed is UNKNOWN:
+        return None
+    return Limit(kind, value, allowed, node.span)
+
+
+def _quantity(ctx: Context, node: Node, units: Table[str, float]) -> Any:
+    """Return the value of a number with a unit, a number, or an expression, after a sign if there is one."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        return number(ctx, node)
+    match = _TEXT.fullmatch(node.value)
+    rest = match["rest"] if match else node.value
+    if given := _WITH_UNIT.fullmatch(rest):
+        return _with_unit(ctx, node, given["value"], given["unit"], units)
+    plain = Scalar(node.part(node.value.find(rest), len(rest)), node.size, node.depth, rest, rest)
+    return number(ctx, plain)
+
+
+def _with_unit(ctx: Context, node: Scalar, value: str, unit: str, units: Table[str, float]) -> Any:
+    if unit in units:
+        found = float(value.replace("_", "")) * units[unit]
+        return int(found) if found == int(found) else found
+    at = node.value.rfind(unit) if isinstance(node.value, str) else 0
+    message = f"there is no unit {quote(unit)} here"
+    fault = Fault("E203", message, expected=f"one of {listing(units)}", hint=lambda: did_you_mean(unit, units))
+    ctx.report(fault, node.part(at, len(unit)))
+    return UNKNOWN
