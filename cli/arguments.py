@@ -136,9 +136,12 @@ def _convert(parser: Parser) -> None:
         "--to",
         required=True,
         metavar="LAYOUT",
-        help="output layout: seqblocks, or one that the spec defines, such as official or hub",
+        help="output layout: seqblocks, gguf (for llama.cpp), or one that the spec defines, such as official or hub",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="output folder; must not exist yet")
+    parser.add_argument("--out", required=True, metavar="DIR", help="output folder (gguf: file); must not exist yet")
+    parser.add_argument(
+        "--type", choices=("f32", "f16", "q8_0"), help="gguf: type of the matrices (default: f32)"
+    )
     parser.add_argument(
         "--spec", metavar="SPEC", help="path or bundled name; required if DIR does not contain the spec"
     )
@@ -176,6 +179,10 @@ def _export(parser: Parser) -> None:
 
 def _check(parser: Parser) -> None:
     parser.add_argument("spec", nargs="+", metavar="SPEC", help=SPEC)
+    parser.add_argument(
+        "--graph", action="store_true",
+        help="with --format json: also the steps and references, as far as they are known in an invalid spec",
+    )  # fmt: skip
 
 
 def _ops(parser: Parser) -> None:

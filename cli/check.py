@@ -10,6 +10,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks._version import __version__
 from seqblocks.analysis import check
+from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError, visible
 from seqblocks.graph import ModelSpec
@@ -33,7 +34,7 @@ def load(
 ) -> tuple[SpecFile, ModelSpec | None]:
     """Load and check a spec given on the command line; print its warnings and notes."""
     changes = {**overrides(options), **(more or {})}
-    file, model = _load(spec, options, changes)
+    file, model = valid(analysed(spec, options, changes))
     if not options.quiet:
         output.warnings(file.warnings, file.dropped, options)
     if model is not None and not options.quiet:
@@ -41,10 +42,11 @@ def load(
     return file, model
 
 
-def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, ModelSpec | None]:
-    given: dict[str, Any] = {"allow_use": options.allow_use, "strict": options.strict}
+def analysed(spec: str, options: argparse.Namespace, changes: dict[str, str], references: bool = False) -> Analysis:
+    """Analyse a spec given on the command line. Raises SpecError only if there is no text to analyse."""
+    given: dict[str, Any] = {"allow_use": options.allow_use, "strict": options.strict, "references": references}
     if spec != "-":
-        return check.check_text(*locate(spec), changes, **given)
+        return analyse_text(*locate(spec), changes, **given)
     from seqblocks.errors import Report
     from seqblocks.language.files import read_stream
 
@@ -52,27 +54,42 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
-    return check.check_text(text, options.stdin_filename, Path(), changes, **given)
+    return analyse_text(text, options.stdin_filename, Path(), changes, **given)
+
+
+def valid(found: Analysis) -> tuple[SpecFile, ModelSpec | None]:
+    """Return the file and the model of an analysis. Raises SpecError for an invalid spec."""
+    if found.file is None or not found.ok:
+        raise found.error()
+    return found.file, found.model
 
 
 def run(options: argparse.Namespace) -> int:
     """Check all specs, continuing after errors."""
     if options.spec.count("-") > 1:
         raise UsageError("standard input can be read only once: write `-` once")
+    if options.graph and options.format != "json":
+        raise UsageError("--graph adds the steps and references to JSON: it needs --format json")
     records: list[dict[str, Any]] = []
     status = 0
     for spec in options.spec:
+        graph_of: dict[str, Any] = {}
         try:
-            file, model = load(spec, options)
+            if options.graph:
+                found = analysed(spec, options, overrides(options), references=True)
+                graph_of = {"graph": found.as_data()}
+                file, model = valid(found)
+            else:
+                file, model = load(spec, options)
         except SpecError as error:
             # an invalid spec takes precedence over a broken `expect:`
             status = error.exit_status if status == 0 else min(status, error.exit_status)
             if options.format == "json":
-                records.append({"spec": spec, **output.failed(error)})
+                records.append({"spec": spec, **output.failed(error), **graph_of})
             else:
                 output.diagnostics(error, options)
             continue
-        records.append({"spec": spec, "ok": True, **_facts(file, model)})
+        records.append({"spec": spec, "ok": True, **_facts(file, model), **graph_of})
         if options.format == "text" and not options.quiet:
             output.write(f"{visible(spec)}: ok, {_described(file, model)}")
     if options.format == "json":

@@ -146,18 +146,27 @@ def _described(block: dict[str, Any]) -> str:
 
 def show(options: argparse.Namespace) -> int:
     """Show a spec at one stage of the analysis, or the YAML of a bundled spec."""
-    from seqblocks.cli.check import load
+    from seqblocks.cli.check import analysed, load, overrides, valid
 
     if options.source:
         return _source(options)
-    file, model = load(options.spec, options)
+    found: Any = None
+    if options.format == "json" and options.stage in (None, "graph"):
+        found = analysed(options.spec, options, overrides(options), references=True)
+        file, model = valid(found)
+    else:
+        file, model = load(options.spec, options)
     stage = options.stage or ("graph" if model is not None else "spec")
     if stage == "plan":
         from seqblocks.cli import explain
 
         return explain.show_plan(check.require_model(file, model), options.spec, options)
     if options.format == "json":
-        found = _stage_data(stage, file, model)
+        if stage == "graph":
+            check.require_model(file, model)
+            found = found.as_data()
+        else:
+            found = _stage_data(stage, file)
         remarks = output.remarks_on(model) if model else {}
         output.dump({"version": __version__, "ok": True, "spec": options.spec, "stage": stage, stage: found} | remarks)
     else:
@@ -174,13 +183,11 @@ def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) 
     return outline.text(file, visible(name)) if stage == "spec" else listing.text(check.require_model(file, model))
 
 
-def _stage_data(stage: str, file: SpecFile, model: ModelSpec | None) -> Any:
+def _stage_data(stage: str, file: SpecFile) -> Any:
     from seqblocks.language import document
-    from seqblocks.report import listing, outline
+    from seqblocks.report import outline
 
-    if stage == "document":
-        return document.plain(file.root)
-    return outline.data(file) if stage == "spec" else listing.text(check.require_model(file, model)).splitlines()
+    return document.plain(file.root) if stage == "document" else outline.data(file)
 
 
 def _source(options: argparse.Namespace) -> int:

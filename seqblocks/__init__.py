@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from seqblocks import kernels as kernels
     from seqblocks import state as state
     from seqblocks import testing as testing
+    from seqblocks.analysis.analyse import Analysis, analyse
     from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
     from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.model.builder import build, build_model, build_text
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.model.builder")
 _LAZY |= {"generate": "seqblocks.streaming.generate"}
 _LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
+_LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
@@ -50,6 +52,7 @@ _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 _LAZY |= dict.fromkeys(("checkpoint", "distributed", "export", "kernels", "state", "testing"), "")
 
 __all__ = [
+    "Analysis",
     "BackendError",
     "Diagnostic",
     "ExpectationError",
@@ -64,6 +67,7 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "__version__",
+    "analyse",
     "block",
     "block_text",
     "build",

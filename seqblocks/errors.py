@@ -166,6 +166,12 @@ class Span(NamedTuple):
             "end_column": self.end_column,
         }
 
+    @property
+    def text(self) -> str:
+        """What is written in the range, if it is in one line."""
+        line = self.source.line(self.line) if self.line == self.end_line else ""
+        return line[self.column - 1 : self.end_column - 1]
+
     def holds(self, other: Span) -> bool:
         """Return whether another span of the same source begins inside."""
         return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
@@ -188,6 +194,45 @@ class Note(NamedTuple):
         return f"{self.text} ({self.span})" if self.span else self.text
 
 
+class Suggestion(str):
+    """A hint that names the word that was probably meant. written: the word of the spec. word: what to write there."""
+
+    __slots__ = ("word", "written")
+    written: str
+    word: str
+
+    @classmethod
+    def of(cls, text: str, written: str, word: str) -> Suggestion:
+        made = cls(text)
+        made.written, made.word = written, word
+        return made
+
+
+class Fix(NamedTuple):
+    """An edit that removes a fault: the text to write in a range. span: None if it is not in a file (an override)."""
+
+    span: Span | None
+    text: str
+
+    def as_data(self) -> dict[str, Any]:
+        return {"text": self.text} | (self.span.as_data() if self.span else {})
+
+
+def _fix(hint: str | None, span: Span | None, notes: Iterable[Note]) -> Fix | None:
+    """Return the edit that a hint suggests, if the misspelt word is at `span`, or is a value that a note points to."""
+    if not isinstance(hint, Suggestion) or span is None:
+        return None
+    if span.source.is_override:
+        return Fix(None, hint.word)
+    line = span.source.line(span.line)
+    end = span.end_column - 1 if span.end_line == span.line else len(line)
+    at = line.find(hint.written, span.column - 1, end) if hint.written else -1
+    if at < 0:
+        values = (note.span for note in notes if note.span and not note.span.source.bundled)
+        return next((Fix(value, hint.word) for value in values if value.text == hint.written), None)
+    return Fix(Span(span.source, span.line, at + 1, span.line, at + 1 + len(hint.written)), hint.word)
+
+
 Severity = Literal["error", "warning"]
 
 
@@ -205,6 +250,7 @@ class Diagnostic(NamedTuple):
     notes: tuple[Note, ...] = ()
     hint: str | None = None
     severity: Severity = "error"
+    fix: Fix | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Return the diagnostic as plain data (the `--format json` record)."""
@@ -213,6 +259,7 @@ class Diagnostic(NamedTuple):
             data |= self.span.as_data()
         data |= {"expected": self.expected, "found": self.found, "hint": self.hint}
         data["notes"] = [{"text": note.text} | (note.span.as_data() if note.span else {}) for note in self.notes]
+        data["fix"] = self.fix.as_data() if self.fix else None
         return data
 
     def clipped(self) -> Diagnostic:
@@ -345,7 +392,10 @@ class Fault(Exception):
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
         notes = (*self.notes, *notes)
-        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity).clipped()
+        fix = _fix(hint, span, notes)
+        hint = None if hint is None else str(hint)
+        made = Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity, fix)
+        return made.clipped()
 
 
 class _Wrong:
@@ -360,13 +410,14 @@ class _Wrong:
 
 
 class Report:
-    """Collect diagnostics: one per code and cause, and at most MAX_DIAGNOSTICS.
+    """Collect diagnostics: one per code and cause, and at most `limit` (None: all).
 
     The cause of a fault is the place where the wrong value was written, if known, else the place of the fault. A wrong
     number is therefore reported once, however often it is used, and so is a faulty line that is used in 48 layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = MAX_DIAGNOSTICS) -> None:
+        self.limit = limit
         self.diagnostics: list[Diagnostic] = []
         self.dropped = 0
         self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
@@ -415,7 +466,7 @@ class Report:
                 self._remove(self._wrong.pop(wrong))
             self._wrong[values] = _Wrong(places)
         self._seen.add(places[0])
-        shown = len(self.diagnostics) < MAX_DIAGNOSTICS
+        shown = self.limit is None or len(self.diagnostics) < self.limit
         self.dropped += not shown
         return shown
 

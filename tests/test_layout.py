@@ -84,6 +84,7 @@ REQUIREMENTS = {
     "safetensors": "safetensors",  # extras from here on: imported inside functions, never at the top of a file
     "transformers": "transformers",  # see below
     "onnx_ir": "onnxscript",
+    "gguf": "gguf",
 }
 ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported only on request: also at the top of a file
 

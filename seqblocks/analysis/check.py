@@ -7,34 +7,28 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from seqblocks.analysis.lower import is_builtin, lower_file
+from seqblocks.analysis.analyse import Folders as Folders
+from seqblocks.analysis.analyse import analyse_text
+from seqblocks.analysis.analyse import check_overrides as check_overrides
+from seqblocks.analysis.analyse import yaml as yaml
 from seqblocks.errors import (
     Diagnostic,
     Fault,
     OverrideWarning,
-    Report,
-    Source,
     SourceKind,
     SpecError,
     SpecWarning,
     UsageError,
-    in_order,
     quote,
     user_stacklevel,
 )
-from seqblocks.graph import ModelSpec, SpecSource
-from seqblocks.language.document import Node
+from seqblocks.graph import ModelSpec
 from seqblocks.language.files import locate
-from seqblocks.language.spec import Reader, SpecFile, read_file
-from seqblocks.op import has_plugin
-
-if TYPE_CHECKING:
-    from seqblocks.language.overrides import Override  # only specs with overrides need it
+from seqblocks.language.spec import SpecFile
 
 F = TypeVar("F", bound=Callable[..., Any])
-Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def names_overrides(function: F) -> F:
@@ -117,91 +111,10 @@ def check_text(
     strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
     """Do the same as `load_text`, but leave the warnings to the caller (`model.warnings`)."""
-    if not isinstance(text, str):
-        raise UsageError(f"expected the text of a spec as str, not {type(text).__name__}; use load or build for a path")
-    check_overrides(set)
-    report, cautions = Report(), Report()
-    changes = _Changes(set or {}, report)
-    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use), cautions)
-    file = read_file(reader, Source.of(name, text, kind), changes.apply)
-    if file is not None and file.model is None and not file.blocks and not report:
-        report.fault(Fault("E206", "the file defines nothing", hint="add a `model:` or `blocks:`"), file.root.span)
-        file = None
-    if file is None:
-        raise SpecError(in_order(report.diagnostics), report.dropped)
-    model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
-    if report and file.expect is not None:
-        from seqblocks.analysis.passes.expectations import check_numbers
-
-        check_numbers(file, report)
-    file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
-    if model is not None:
-        model.warnings = file.warnings
-        model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
-        if file.expect is not None:
-            from seqblocks.analysis.passes.expectations import check_expectations  # only specs that have it need it
-
-            check_expectations(model, file)
-    return file, model
-
-
-def _raise_if_any(report: Report, cautions: Report, strict: bool) -> list[Diagnostic]:
-    """Raise SpecError if there is an error, or with `strict` a warning. Returns the warnings."""
-    found = in_order(cautions.diagnostics)
-    if strict:
-        found = [each._replace(severity="error") for each in found]
-    if report or (strict and found):
-        dropped = report.dropped + (cautions.dropped if strict else 0)
-        raise SpecError([*in_order(report.diagnostics), *found], dropped)
-    return found
-
-
-class _Changes:
-    """Overrides, and which of them were applied."""
-
-    def __init__(self, given: Mapping[str, Any], report: Report) -> None:
-        self.given, self.report = given, report
-        self.texts: dict[str, str] = {}
-        self.applied: tuple[Override, ...] = ()
-
-    def apply(self, root: Node) -> None:
-        """Apply the overrides to a document."""
-        if not self.given:
-            return
-        from seqblocks.language import overrides  # only specs with overrides need it
-
-        for key, value in self.given.items():
-            self.texts[key] = str(value) if isinstance(value, _Raw) else overrides.as_text(value)
-        keywords = {key for key, value in self.given.items() if not isinstance(value, _Raw)}
-        self.applied = overrides.apply(root, self.texts, self.report, keywords)
-
-
-def _allowed(folders: Folders) -> list[Path]:
-    """Return the folders whose files may be used. Raises UsageError if one is not a folder."""
-    each = [*folders] if isinstance(folders, Iterable) and not isinstance(folders, str) else [folders]
-    found = []
-    for folder in each:
-        if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
-            raise UsageError(f"allow_use (--allow-use) takes folders, and {folder!r} is not one")
-        found.append(Path(os.fspath(folder)))
-    return found
-
-
-def check_overrides(given: Any) -> None:
-    """Raise UsageError unless overrides are a mapping with strings as keys, or None."""
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
-        raise UsageError('overrides must be a mapping of names to values: set={"dim": 32}')
-
-
-class _Raw(str):
-    """An override given as YAML text, not as a Python value."""
-
-    __slots__ = ()
-
-
-def yaml(text: str) -> str:
-    """Mark an override as YAML text, as on the command line: `set={"dim": yaml("2 * 96")}`."""
-    return _Raw(text)
+    found = analyse_text(text, name, base, set, files, allow_use, kind, strict)
+    if found.file is None or not found.ok:
+        raise found.error()
+    return found.file, found.model
 
 
 @names_overrides

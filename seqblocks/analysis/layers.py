@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from seqblocks.analysis import check
+from seqblocks.analysis.analyse import RawText, allowed_folders
 from seqblocks.analysis.lower import is_builtin, lower_file
 from seqblocks.analysis.passes.kept_context import mark_kept
 from seqblocks.errors import Fault, Report, Source, SourceKind, SpecError, UsageError, in_order, listing, quote
@@ -118,7 +119,7 @@ class _Text(NamedTuple):
 
 def _layer(text: _Text, name: str, given: Mapping[str, Any], ends: Ends, allow_use: check.Folders = ()) -> Layer:
     report, cautions = Report(), Report()
-    reader = Reader(report, is_builtin, has_plugin, text.base, None, check._allowed(allow_use), cautions)
+    reader = Reader(report, is_builtin, has_plugin, text.base, None, allowed_folders(allow_use), cautions)
     file = read_file(reader, Source.of(text.shown, text.text, text.kind), lambda root: None)
     if file is None or report:
         raise SpecError(in_order(report.diagnostics), report.dropped)
@@ -140,8 +141,8 @@ def _layer(text: _Text, name: str, given: Mapping[str, Any], ends: Ends, allow_u
     assert isinstance(model, document.Mapping)
     file.model, file.model_span, file.expect, file.checkpoint = model, model.span, None, None
     file.blocks = {name: block}
-    found = lower_file(file, report, cautions, name)
-    if found is None:
+    found = lower_file(file, report, cautions, name).model
+    if found is None or report:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     known = [each for each in cautions.diagnostics if not (found.graph.ports or wires) or each.code != RANGES]
     check.warn(in_order(known))
@@ -231,7 +232,7 @@ def _is_context(block: Block, name: str, value: Any) -> bool:
 
 
 def _value(value: Any) -> str:
-    return str(value) if isinstance(value, check._Raw) else as_text(value)
+    return str(value) if isinstance(value, RawText) else as_text(value)
 
 
 def _width(block: Block, given: Mapping[str, Any], ends: Ends) -> str:

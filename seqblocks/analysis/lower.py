@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.checks import check_map
@@ -10,6 +10,7 @@ from seqblocks.analysis.checkpoint_maps.reading import read_map
 from seqblocks.analysis.passes.kept_context import mark_kept
 from seqblocks.analysis.passes.liveness import find_idle, unused, unused_parts, without_gradient
 from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.references import Reference, References
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import compute_let, file_context
 from seqblocks.analysis.steps import primitives  # noqa: F401  whose function registers itself
@@ -26,21 +27,38 @@ if TYPE_CHECKING:
     from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 
+class Lowered(NamedTuple):
+    """The result of lowering a file. After a fault, some steps are unknown nodes, which have no type.
+
+    model: None if the file has none, or if its input is unknown. body: the steps of the model in any case.
+    """
+
+    model: graph.ModelSpec | None
+    body: graph.Graph | None
+    references: tuple[Reference, ...] = ()
+
+
 def is_builtin(verb: str) -> bool:
     """Return whether a verb is a combinator or one of seqblocks' own primitives."""
     return verb in COMBINATORS or verb in builtin_verbs()
 
 
 def lower_file(
-    file: SpecFile, report: Report, warnings: Report, name: str, overrides: tuple[Override, ...] = ()
-) -> graph.ModelSpec | None:
-    """Check all blocks of a file and return the graph of its model, or None if there is no valid model."""
+    file: SpecFile,
+    report: Report,
+    warnings: Report,
+    name: str,
+    overrides: tuple[Override, ...] = (),
+    references: bool = False,
+) -> Lowered:
+    """Check all blocks of a file, and return the graph of its model. references: also collect the references."""
     run = Run(report, warnings)
+    run.references = References() if references else None
     run.unread = {id(each.default): True for block in file.blocks.values() for each in block.args.values()}
     ctx = file_context(run, file)
     changes = [each for each in overrides if each.node is not None and not each.path.startswith("expect")]
     run.overridden = bool(changes)
-    model = _lower_model(ctx, file, name) if file.model else None
+    body, model = _lower_model(ctx, file, name) if file.model else (None, None)
     compute_let(ctx, file.let)
     if model:
         model.overridden = tuple(map(str, changes))
@@ -58,7 +76,7 @@ def lower_file(
             from seqblocks.analysis.passes.causality import check_future  # only models that may look ahead need it
 
             check_future(model, run.warnings, declared.entries if declared else ())
-    return None if report else model
+    return Lowered(model, body, tuple(run.references.found.values()) if run.references else ())
 
 
 def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override, ...]) -> None:
@@ -89,7 +107,7 @@ def _report_idle(run: Run) -> None:
             ctx.report(unused_parts(node, [run.labels[value] for value in values]), node.span)
 
 
-def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | None:
+def _lower_model(ctx: Context, file: SpecFile, name: str) -> tuple[graph.Graph, graph.ModelSpec | None]:
     assert file.model is not None
     run = ctx.run
     inputs = read_inputs(ctx, file.model, file.model_span)
@@ -100,15 +118,15 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     if not run.report:
         check_read(ctx, file.model.get("inputs"), body)
     known = {name: wire for name, wire in inputs.items() if wire}
-    if run.report or not known:
-        return None
+    if not known:
+        return body, None
     run.lowered.append((ctx, body))
     named = {} if "input" in known else known
     first = next(iter(known.values()))
     model = graph.ModelSpec(name, first, body, run.types, run.labels, file.expect, table, inputs=named)
-    if run.has_context:
+    if run.has_context and not run.report:
         mark_kept(model)
-    return model
+    return body, model
 
 
 def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node | None) -> graph.Graph:
@@ -120,6 +138,10 @@ def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node
         run.input_kind, run.input_features = wire.kind, wire.features
     run.has_context = bool(others)
     ctx.body.wires |= {"input": values[first], **values}
+    named = ctx.file.model and ctx.file.model.get("inputs")
+    if run.references is not None and isinstance(named, Mapping):
+        for name, place, _ in named:
+            run.references.define([values[name]] if name in values else [], [(name, place)])
     node = ctx.file.model and ctx.file.model.get("inputs")
     ctx.body.incomplete |= not inputs or (isinstance(node, Mapping) and node.incomplete)
     ports = {name: values[name] for name in others}

@@ -15,6 +15,7 @@ from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.translation import OURS, Translator, layouts
 from seqblocks.checkpoint import writing
 from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, dtype_of, read_model, write_model, write_weights
+from seqblocks.checkpoint.gguf_file import GGUFSummary, write_gguf
 from seqblocks.checkpoint.hf_config import config_text, with_origin
 from seqblocks.checkpoint.official import tied_together
 from seqblocks.checkpoint.pretrained import config_file, origin_of, own_config, spec_of, under_our_names
@@ -72,6 +73,27 @@ def convert(
 
     writing.write(target, work)
     return found
+
+
+def to_gguf(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "f32",
+    spec: Any = None,
+    set: Mapping[str, Any] | None = None,
+) -> GGUFSummary:
+    """Write weights as a GGUF file for llama.cpp, without a tokenizer. Returns a summary of the file.
+
+    path, spec, set: as in `convert`. out: the file, which must not exist. dtype: of the matrices, f32, f16 or q8_0;
+    vectors, convolutions and decays are always float32. In q8_0, matrices whose rows are not divisible into blocks of
+    32 values are f16.
+
+    Raises RunError with the reason if llama.cpp cannot run the model; UsageError for invalid arguments;
+    UnavailableError without the package gguf; OSError for disk errors.
+    """
+    model, ours = _source(as_path(path), spec, set)
+    return write_gguf(model, ours, as_path(out), dtype)
 
 
 def _write_config(place: Path, target: Path, dtype: str) -> None:

@@ -25,6 +25,7 @@ from seqblocks.errors import (
     Source,
     SourceKind,
     Span,
+    Suggestion,
     listing,
     quote,
 )
@@ -601,7 +602,8 @@ class Reader:
             case str() if suggestion := _nearest_type(node.value):
                 message = f"{quote(node.value)} is not an argument type"
                 expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
-                fault = Fault("E208", message, expected=expected, hint=f"did you mean '{suggestion}'?")
+                hint = Suggestion.of(f"did you mean '{suggestion}'?", node.text, suggestion)
+                fault = Fault("E208", message, expected=expected, hint=hint)
                 self.report.fault(fault, node.span)
                 return Argument(name, suggestion, span, None)
             case str() if _is_by_depth(node.value):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-from seqblocks.errors import listing
+from seqblocks.errors import Suggestion, listing
 from seqblocks.record import Record
 
 MAX_KNOWN = 2000  # limit on the number of words compared for a hint
@@ -81,7 +81,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return a "did you mean" hint, or None if no known word is close."""
     suggestion = nearest(word, known)
     only = " It is exact; gelu_tanh is the approximation" if "gelu" in called_elsewhere(word) else ""
-    return suggestion and f"did you mean '{suggestion}'?{only if suggestion == 'gelu' else ''}"
+    if suggestion is None:
+        return None
+    text = f"did you mean '{suggestion}'?{only if suggestion == 'gelu' else ''}"
+    return Suggestion.of(text, word, suggestion)
 
 
 def is_renamed(verb: str, names: Sequence[str]) -> str:

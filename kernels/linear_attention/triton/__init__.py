@@ -10,8 +10,8 @@ Delta rules, decays per key and a bonus have their own kernels:
     tensors.py, forward.py, backward.py   the kernels
     sizes.py, launch.py                   chunks, tiles and warps; the launches and the ops of torch
 
-The system (I + A Diag(beta)) is inverted in float32: blocks of 16 tokens row by row, and larger ones by products of
-bounded blocks. As in the mLSTM, dots of bfloat16 use it directly, float16 uses tf32, and float32 stays float32.
+The system (I + A Diag(beta)) is inverted in float32 by halves, from single tokens on, with products of bounded blocks.
+As in the mLSTM, dots of bfloat16 use it directly, float16 uses tf32, and float32 stays float32.
 For a decay per key, all exponents are at most 0. They factor where tokens meet: pairs with earlier blocks of 16 tokens
 at the start of the later block, pairs within a block in the middle of the block, its halves, quarters and eighths.
 Transposed operands are loaded transposed, except decayed keys within a block. There are no atomic additions.

@@ -9,6 +9,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     AFTER,
     BEFORE,
     WHOLE,
+    across_halves,
     chunk_exponents,
     cut,
     own_decays,
@@ -219,7 +220,8 @@ def _product(a, b):
 def invert(solved, L: tl.constexpr):
     """Replace A Diag(beta) by the part of (I + A Diag(beta))^-1 up to the diagonal, in float32. A program per chunk.
 
-    Blocks of 16 tokens are inverted first, then joined by forward substitution.
+    The inverses of two halves are joined by the block between them: within blocks of 16 tokens from single tokens on,
+    then those blocks.
     """
     j = tl.arange(0, 16)
     DOWN: tl.constexpr = 16 * L
@@ -227,13 +229,13 @@ def invert(solved, L: tl.constexpr):
     down, along = j[None, :, None], j[None, None, :]
     solved += tl.program_id(0).to(tl.int64) * L * L
     corner = solved + block * (DOWN + 16)
-    found = tl.where(down == along, 1.0, tl.zeros((L // 16, 16, 16), tl.float32))
-    for t in range(1, 16):
-        read = tl.load(corner + t * L + down)  # row t, zero from t on
-        found -= tl.where(down == t, tl.sum(read * found, 1)[:, None, :], 0.0)
-    tl.debug_barrier()  # Other threads read what is written below; then likewise what was written above.
+    A = tl.load(corner + down * L + along)
+    found = tl.where(down == along, 1.0, -tl.where(across_halves(down, along, 0), A, 0.0))
+    for level in range(1, 4):
+        part = tl.where(across_halves(down, along, level), A, 0.0)
+        found -= _product(_product(found, part), found)
     tl.store(corner + down * L + along, found)
-    tl.debug_barrier()
+    tl.debug_barrier()  # Other threads read what was written above.
     solved += j[:, None] * L + j[None, :]
     a = tl.load(solved)
     b = tl.load(solved + DOWN + 16)

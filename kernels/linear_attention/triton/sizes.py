@@ -19,13 +19,13 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
     if kernel in ("sums", "decay_gradients"):
         return {"BD": min(64, common.power_of_two(keys)) if per_key else 1, "num_warps": 1}
     if kernel == "pairs":
-        BK = min(BK, 32 if per_key and arch.startswith("sm_8") else most)
-        return {"BK": BK, "num_warps": 8 if per_key else 4, "num_stages": 2}
+        return {"BK": min(32 if per_key else most, BK), "num_warps": 4, "num_stages": 2}
     if kernel == "weight_gradients":
         return {"BV": min(most, BV), "num_warps": 4, "num_stages": 2}
     amd = arch.startswith("gfx")
     if kernel == "key_gradients":
-        return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": 4 if per_key else 8, "num_stages": 2}
+        warps = (2 if per_key else 4) if narrow else (4 if per_key else 8)
+        return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": warps, "num_stages": 2}
     if not (delta and kernel in ("states", "state_gradients")):
         return {"BK": min(BK, most), "BV": min(BV, most), "num_warps": 4, "num_stages": 2}
     # Programs hold all keys of a chunk, so they take narrow blocks of values and more warps.

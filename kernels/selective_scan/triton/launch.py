@@ -19,7 +19,7 @@ from seqblocks.kernels.selective_scan.triton.forward import carry_segments, scan
 from seqblocks.kernels.selective_scan.triton.token import of_token
 from seqblocks.kernels.triton_common import ceil_div
 
-CHUNK = 32  # tokens between saved states; in the backward pass, the scratch of a program has the states of one chunk
+CHUNK = 16  # tokens between saved states, twice as many if a channel has more than 16: docs/kernels/selective_scan.md
 STATES = 256  # the largest number of states of a channel
 SCHEDULERS = 4 * 132  # of an H100 or H200; each issues instructions of one warp at a time
 AT_ONCE = 16 * SCHEDULERS  # approximate number of warps of a backward launch, which limits the scratch buffers
@@ -50,6 +50,11 @@ def tiles(
     return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
 
 
+def chunk(states: int) -> int:
+    """Return the tokens between saved states. In the backward pass, the scratch of a program has those of one chunk."""
+    return CHUNK if states <= 16 else 2 * CHUNK
+
+
 def _each(arch: str, resets: bool, even: bool, BN: int) -> int:
     """Return the elements per thread of a tile of tokens and channels.
 
@@ -67,7 +72,8 @@ def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
 
     For the current chunk it has six values per token and channel, B and C, and the state before every STEPS tokens.
     """
-    return 6 * CHUNK * BE + 2 * CHUNK * BN + CHUNK // STEPS * BE * BN
+    L = chunk(BN)
+    return 6 * L * BE + 2 * L * BN + L // STEPS * BE * BN
 
 
 def _summing(arch: str, B: Tensor, C: Tensor, tile: dict[str, int]) -> tuple[str | None, int]:
@@ -102,7 +108,7 @@ def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, i
 
 def _laid_out(*tensors: Any) -> list[Any]:
     """Return parameters and constants contiguous, and the other tensors with the last axis contiguous."""
-    far = 2 * CHUNK  # a chunk, and the tokens loaded ahead
+    far = 4 * CHUNK  # a chunk, and the tokens loaded ahead
     return [None if x is None else common.near(x, far) if x.dim() > 2 else x.contiguous() for x in tensors]
 
 
@@ -140,7 +146,8 @@ class _Cut:
         programs = groups * ceil_div(W, tile["BE"])
         K = K or _segments_for(tile, self.batch, self.S, groups, W, backward)
         # Segments consist of whole chunks, because states are saved at the start of chunks.
-        self.L = CHUNK * ceil_div(ceil_div(self.S, K), CHUNK)
+        self.chunk = chunk(self.N)
+        self.L = self.chunk * ceil_div(ceil_div(self.S, K), self.chunk)
         self.K = ceil_div(self.S, self.L)
         self.grid = (self.batch * self.K, programs)
 
@@ -155,7 +162,7 @@ class _Cut:
         scan_ends[self.grid](
             x, dt, A.t().contiguous(), w, z, bias, resets, ends, sums, broken,
             self.S, self.K, self.L, self.E, self.N, self.W, 0, *_strides(x, dt, w, z),
-            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, EVEN=self.even, CHUNK=CHUNK, **self.tile,
+            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, EVEN=self.even, CHUNK=self.chunk, **self.tile,
         )
         tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
         carry_segments[self.batch, ceil_div(self.E, tile["BE"])](
@@ -192,14 +199,14 @@ def _op(
         scan[cut.grid](
             u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if for_backward else None,
             S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
-            SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=CHUNK, **tile,
+            SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=cut.chunk, **tile,
         )
     return y, last, between
 
 
 @_op.register_fake
 def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, for_backward):  # type: ignore[no-untyped-def]
-    chunks = ceil_div(u.shape[1], CHUNK) if for_backward else 0
+    chunks = ceil_div(u.shape[1], chunk(A.shape[1])) if for_backward else 0
     return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
 
 
@@ -222,7 +229,8 @@ def _backward_options(
     """Return how a program sums, and how many tokens it processes at a time where these are independent."""
     numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
     dot, columns = _summing(arch, B, C, tile)
-    rows, lines = min(CHUNK // 2, max(1, numbers // tile["BE"])), min(CHUNK, max(1, numbers // tile["BN"]))
+    L = chunk(tile["BN"])
+    rows, lines = min(L // 2, max(1, numbers // tile["BE"])), min(L, max(1, numbers // tile["BN"]))
     return {"DOT": dot, "COLUMNS": columns, "ROWS": rows, "LINES": lines, "SCRATCH": scratch_of(**tile), **tile}
 
 
@@ -244,7 +252,7 @@ def _op_backward(
     dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
-    kept = ceil_div(S, CHUNK) * E * N  # elements of a sequence
+    kept = ceil_div(S, chunk(N)) * E * N  # elements of a sequence
     tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
         cut = _Cut(u, A, groups, W, tile, True)
@@ -274,7 +282,7 @@ def _op_backward(
                 some(resets), parts(count * K * programs, options["SCRATCH"]),
                 some(du), some(ddt), some(dA, K), *added, some(dD, K), some(dz), some(dbias, K), some(dh0),
                 S, K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
-                SOFTPLUS=softplus, REVERSE=reverse, EVEN=even, CHUNK=CHUNK, **options,
+                SOFTPLUS=softplus, REVERSE=reverse, EVEN=even, CHUNK=cut.chunk, **options,
             )
             return [part if x.dim() == 2 else part.sum(0) for x, part in zip((B, C), added, strict=True)]
 

@@ -12,7 +12,7 @@ from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, Span
 from seqblocks.language.document import Node, Scalar, Sequence
-from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.expressions import UNKNOWN, parse
 from seqblocks.language.spec import DEPTH, Argument, Block, SpecFile
 from seqblocks.record import Record
 
@@ -71,6 +71,22 @@ class Context(Record):
         if DEPTH not in text or self.layers is None or DEPTH in self.names:
             return self.names
         return Names(self.names, {DEPTH: self.read_depth()})
+
+    def refer(self, text: str, node: Scalar) -> None:
+        """Note that an expression reads its names."""
+        if self.run.references is None:
+            return
+        for name, offset in [(text, 0)] if text.isidentifier() else parse(text).names:
+            if name in self.names and (place := self._definition(name)):
+                self.run.references.add("name", name, node.part(offset, len(name)), place)
+
+    def _definition(self, name: str) -> Span | None:
+        """Return where a name of `let:` or `args:` is defined."""
+        block = self.callers[-1] if self.callers else None
+        for table in (block and block.let, self.file.let if block is None or name not in block.args else None):
+            if table and name in table.entries:
+                return table.entries[name][0]
+        return block.args[name].span if block and name in block.args else None
 
     def read_depth(self) -> Any:
         """Return the value of `depth`, and note that the enclosing bodies depend on it."""

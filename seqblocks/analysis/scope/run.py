@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Report
 from seqblocks.types import Origin, Wire
@@ -23,6 +24,8 @@ class Run:
         self.types: dict[int, Wire | None] = {}  # type of each value; None is UNKNOWN
         self.labels: dict[int, str] = {}
         self.makers: dict[int, Origin] = {}  # the step that computes a value
+
+        self.references: References | None = None  # None: not collected
 
         # limits
         self.steps = 0

@@ -129,11 +129,15 @@ class Step:
 
     def defined_wires(self) -> list[str]:
         """Return the names that `as:` defines."""
+        return [name for name, _ in self.named_wires()]
+
+    def named_wires(self) -> list[tuple[str, Span]]:
+        """Return the names that `as:` defines, with their places."""
         match self.get("as"):
-            case Scalar(text=name):
-                return [name]
+            case Scalar(text=name, span=span):
+                return [(name, span)]
             case Sequence(items=items):
-                return [item.text for item in items if isinstance(item, Scalar)]
+                return [(item.text, item.span) for item in items if isinstance(item, Scalar)]
             case Mapping(entries=entries):
-                return list(entries)
+                return [(name, span) for name, (span, _) in entries.items()]
         return []

@@ -160,6 +160,7 @@ def evaluate(ctx: Context, text: str, node: Scalar, instead: tuple[str, ...] = (
     instead: words that are allowed too, for the message about an unknown name.
     """
     try:
+        ctx.refer(text, node)
         if text.isidentifier() and text in ctx.names:
             return ctx.names[text]
         return parse(text).evaluate(ctx.scope(text))
@@ -241,6 +242,7 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
 
 
 def _named_word(ctx: Context, node: Scalar, name: str, kind: FieldKind) -> Any:
+    ctx.refer(name, node)
     value = ctx.names[name]
     if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
         return value

@@ -58,7 +58,10 @@ def _wire(ctx: Context, node: Node) -> int:
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
     elif node.value in ctx.body.wires:
-        return ctx.body.wires[node.value]
+        value = ctx.body.wires[node.value]
+        if ctx.run.references is not None:
+            ctx.run.references.wire(node.value, node.span, value)
+        return value
     elif not ctx.body.incomplete:
         ctx.report(_no_wire(ctx, node.value), node.span)
     return ctx.run.unknown()

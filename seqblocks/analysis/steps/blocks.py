@@ -257,6 +257,8 @@ def _enter(
     outside = file_context(run, block.home)
     entered = run.value(run.types[call.x], "input")
     ports = {port: run.value(run.types[value], port) for port, value in call.ports.items()}
+    if run.references is not None:
+        run.references.define(ports.values(), ((port, block.args[port].span) for port in ports))
     names = Names(outside.names, call.values)
     names.written = call.written
     names.incomplete = block.incomplete

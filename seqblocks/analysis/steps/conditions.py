@@ -31,9 +31,11 @@ def is_absent(ctx: Context, step: Step) -> bool:
     except Fault as fault:
         ctx.report(fault, step)
         value = ctx.run.unknown()
-    for name in step.defined_wires():
+    for name, span in step.named_wires():
         define_wire(ctx, name, step.value_span("as"))
-        ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
+        passed = ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
+        if ctx.run.references is not None:
+            ctx.run.references.define([passed], [(name, span)])
     if value is not None:
         ctx.body.value, ctx.body.last = value, None
     return True

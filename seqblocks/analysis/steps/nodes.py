@@ -55,6 +55,8 @@ def make_node(
     run.types |= zip(values, types, strict=True)
     run.labels |= zip(values, labels, strict=True)
     run.makers |= dict.fromkeys(values, origin)
+    if run.references is not None:
+        run.references.define(values, step.named_wires())
     if "as" in step.common:
         for label, value in zip(labels, values, strict=True):
             body.wires.setdefault(label, value)

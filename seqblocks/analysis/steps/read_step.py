@@ -25,6 +25,12 @@ def read_step(ctx: Context, item: Node) -> Step:
     key = (id(item), id(ctx.callers[-1])) if ctx.passed else id(item)  # an alias may occur in another block
     if key not in cache:
         cache[key] = step = _read(ctx, item)
+        if ctx.run.references is not None and step.found:
+            meaning = step.found.meaning
+            if isinstance(meaning, Block | Argument):
+                ctx.run.references.add("block", step.verb, step.span, meaning.span)
+            else:
+                ctx.run.references.add("verb", step.verb, step.span, None)
         _check_keys(ctx, step)
         step.effort = _effort(step)
     return cache[key]

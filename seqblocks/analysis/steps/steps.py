@@ -183,6 +183,8 @@ def _unknown_node(ctx: Context, step: Step) -> graph.Node:
     outputs = tuple(ctx.run.unknown() for _ in names or [""])
     for name, value in zip(names, outputs, strict=False):
         ctx.body.wires.setdefault(name, value)
+    if ctx.run.references is not None:
+        ctx.run.references.define(outputs, step.named_wires())
     node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
     ctx.body.nodes.setdefault(step.name, node)
     return node

@@ -1,0 +1,44 @@
+"""Collect the places of a spec where a wire, a name or a verb is read, each with the place that defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from seqblocks.errors import Span
+
+ReferenceKind = Literal["wire", "name", "verb", "block"]
+
+
+class Reference(NamedTuple):
+    """One place where something is read by name.
+
+    definition: the name where it is defined; None for what no file defines (a verb of seqblocks, the wire `input`).
+    """
+
+    kind: ReferenceKind
+    name: str
+    span: Span
+    definition: Span | None
+
+
+class References:
+    """The references of one analysis, once each, though a step may be analysed in many layers."""
+
+    def __init__(self) -> None:
+        self.found: dict[Span, Reference] = {}
+        self.places: dict[tuple[int, str], Span] = {}  # where the names of values are defined
+
+    def add(self, kind: ReferenceKind, name: str, span: Span, definition: Span | None) -> None:
+        known = self.found.get(span)
+        if known is None or known.definition is None:
+            self.found[span] = Reference(kind, name, span, definition)
+
+    def define(self, values: Iterable[int], names: Iterable[tuple[str, Span]]) -> None:
+        """Note where the names of values are defined: several, where a step with a false condition passes one on."""
+        for value, (name, span) in zip(values, names, strict=False):
+            self.places.setdefault((value, name), span)
+
+    def wire(self, name: str, span: Span, value: int) -> None:
+        """Add a place where a wire is read."""
+        self.add("wire", name, span, None if name == "input" else self.places.get((value, name)))

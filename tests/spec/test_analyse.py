@@ -1,0 +1,195 @@
+"""`seqblocks.analyse`: what is known of a spec, valid or not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import seqblocks
+from seqblocks import graph
+from seqblocks.analysis import analyse as module
+from seqblocks.analysis import check
+from seqblocks.errors import MAX_DIAGNOSTICS, Diagnostic, Span, SpecError
+from seqblocks.language.files import bundled, locate
+
+FAULTS = Path(__file__).parent.parent / "golden" / "faults"
+CASES = sorted(path.stem for path in FAULTS.glob("*.yaml") if path.stem != "yaml_not_utf8")  # has no text
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in bundled().items()}
+SCHEMA = Path(module.__file__).with_name("graph.schema.json")
+
+SPEC = """\
+seqblocks: 1
+let: {dim: 8}
+model:
+  input: {features: dim}
+  steps:
+    - rms_norm
+    - linear: {features: 3 * dim, as: [q, k, v]}
+    - linear: {from: q, features: dim, name: back}
+    - repeat:
+        times: 3
+        steps: [{residual: [{linear: dim}, silu]}]
+"""
+
+
+def analysed(path: str) -> seqblocks.Analysis:
+    text, name, base = locate(path)
+    return seqblocks.analyse(text, name, base)
+
+
+def inside(span: Span) -> bool:
+    """Return whether a span is not empty, begins in its text, and ends there or before the line after it."""
+    last = max(1, len(span.source.lines))
+    ends = span.end_line <= last or (span.end_line, span.end_column) == (last + 1, 1)
+    in_text = 1 <= span.line <= last and span.column >= 1 and ends
+    return in_text and (span.line, span.column) < (span.end_line, span.end_column)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_diagnostics_are_those_of_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FAULTS)
+    found = analysed(f"{name}.yaml")
+    expected: tuple[Diagnostic, ...]
+    try:
+        expected = check.check_text(*locate(f"{name}.yaml"))[0].warnings
+    except SpecError as error:
+        expected = error.diagnostics
+    records = [each.as_data() for each in found.diagnostics]
+    if len(expected) < MAX_DIAGNOSTICS:
+        assert records == [each.as_data() for each in expected]
+    else:
+        assert all(each.as_data() in records for each in expected)
+    assert found.dropped == 0
+    assert all(each.type is None or each.type for each in found.steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_suggested_word_has_an_edit_that_removes_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FAULTS)
+    text, shown, base = locate(f"{name}.yaml")
+    found = seqblocks.analyse(text, shown, base)
+    for each in found.diagnostics:
+        if each.fix is None or each.fix.span is None or each.fix.span.source.text != text:
+            continue
+        after = seqblocks.analyse(edited(text, [(each.fix.span, each.fix.text)]), shown, base)
+        assert (each.code, each.message) not in [(other.code, other.message) for other in after.diagnostics]
+
+
+def test_suggested_words_have_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FAULTS)
+    found = [each for name in CASES for each in analysed(f"{name}.yaml").diagnostics if each.span]
+    hints = [each for each in found if each.hint and re.fullmatch("did you mean '[^']*'\\?", each.hint)]
+    assert len(hints) > 50
+    assert [each for each in hints if each.fix is None] == []
+
+
+def edited(text: str, edits: list[tuple[Span, str]]) -> str:
+    lines = text.splitlines(keepends=True)
+    for span, word in sorted(edits, key=lambda edit: (edit[0].line, edit[0].column), reverse=True):
+        line = lines[span.line - 1]
+        lines[span.line - 1] = line[: span.column - 1] + word + line[span.end_column - 1 :]
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bundled_specs(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
+    found = analysed(name)
+    assert found.ok
+    assert not found.diagnostics
+    jsonschema.validate(json.loads(json.dumps(found.as_data())), json.loads(SCHEMA.read_text(encoding="utf-8")))
+    for each in found.references:
+        assert each.definition or each.kind == "verb" or each.name == "input"
+        assert each.span.text == each.name
+        if each.definition and each.kind != "block":
+            assert each.definition.text == each.name
+    if found.model:
+        nodes = sum(1 for _ in graph.walk(found.model.graph))
+        assert sum(step.times for step in found.steps) == nodes
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_renamed_wires_give_an_equal_model(name: str) -> None:
+    """Every wire with a name is renamed by its references alone. Steps named by `as:` keep their names by `name:`."""
+    found = analysed(name)
+    wires = {each.definition for each in found.references if each.kind == "wire" and each.definition}
+    names = {span: f"w17_{at}" for at, span in enumerate(wires) if span.source.text == TEXTS[name]}
+    edits = {each.span: names[each.definition] for each in found.references if each.definition in names}
+    changed = seqblocks.analyse(edited(TEXTS[name], [*{**edits, **names}.items()]), name)
+    assert [each for each in changed.diagnostics if each.code in ("E302", "E305")] == []
+    if found.model and changed.ok:
+        assert changed.model
+        shapes = [[str(node.type) for node in graph.walk(each.graph)] for each in (found.model, changed.model)]
+        assert shapes[0] == shapes[1]
+        assert graph.count(found.model.graph) == graph.count(changed.model.graph)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(TEXTS)), st.integers(0, 10**6), st.booleans())
+def test_a_damaged_spec_is_analysed(name: str, at: int, cut: bool) -> None:
+    text = TEXTS[name]
+    at %= len(text)
+    found = seqblocks.analyse(text[:at] + ("" if cut else text[at + 1 :]), name)
+    spans = [each.span for each in (*found.diagnostics, *found.steps, *found.references) if each.span]
+    spans += [each.definition for each in found.references if each.definition]
+    if text[:at].strip():
+        assert [span for span in spans if not inside(span)] == []
+
+
+def test_steps_are_known_in_spite_of_a_fault() -> None:
+    good, bad = seqblocks.analyse(SPEC), seqblocks.analyse(SPEC.replace("- rms_norm", "- rms_nrm"))
+    assert [d.code for d in bad.diagnostics] == ["E301"]
+    known = {step.path: step.type for step in good.steps}
+    assert not bad.ok
+    assert {step.path for step in bad.steps} == {path.replace("rms_norm", "rms_nrm") for path in known}
+    bad = seqblocks.analyse(SPEC.replace("times: 3", "times: 3, tims: 4").replace("from: q", "from: qq"))
+    assert bad.model is None or [step.type for step in bad.steps if step.path == "rms_norm"] == [known["rms_norm"]]
+
+
+def test_a_step_of_a_repeat_is_listed_once() -> None:
+    (step,) = [each for each in seqblocks.analyse(SPEC).steps if each.verb == "silu"]
+    assert (step.times, step.varies, step.span.line) == (3, False, 11)
+
+
+def test_the_references_of_a_spec() -> None:
+    found = seqblocks.analyse(SPEC).references
+    wires = [each for each in found if each.kind == "wire"]
+    assert [(each.name, each.span.line, each.definition and each.definition.line) for each in wires] == [("q", 8, 7)]
+    names = [each for each in found if each.kind == "name"]
+    assert {each.definition and each.definition.line for each in names} == {2}
+    assert sorted(each.span.line for each in names) == [4, 7, 8, 11]
+
+
+def test_more_than_twenty_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FAULTS)
+    assert len(analysed("more_than_twenty.yaml").diagnostics) == 25
+
+
+def test_the_command_line(run_main: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(SPEC.replace("from: q,", "from: qq,"))
+    done = run_main("check", "--format", "json", "--graph", "bad.yaml", cwd=tmp_path)
+    (record,) = json.loads(done.stdout)["specs"]
+    assert done.returncode == 1
+    (fault,) = record["diagnostics"]
+    place = {"file": "bad.yaml", "line": 8, "column": 22, "end_line": 8, "end_column": 24}
+    assert fault["fix"] is None or fault["fix"] == {"text": "q", **place}
+    assert record["graph"]["steps"][0]["type"] is not None
+    done = run_main("check", "--graph", "bad.yaml", cwd=tmp_path)
+    assert (done.returncode, "--format json" in done.stderr) == (2, True)
+    (tmp_path / "good.yaml").write_text(SPEC)
+    shown = json.loads(run_main("show", "--format", "json", "--stage", "graph", "good.yaml", cwd=tmp_path).stdout)
+    assert shown["graph"]["steps"][0]["path"] == "rms_norm"
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, seqblocks; seqblocks.analyse('seqblocks: 1').steps; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

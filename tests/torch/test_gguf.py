@@ -1,0 +1,208 @@
+"""GGUF files: the tensors and metadata that llama.cpp reads, and the reasons why other models are refused.
+
+benchmarks/gguf_logits.py compares logits with llama.cpp itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.checkpoint import to_gguf
+from seqblocks.checkpoint.families import spec_text
+from seqblocks.cli.main import main
+from seqblocks.errors import RunError
+from seqblocks.language.files import bundled
+
+gguf = pytest.importorskip("gguf", reason="an optional extra; the test extra installs it")
+
+SIZES = {"dim": 32, "depth": 2, "vocabulary": 48}
+EXTRA = {"mamba_130m": {}, "mamba2_130m": {"state": 16, "head": 16}}
+
+
+def saved(folder: Path, name: Any, **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Save a small model whose parameters are all random. Returns its folder and its parameters."""
+    build = seqblocks.build_text if "\n" in str(name) else seqblocks.build
+    model = build(name, set=values)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    seqblocks.save(model, folder / "model")
+    return folder / "model", dict(model.state_dict())
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata and the tensors of a GGUF file."""
+    reader = gguf.GGUFReader(file)
+    return {name: each.contents() for name, each in reader.fields.items()}, {each.name: each for each in reader.tensors}
+
+
+def values(tensor: Any) -> torch.Tensor:
+    return torch.from_numpy(numpy.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
+
+
+def test_a_file_of_mamba(tmp_path: Path) -> None:
+    folder, ours = saved(tmp_path, "mamba_130m", **SIZES)
+    summary = to_gguf(folder, tmp_path / "x.gguf")
+    metadata, tensors = read(tmp_path / "x.gguf")
+    assert summary == ("mamba", len(tensors), (tmp_path / "x.gguf").stat().st_size)
+    expected = {
+        "general.architecture": "mamba", "general.file_type": 0, "mamba.embedding_length": 32, "mamba.block_count": 2,
+        "mamba.ssm.inner_size": 64, "mamba.ssm.state_size": 16, "mamba.ssm.conv_kernel": 4,
+        "mamba.ssm.time_step_rank": 2, "mamba.vocab_size": 48, "mamba.feed_forward_length": 0,
+        "mamba.attention.head_count": 0, "mamba.context_length": 2**20, "tokenizer.ggml.model": "no_vocab",
+    }  # fmt: skip
+    assert expected.items() <= metadata.items()
+    assert metadata["mamba.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    wanted = {"token_embd.weight": ours["embed.weight"], "output_norm.weight": ours["norm_f.weight"]}
+    for layer in range(2):
+        block = f"layers.{layer}.mamba_block.residual"
+        own = {name.removeprefix(f"{block}."): x for name, x in ours.items() if name.startswith(block)}
+        wanted |= {
+            f"blk.{layer}.attn_norm.weight": own["norm.weight"],
+            f"blk.{layer}.ssm_in.weight": own["mixer.in_proj.weight"],
+            f"blk.{layer}.ssm_conv1d.weight": own["mixer.conv1d.weight"][:, 0],
+            f"blk.{layer}.ssm_conv1d.bias": own["mixer.conv1d.bias"],
+            f"blk.{layer}.ssm_x.weight": own["mixer.x_proj.weight"],
+            f"blk.{layer}.ssm_dt.weight": own["mixer.dt_proj.weight"],
+            f"blk.{layer}.ssm_dt.bias": own["mixer.dt_proj.bias"],
+            f"blk.{layer}.ssm_a": -own["mixer.ssm.A_log"].exp(),
+            f"blk.{layer}.ssm_d": own["mixer.ssm.D"],
+            f"blk.{layer}.ssm_out.weight": own["mixer.out_proj.weight"],
+        }
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(values(tensors[name]), tensor), name
+        assert [int(size) for size in tensors[name].shape] == [*reversed(tensor.shape)], name  # as in ggml
+
+
+def test_a_file_of_mamba2(tmp_path: Path) -> None:
+    folder, ours = saved(tmp_path, "mamba2_130m", **SIZES, **EXTRA["mamba2_130m"])
+    to_gguf(folder, tmp_path / "x.gguf")
+    metadata, tensors = read(tmp_path / "x.gguf")
+    expected = {
+        "general.architecture": "mamba2", "mamba2.ssm.inner_size": 64, "mamba2.ssm.state_size": 16,
+        "mamba2.ssm.time_step_rank": 4, "mamba2.ssm.group_count": 1, "mamba2.ssm.conv_kernel": 4,
+    }  # fmt: skip
+    assert expected.items() <= metadata.items()
+    mixer = "layers.1.mamba2_block.residual.mixer"
+    wanted = {
+        "blk.1.ssm_conv1d.weight": ours[f"{mixer}.conv1d.weight"][:, 0],
+        "blk.1.ssm_dt.bias": ours[f"{mixer}.rate.bias"],
+        "blk.1.ssm_a": -ours[f"{mixer}.decay.A_log"].exp()[:, None],
+        "blk.1.ssm_d": ours[f"{mixer}.y.weight"][:, None],
+        "blk.1.ssm_norm.weight": ours[f"{mixer}.norm.weight"][None],
+        "blk.1.ssm_in.weight": ours[f"{mixer}.in_proj.weight"],
+        "blk.1.ssm_out.weight": ours[f"{mixer}.out_proj.weight"],
+    }
+    for name, tensor in wanted.items():
+        assert torch.equal(values(tensors[name]), tensor), name
+    assert len(tensors) == 2 + 2 * (2 + len(wanted))  # and a norm and the bias of the convolution in each layer
+
+
+def test_a_norm_of_several_groups_has_a_row_for_each(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 48, "state_size": 8,
+        "n_groups": 2, "num_heads": 4, "head_dim": 16, "expand": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = seqblocks.build_text(spec_text(config))
+    seqblocks.save(model, tmp_path / "model")
+    to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+    metadata, tensors = read(tmp_path / "x.gguf")
+    assert metadata["mamba2.ssm.group_count"] == 2
+    assert values(tensors["blk.0.ssm_norm.weight"]).shape == (2, 32)
+    assert torch.equal(values(tensors["output.weight"]), model.state_dict()["unembed.weight"])  # it is not tied
+
+
+@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_smaller_types(tmp_path: Path, name: str, kind: str) -> None:
+    folder, _ = saved(tmp_path, name, **SIZES, **EXTRA[name])
+    for each in ("f32", kind):
+        target = str(tmp_path / f"{each}.gguf")
+        assert main(["convert", str(folder), "--to", "gguf", "--type", each, "--out", target]) == 0
+    _, full = read(tmp_path / "f32.gguf")
+    metadata, found = read(tmp_path / f"{kind}.gguf")
+    assert metadata["general.file_type"] == {"f16": 1, "q8_0": 7}[kind]
+    types = {name.split(".")[-2]: each.tensor_type.name for name, each in found.items() if name.endswith(".weight")}
+    assert types["token_embd"] == types["ssm_in"] == types["ssm_out"] == kind.upper()
+    assert {types["attn_norm"], types["ssm_conv1d"], found["blk.0.ssm_a"].tensor_type.name} == {"F32"}
+    if "ssm_dt" in types:
+        assert types["ssm_dt"] == "F16"  # its rows have 2 values, a block of q8_0 has 32
+    for name, each in found.items():
+        exact, stored = values(full[name]), values(each)
+        if each.tensor_type.name == "Q8_0":
+            largest = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+            # Half a step of the scale, largest / 127, which is stored in float16 (relative error 2^-11).
+            bound = (largest / 127 / 2 + largest * 2**-11).expand(*largest.shape[:-1], 32).flatten(-2)
+            assert ((exact - stored).abs() <= bound).all(), name
+        else:
+            wanted = exact.half().float() if each.tensor_type.name == "F16" else exact
+            assert torch.equal(stored, wanted), name
+
+
+def spec(kind: str, arguments: str, eps: float = 1e-5) -> str:
+    """Return a small language model of one layer, with further arguments of its block."""
+    return f"""seqblocks: 1
+use: [{kind}]
+model:
+  input: {{tokens: 48}}
+  steps:
+    - embed: {{features: 32}}
+    - repeat: {{name: layers, times: 1, steps: [{kind}_block: {{dim: 32, {arguments}}}]}}
+    - rms_norm: {{name: norm_f, eps: {eps}}}
+    - unembed: {{bias: false, tie: embed}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (spec("mamba", "", eps=1e-6), r"norm_f \(.*\): eps is 1e-06, not 1e-05"),
+        (spec("mamba", "expand: 3"), r"mamba has 64 inner features at width 32"),
+        (spec("mamba", "bias: true"), r"in_proj \(.*\): bias is True, not False"),
+        (spec("mamba", "conv_bias: false"), r"conv1d \(.*\): bias is False, not True"),
+        (spec("mamba2", "head: 16, gate: after"), r"norm \(.*\): gate is after, not before"),
+        (spec("mamba2", "head: 16, dt_least: 0.1"), r"rate \(.*\): least is 0.1, not 0.0"),
+        (spec("mamba2", "head: 16, norm: false"), r"no architecture has its steps, which are embed"),
+        ("transformer_small", r"no architecture has its steps, which are embed"),
+        ("vil_small", r"not a language model"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    folder, _ = saved(tmp_path, text)
+    with pytest.raises(RunError, match=reason):
+        to_gguf(folder, tmp_path / "x.gguf")
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_steps_that_read_other_values_are_refused(tmp_path: Path) -> None:
+    """The scan's B and C are exchanged: all steps and sizes are those of Mamba."""
+    text = bundled()["mamba"].read_text(encoding="utf-8")
+    block = text.replace("B: B_in, C: C_in", "B: C_in, C: B_in", 1)
+    assert block != text
+    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+    text = spec("mamba", "").replace("use: [mamba]", "use: [mine.yaml]")
+    (tmp_path / "model.yaml").write_text(text, encoding="utf-8")
+    folder, _ = saved(tmp_path, tmp_path / "model.yaml")
+    with pytest.raises(RunError, match=r"ssm \(.*\) reads other values"):
+        to_gguf(folder, tmp_path / "x.gguf")
+
+
+def test_faults_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    folder, _ = saved(tmp_path, "mamba_130m", **SIZES)
+    target = str(tmp_path / "x.gguf")
+    assert main(["convert", str(folder), "--to", "gguf", "--out", target, "--format", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["layout"], facts["tensors"]) == ("gguf", 22)
+    assert main(["convert", str(folder), "--to", "gguf", "--out", target]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["convert", str(folder), "--to", "hub", "--type", "f16", "--out", str(tmp_path / "hub")]) == 2
+    assert "--type is for --to gguf" in capsys.readouterr().err
