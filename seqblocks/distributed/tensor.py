@@ -77,6 +77,7 @@ class Exchanging(Primitive):
 
     _exchange: Exchange
     _group: Any
+    _takes_wires = True  # each is exchanged by itself
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         exchange = self._exchange

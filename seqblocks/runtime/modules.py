@@ -40,6 +40,7 @@ class StepModule(nn.Module):
     _draws = False  # whether it draws random numbers while it is in training mode, which may differ from the model's
     _drops_samples = ""  # if it drops whole samples then: the name and position of its step
     _arity = 1  # number of tensors that it reads
+    _takes_wires = False  # whether it takes the wires of a port one by one, not joined
 
     def forward(self, *tensors: Tensor, call: Call | None = None, **others: Any) -> Any:
         if call is None or others:
@@ -126,7 +127,8 @@ def call_child(
     if call.phase == "context" and not takes_call:
         return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
     call.made = cast("States | None", None)  # the child sets it
-    if not takes_call or (node is not None and node.op is not None and len(tensors) > len(node.inputs)):
+    joins = node is not None and node.op is not None and len(tensors) > len(node.inputs)
+    if not takes_call or (joins and not getattr(child, "_takes_wires", False)):
         tensors = _inputs(tensors, node)  # wires that are joined are one tensor for the module
     y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
     if call.made is not None:
