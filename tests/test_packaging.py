@@ -87,7 +87,8 @@ def test_every_file_arrives(site_packages):
     """The wheel contains every Python file, every spec and the `py.typed` marker at its import path."""
     expected = {"py.typed"}
     code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
-    for folder, pattern in (*code, ("seqblocks", "messages/*.yaml"), ("seqblocks", "*.schema.json"), ("specs", "*.yaml")):
+    data = [("seqblocks", "messages/*.yaml"), ("seqblocks", "*.schema.json"), ("specs", "*.yaml")]
+    for folder, pattern in (*code, *data):
         for path in (ROOT / folder).rglob(pattern):
             expected.add(path.relative_to(ROOT / "seqblocks" if folder == "seqblocks" else ROOT).as_posix())
     assert any(name.startswith("specs/models/") for name in expected)
