@@ -34,7 +34,8 @@ class Parameter(NamedTuple):
     """One learned tensor of an op.
 
     fan_in: for initialisers that depend on it (default: the product of all axes except the first). decay: whether
-    weight decay applies by default. full_precision: whether it is float32 in a half-precision model.
+    weight decay applies by default. full_precision: whether it is float32 in a half-precision model. settled: whether
+    the step's own `init:` names it, so that no rule of a file or a block applies.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +43,16 @@ class Parameter(NamedTuple):
     decay: bool = True
     fan_in: int | None = None
     full_precision: bool = False
+    settled: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def inputs(self) -> int:
+        """The fan in, by which some initialisers scale."""
+        return self.fan_in or max(1, math.prod(self.shape[1:]))
 
 
 class Initialiser(Record):

@@ -15,6 +15,7 @@ from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import compute_let, file_context
 from seqblocks.analysis.steps import primitives  # noqa: F401  whose function registers itself
 from seqblocks.analysis.steps.blocks import check_unused
+from seqblocks.analysis.steps.init_rules import apply_rules, read_rules
 from seqblocks.analysis.steps.inputs import Inputs, check_read, read_inputs, read_outputs
 from seqblocks.analysis.steps.steps import lower_steps
 from seqblocks.combinators import COMBINATORS
@@ -76,6 +77,8 @@ def lower_file(
             from seqblocks.analysis.passes.causality import check_future  # only models that may look ahead need it
 
             check_future(model, run.warnings, declared.entries if declared else ())
+        if model:
+            model.graph = body = apply_rules(run, model.graph)
     return Lowered(model, body, tuple(run.references.found.values()) if run.references else ())
 
 
@@ -113,6 +116,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> tuple[graph.Graph, 
     inputs = read_inputs(ctx, file.model, file.model_span)
     steps = required(ctx.report, file.model, "steps", Fault("E202", "the model has no steps"), file.model_span)
     body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
+    read_rules(ctx, file.init, body)
     table = read_map(ctx, file.checkpoint)
     run.map_checks.append((ctx, table, body, run.overridden))
     if not run.report:

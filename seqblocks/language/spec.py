@@ -38,8 +38,8 @@ from seqblocks.record import Record
 
 VERSION = 1
 MAX_USES = 32  # depth of nested `use:`, as files are read recursively
-FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
-BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
+FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint", "init")
+BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint", "init")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
 TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
@@ -48,6 +48,7 @@ EXPECT_KEYS = (
 FIGURES = ("params", "active_params", "state_bytes", "flops_per_token", "latency_ms")  # keys of `expect` with limits
 BUDGET_KEYS = ("about", "at_most", "at_least", "tolerance")
 DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
+FAN_IN = "fan_in"  # in a rule of `init:`: the inputs of the matrix that it initialises
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 ARGUMENT_KEYS = ("type", "default", "about", "at_least", "at_most")  # of the long form of an argument
 _TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
@@ -95,6 +96,7 @@ class Block(Record):
     let: Mapping | None
     steps: Node | None
     checkpoint: Mapping | None
+    init: Mapping | None = None
     incomplete: bool = False  # whether some of its arguments were invalid
 
 
@@ -111,6 +113,7 @@ class SpecFile(Record):
     model_span: Span | None = None
     expect: Mapping | None = None
     checkpoint: Mapping | None = None
+    init: Mapping | None = None
     incomplete: bool = False  # whether some verbs of `use:` or `blocks:` could not be read
     warnings: tuple[Diagnostic, ...] = ()  # set by the analysis
     dropped: int = 0  # number of warnings over the limit
@@ -185,7 +188,7 @@ class _Found(Record):
 
 _EXAMPLES = {
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
-    "expect": "{params: 1_000}", "let": "{dim: 64}",
+    "expect": "{params: 1_000}", "init": '{"*.bias": zeros}', "let": "{dim: 64}",
     "model": "{input: {tokens: 256}, steps: […]}",
 }  # fmt: skip
 
@@ -232,6 +235,7 @@ class Reader:
         if file.expect:
             known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
         file.checkpoint = self._mapping(root, "checkpoint")
+        file.init = self._mapping(root, "init")
         file.model = self._mapping(root, "model")
         if file.model:
             file.model_span = root.entries["model"][0] if "model" in root.entries else None
@@ -478,9 +482,9 @@ class Reader:
         run = verbs_in(steps) if lists else ()
         for argument in lists:
             argument.type = "steps" if argument.name in run else "any"
-        names = self._mapping(node, "checkpoint")
+        names, init = self._mapping(node, "checkpoint"), self._mapping(node, "init")
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
-        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, incomplete)
+        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, init, incomplete)
         file.blocks[name] = file.visible[name] = block
 
     def _no_argument_again(self, let: Mapping | None, args: dict[str, Argument]) -> Mapping | None:

@@ -8,7 +8,7 @@ from typing import Any
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, plain
 from seqblocks.language.spec import Argument, Block, SpecFile
 
-PARTS = ("expect", "checkpoint")
+PARTS = ("expect", "checkpoint", "init")
 
 
 def data(file: SpecFile) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def data(file: SpecFile) -> dict[str, Any]:
             "let": _plain(block.let),
             "steps": _plain(block.steps),
             "checkpoint": _plain(block.checkpoint),
+            "init": _plain(block.init),
         }
         for block in file.blocks.values()
     }
@@ -57,6 +58,7 @@ def _block(block: Block) -> Iterator[str]:
     yield from _table("let", block.let, "  ")
     yield from _steps("steps", block.steps, "  ")
     yield from _table("checkpoint", block.checkpoint, "  ")
+    yield from _table("init", block.init, "  ")
 
 
 def _argument(argument: Argument) -> str:

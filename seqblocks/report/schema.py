@@ -35,6 +35,11 @@ from seqblocks.report.reference import Argument as Declared
 from seqblocks.report.reference import Verb, about, arguments, is_required, ports, verbs
 
 Schema = dict[str, Any]
+RULES: Schema = {
+    "type": "object",
+    "description": 'rules for initial values: {linear.weight: "normal(0, 0.02)", "*.bias": zeros}',
+    "additionalProperties": {"type": "string"},
+}
 STEPS: Schema = {"$ref": "#/definitions/steps"}
 STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
@@ -129,6 +134,7 @@ def _top() -> dict[str, Schema]:
         "model": _model(),
         "expect": _expect(),
         "checkpoint": names,
+        "init": RULES,
     }
     return {key: top[key] for key in FILE_KEYS}
 
@@ -174,6 +180,7 @@ def _block_definition(names: Schema) -> Schema:
         "let": {"type": "object"},
         "steps": STEPS,
         "checkpoint": names,
+        "init": RULES,
     }
     return _object({key: keys[key] for key in BLOCK_KEYS}, ["steps"])
 

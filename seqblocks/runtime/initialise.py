@@ -44,8 +44,7 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Part
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     shape = parameter.shape
-    fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
-    drawn = DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator)
+    drawn = DRAWS[parameter.init.name](shape, parameter.init, parameter.inputs, generator)
     assign(target, parts.take(name, drawn) if parts else drawn)
     if target.dtype == torch.float16 and not torch.isfinite(drawn.to(torch.float16)).all():
         raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")

@@ -51,6 +51,7 @@ class Run:
 
         # for checks after lowering
         self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`
+        self.init_rules: dict[int, Any] = {}  # those written for a body, by its id, see `init_rules.py`
         self.mapped: set[int] = set()  # blocks whose maps are in there
         self.lowered: list[tuple[Any, graph.Graph]] = []  # the context and the body
         self.used: set[int] = set()  # blocks that were called

@@ -25,6 +25,7 @@ from seqblocks.analysis.steps import copies
 from seqblocks.analysis.steps.bodies import lower_once
 from seqblocks.analysis.steps.copies import Original
 from seqblocks.analysis.steps.init_and_tie import initialised
+from seqblocks.analysis.steps.init_rules import read_rules
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.step_arguments import (
     ANY_KIND,
@@ -202,6 +203,7 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
         run.maps[id(block)] = read_map(inner, block.checkpoint)
     body.checkpoint = run.maps[id(block)]
+    read_rules(inner, block.init, body)
     if not run.types[call.x]:  # in an unused block the contents may be unknown
         return inner, body
     if not run.report or id(block) not in run.mapped:  # after a fault, a block is lowered again in each layer
@@ -229,6 +231,7 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
     count_steps(ctx, original.steps - (run.steps - before), original.height)  # copied blocks inside are counted
     nodes = [changed.get(id(node), node) for node in original.body.nodes]
     body = original.body._replace(nodes=nodes, like=original.body)
+    read_rules(inner, block.init, body)
     run.alone[id(body)] = body
     return body
 

@@ -90,14 +90,16 @@ def with_initialisers(
     out = dict(parameters)
     for key, span, value in node:
         absent = known and parameters and key not in out
-        init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may contain both
+        init = None if absent and kind_of(value) == "nothing" else read_initialiser(ctx, value)  # the key may have both
         names = possible() if init == DEFAULT and absent and possible else parameters
         if init == DEFAULT and (not absent or names is parameters or key in names):
+            if key in out:
+                out[key] = out[key]._replace(settled=True)
             continue
         if absent:
             ctx.report(_no_parameter(step.verb, key, parameters, names), span)
         elif key in out and init:
-            out[key] = out[key]._replace(init=init)
+            out[key] = out[key]._replace(init=init, settled=True)
     return out
 
 
@@ -119,7 +121,7 @@ def _with_hint(fault: Fault) -> str:
     return f"{fault.message}: {fault.hint}" if isinstance(fault.hint, str) else fault.message
 
 
-def _read_init(ctx: Context, node: Node) -> Init | None:
+def read_initialiser(ctx: Context, node: Node) -> Init | None:
     """Return an initialiser, or None after a fault or if one of its numbers is UNKNOWN."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         expected = "a name such as zeros, or name(numbers)"
