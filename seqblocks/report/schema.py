@@ -311,7 +311,7 @@ def _short(out: Schema, required: list[str]) -> Schema:
     if len(required) != 1:
         return out
     only = out["properties"][required[0]]
-    if only == STEPS:
+    if only.get("$ref") == STEPS["$ref"]:  # perhaps with a description
         return out | {"type": [*_types(out), "array"], "items": STEP}
     limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "pattern", "patternErrorMessage")}
     return out | limits | {"type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}

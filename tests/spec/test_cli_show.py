@@ -113,7 +113,7 @@ def test_a_library_of_blocks_is_shown_as_one(run_main: Run) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout == run_main("show", "mamba", "--stage", "spec").stdout
     assert "block mamba_mixer: input projection, convolution" in shown.stdout
-    assert "    dim        int, required\n" in shown.stdout
+    assert "    dim        int, required: features of the input and the output; at least 1\n" in shown.stdout
     for stage in ("graph", "plan"):  # the file has none
         done = run_main("show", "mamba", "--stage", stage)
         assert done.returncode == 1
