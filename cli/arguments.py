@@ -128,6 +128,21 @@ def _build(parser: Parser) -> None:
     parser.add_argument("--seed", type=_whole, default=0, help="seed of the initial weights")
 
 
+def _bench(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    mode = parser.add_mutually_exclusive_group()
+    mode.set_defaults(mode="forward")
+    for name, what in (("forward", "a pass without gradients (the default)"), ("train", "a pass forward and backward"),
+                       ("step", "a token of a stream")):  # fmt: skip
+        mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=f"time {what}")
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="batch size")
+    parser.add_argument("--length", type=_count, metavar="N", help="tokens of a pass (default: 256)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
+    parser.add_argument("--threads", type=_count, metavar="N", help="threads of torch (default: one per core)")
+    parser.add_argument("--seconds", type=_seconds, default=5.0, metavar="S", help="how long to measure (default: 5)")
+
+
 def _convert(parser: Parser) -> None:
     parser.add_argument(
         "path", metavar="DIR", help="a checkpoint saved by seqblocks.save, or weights in another layout"
@@ -225,6 +240,10 @@ class Verb(Record):
 
 
 VERBS = {
+    "bench": Verb(
+        "time each step of a model beside the least time that this machine needs",
+        (_overrides, _use, _imports, _bench),
+    ),
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
@@ -246,6 +265,16 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:  # argparse would put the name of this function into the message
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, above 0 and at most 86,400")
+    return value
 
 
 def _count(text: str) -> int:

@@ -60,6 +60,7 @@ ROOMS = """
     distributed/*
     hf/*
     testing
+    bench/*
     export/*
     __init__
     __main__

@@ -75,6 +75,10 @@ class Guard:
         """Record that a module is bypassed."""
         self._bypassed.append(Bypassed.of(module, lambda: module))
 
+    def note_hooked(self, module: nn.Module) -> None:
+        """Record that a module is called because of its hooks: without them, another plan is faster."""
+        self._add(f"{self._constant(is_hooked)}({self._constant(module)})")
+
     def note_evaluation(self, module: nn.Module) -> None:
         """Record that a module is in evaluation mode."""
         self._add(f"not {self._constant(module.__dict__)}['training']")

@@ -361,6 +361,8 @@ class Stepper:
         self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
     ) -> str:
         """Call a module with sequences of one token, or of several."""
+        for each in filter(is_hooked, module.modules()):
+            self._guard.note_hooked(each)
         size, phase = self._grid.size, self._phase
         self._source.splits &= all(timed) and made
 

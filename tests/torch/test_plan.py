@@ -146,6 +146,25 @@ def test_an_expert_that_is_replaced_or_hooked_is_called() -> None:
     assert (hooked - replaced).abs().min() > 1e-6
 
 
+def test_a_step_is_planned_again_after_its_hook_is_removed() -> None:
+    steps = "[{linear: 8}, {experts: {count: 2, steps: [{linear: 8}]}}]"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: {steps}}}"
+    model, x = seqblocks.build_text(text, seed=0).eval(), torch.ones(2, 8)
+
+    def calls_modules() -> bool:
+        with torch.no_grad():
+            model.step(x)
+        assert model._stepper
+        return model._stepper.calls_modules
+
+    before = calls_modules()
+    for name in ("linear", "experts.router"):
+        handle = model.get_submodule(name).register_forward_hook(lambda module, inputs, y: 2 * y)
+        assert calls_modules()
+        handle.remove()
+        assert calls_modules() == before
+
+
 @pytest.mark.parametrize(("most", "calls"), [(1 << 12, 2), (0, 4)])
 def test_convolutions_of_different_inputs_run_as_one(
     most: int, calls: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,98 @@
+"""`seqblocks bench`: time a model step by step, beside the least time that this machine needs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from seqblocks._version import __version__
+from seqblocks.analysis.check import require_model
+from seqblocks.cli import output
+from seqblocks.cli.check import load
+from seqblocks.cli.imports import import_torch
+from seqblocks.cost import dtype_named
+from seqblocks.errors import UnavailableError, UsageError, visible
+
+if TYPE_CHECKING:
+    from seqblocks.bench import Bench
+
+UNITS = {"forward": "a forward pass", "train": "a forward and a backward pass", "step": "a token of a stream"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the spec with random weights, and time it. Raises UsageError for a mode that it cannot run."""
+    dtype = dtype_named(options.dtype, "--dtype")
+    model = require_model(*load(options.spec, options))
+    torch = import_torch("timing a model requires torch")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    from seqblocks.bench import bench
+    from seqblocks.model.builder import build_model
+
+    try:
+        built = build_model(model, device=options.device, dtype=getattr(torch, dtype))
+    except (RuntimeError, AssertionError) as error:  # torch knows the device, which is not there
+        raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
+    if built._some_tensor().device.type == "meta":
+        raise UsageError("--device meta computes nothing, so there is nothing to time")
+    with progress(options, f"timing {model.name}") as advance:
+        found = bench(built, options.mode, options.batch, options.length, options.seconds, advance)
+    if options.format == "json":
+        output.dump({"version": __version__, "ok": True, "spec": options.spec} | found.as_data())
+    elif not options.quiet:
+        _write(found)
+    return 0
+
+
+@contextmanager
+def progress(options: argparse.Namespace, what: str) -> Iterator[Any]:
+    """Show a progress bar on a terminal, and give a function that takes the part done, from 0 to 1."""
+    if options.quiet or not output.stderr().isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=output.stderr()), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda part: bar.update(task, completed=part)
+
+
+def _write(found: Bench) -> None:
+    tokens = f", {found.length} tokens" if found.length else ""
+    output.write(f"{visible(found.name)}: {UNITS[found.mode]}, batch {found.batch}{tokens}, {found.dtype}")
+    threads = f", {found.threads} thread{'s' * (found.threads != 1)}" if found.device == "cpu" else ""
+    rates = f"{found.flops_per_second / 1e9:,.0f} GFLOP/s, {found.bytes_per_second / 1e9:,.1f} GB/s from memory"
+    output.write(f"{found.processor}{threads}: {rates}")
+    output.write("")
+    rows = [
+        (row.step + (f" ({row.count} x)" if row.count > 1 else ""), *_figures(row), row.kernel) for row in found.steps
+    ]
+    rest = found.seconds_with_hooks - sum(row.seconds for row in found.steps)
+    rows.append(("between the steps", _ms(rest), "", f"{rest / found.seconds_with_hooks:.0%}", "", ""))
+    rows.append(("all, timed as a whole", *_figures(found), ""))
+    heads = ("step", "ms", "least", "share", "ratio", "kernel")
+    widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(6)]
+    for row in [heads, *rows]:
+        first, *figures, last = row
+        right = (f"{cell:>{width}}" for cell, width in zip(figures, widths[1:5], strict=True))
+        output.write("  ".join([f"{first:<{widths[0]}}", *right, last]).rstrip())
+    output.write("")
+    for why in dict.fromkeys(why for row in found.steps for why in row.why):
+        output.write(f"  {why}")
+    output.write(
+        f"Medians of {found.repetitions} passes; half of them are within {found.spread:.0%} of each other. "
+        f"With the hooks that time the steps, a pass took {_ms(found.seconds_with_hooks)} ms."
+    )
+
+
+def _figures(row: Any) -> tuple[str, str, str, str]:
+    share = getattr(row, "share", None)
+    ratio = "" if not row.floor_seconds else "?" if row.ratio is None else f"{row.ratio:.1f}"
+    return _ms(row.seconds), _ms(row.floor_seconds), "" if share is None else f"{share:.0%}", ratio
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"

@@ -1,0 +1,140 @@
+"""`seqblocks bench`: what is timed, what is counted, and the form of the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks import bench as package
+from seqblocks.bench import floors, measure
+from seqblocks.errors import UsageError
+from seqblocks.report.summary import summarise
+
+TEXT = """seqblocks: 1
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: 64
+    - repeat:
+        times: 3
+        name: layers
+        steps: [{residual: [rms_norm, {swiglu: {hidden: 128}}]}, {causal_conv: {kernel: 3}}]
+    - unembed
+"""
+
+
+@pytest.fixture(autouse=True)
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GFLOP/s and a GB/s, which is not measured."""
+    limits = floors.Limits(1e9, dict.fromkeys(floors.SIZES, 1e9))
+    monkeypatch.setattr(measure, "measured", lambda device, dtype: limits)
+
+
+@pytest.mark.parametrize("mode", measure.MODES)
+def test_each_step_has_a_row(mode: str) -> None:
+    model = seqblocks.build_text(TEXT, seed=0)
+    found = package.bench(model, mode, batch=2, length=16, seconds=0.01)
+    assert [(row.step, row.count, row.verb) for row in found.steps] == [
+        ("embed", 1, "embed"), ("layers.*.residual.rms_norm", 3, "rms_norm"),
+        ("layers.*.residual.swiglu", 3, "swiglu"), ("layers.*.causal_conv", 3, "causal_conv"),
+        ("unembed", 1, "unembed"),
+    ]  # fmt: skip
+    assert found.repetitions >= 3 * measure.LEAST_TURNS
+    assert sum(row.seconds for row in found.steps) < found.seconds_with_hooks
+    assert sum(row.share for row in found.steps) <= 1
+    assert found.steps[3].kernel.startswith("causal_conv: ")
+    json.dumps(found.as_data())
+
+
+def test_the_floor_counts_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without traffic, it is two operations for each multiply-accumulate of the summary; in training, six."""
+    model = seqblocks.build_text(TEXT, seed=0)
+    embed, *_, unembed = package.bench(model, batch=2, length=16, seconds=0.01).steps
+    tokens = 2 * 16
+    moved = 4 * (64 * 32 + 32 + tokens * (64 + 32))
+    assert unembed.floor_seconds == pytest.approx(max(2 * 64 * 32 * tokens, moved) / 1e9)
+    assert embed.floor_seconds == pytest.approx(tokens * (8 + 2 * 4 * 64) / 1e9)  # only the rows that it looks up
+    limits = floors.Limits(1e9, dict.fromkeys(floors.SIZES, 1e30))
+    monkeypatch.setattr(measure, "measured", lambda device, dtype: limits)
+    forward = package.bench(model, batch=2, length=16, seconds=0.01)
+    macs = summarise(model).macs_per_token
+    assert macs
+    assert forward.floor_seconds == pytest.approx(2 * macs * tokens / 1e9, rel=1e-6)
+    train = package.bench(model, "train", batch=2, length=16, seconds=0.01)
+    assert train.floor_seconds == pytest.approx(3 * forward.floor_seconds)
+
+
+def test_a_view_needs_no_time() -> None:
+    x = torch.ones(4, 8)
+    assert floors.moved([x], [], x[:, :2]) == ([], 0)
+    assert floors.moved([x], [x], x + 1) == ([128, 128], 128)
+    assert floors.moved([x[:, :1].expand(4, 8)], [], x.clone()) == ([16, 128], 0)
+
+
+def test_a_floor_uses_the_rate_of_a_size_that_is_not_larger() -> None:
+    limits = floors.Limits(1e9, {size: 1e9 * (10 - at) for at, size in enumerate(floors.SIZES)})
+    first, second = floors.SIZES[:2]
+    assert limits.seconds(0, [first]) == pytest.approx(first / 1e10)
+    assert limits.seconds(0, [second]) == pytest.approx(second / 9e9)
+    assert limits.seconds(0, [8 * floors.LARGE]) == pytest.approx(8 * floors.LARGE / limits.memory)
+    assert limits.seconds(1e9, [first]) == 1
+
+
+def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floors, "SECONDS", 1e-4)
+    monkeypatch.setattr(floors, "TRIALS", 2)
+    limits = floors.measured(torch.device("cpu"), torch.float32)
+    assert limits.flops > 1e8
+    assert all(rate > 1e8 for rate in limits.traffic.values())
+
+
+def test_no_ratio_for_times_that_spread() -> None:
+    row = measure.Row("a", 1, "linear", 2.0, 0.05, 1.0)
+    assert row.ratio == 2
+    row.spread = 0.2
+    assert row.ratio is None
+
+
+def test_hooks_and_gradients_do_not_stay() -> None:
+    model = seqblocks.build_text(TEXT, seed=0)
+    package.bench(model, "train", length=8, seconds=0.01)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._backward_hooks
+
+
+def test_modes_that_a_model_cannot_run() -> None:
+    text = "seqblocks: 1\nmodel: {input: {image: {size: 8}}, steps: [{patch_embed: {patch: 4, features: 8}}]}"
+    model = seqblocks.build_text(text)
+    with pytest.raises(UsageError, match="cannot stream"):
+        package.bench(model, "step")
+    with pytest.raises(UsageError, match="mode is one of"):
+        package.bench(model, "steps")
+    fixed = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 8, length: 5}, steps: [silu]}")
+    with pytest.raises(UsageError, match="fixes the length of the input to 5"):
+        package.bench(fixed, length=6)
+
+
+Run = Callable[..., Any]
+
+
+def test_the_command(run_main: Run, tmp_path: Any) -> None:
+    (tmp_path / "a.yaml").write_text(TEXT)
+    done = run_main("bench", "a.yaml", "--step", "--seconds", "0.01", "--format", "json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert {"seconds", "floor_seconds", "ratio", "processor", "steps"} <= found.keys()
+    assert {"step", "seconds", "floor_seconds", "ratio", "kernel", "why"} <= found["steps"][0].keys()
+    shown = run_main("bench", "a.yaml", "--seconds", "0.01", cwd=tmp_path).stdout
+    assert "layers.*.causal_conv (3 x)" in shown
+    assert "between the steps" in shown
+    wrong = {("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "nothing to time"}
+    for words, message in wrong.items():
+        failed = run_main("bench", "a.yaml", *words, cwd=tmp_path)
+        assert failed.returncode == 2
+        assert message in failed.stderr
