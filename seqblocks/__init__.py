@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.model.builder import build, build_model, build_text
     from seqblocks.model.layer import block, block_text
+    from seqblocks.model.quantize import quantize
     from seqblocks.op import Op, primitive
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.streaming.generate import generate
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 # Imported on first use, because some need torch, all need pydantic, and imports take most of the time of `check`.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.model.builder")
 _LAZY |= {"generate": "seqblocks.streaming.generate"}
+_LAZY |= {"quantize": "seqblocks.model.quantize"}
 _LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
 _LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
@@ -80,6 +82,7 @@ __all__ = [
     "load_spec",
     "load_text",
     "primitive",
+    "quantize",
     "save",
     "summarise",
     "yaml",
