@@ -247,11 +247,15 @@ class Verb(Record):
 TABLES = ("text", "json", "markdown", "csv")
 
 
-def _design(parser: Parser) -> None:
-    """Declare the arguments of a tool for choosing among designs; their module is imported only for them."""
-    from seqblocks.cli import design_arguments
+def _design(verb: str) -> Arguments:
+    """Return what declares the arguments of a tool for choosing among designs; it imports their module when it runs."""
 
-    getattr(design_arguments, parser.prog.split()[-1])(parser)
+    def declare(parser: Parser) -> None:
+        from seqblocks.cli import design_arguments
+
+        getattr(design_arguments, verb)(parser)
+
+    return declare
 
 
 VERBS = {
@@ -261,7 +265,7 @@ VERBS = {
     ),
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
-    "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design), TABLES),
+    "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "list": Verb("list the bundled specs"),
