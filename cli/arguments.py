@@ -24,6 +24,10 @@ class Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_columns() - 2)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keep the lines of examples as they are."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
 
 def _columns() -> int:
     try:
@@ -74,15 +78,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _declare(parser: Parser, verb: Verb) -> None:
     for add in verb.arguments:
         add(parser)
-    _common(parser)
+    _common(parser, verb.formats)
 
 
 # --- arguments of the verbs ---------------------------------------------------------------------------------------
 
 
-def _common(parser: Parser) -> None:
+def _common(parser: Parser, formats: Sequence[str]) -> None:
     group = parser.add_argument_group("common options")
-    group.add_argument("--format", choices=("text", "json", "github"), default="text", help="format of the output")
+    group.add_argument("--format", choices=formats, default="text", help="format of the output")
     group.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="use colours (auto respects NO_COLOR)"
     )
@@ -237,6 +241,21 @@ class Verb(Record):
 
     about: str
     arguments: tuple[Arguments, ...] = ()
+    formats: tuple[str, ...] = ("text", "json", "github")
+
+
+TABLES = ("text", "json", "markdown", "csv")
+
+
+def _design(verb: str) -> Arguments:
+    """Return what declares the arguments of a tool for choosing among designs; it imports their module when it runs."""
+
+    def declare(parser: Parser) -> None:
+        from seqblocks.cli import design_arguments
+
+        getattr(design_arguments, verb)(parser)
+
+    return declare
 
 
 VERBS = {
@@ -246,6 +265,7 @@ VERBS = {
     ),
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
+    "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "list": Verb("list the bundled specs"),

@@ -59,10 +59,10 @@ def _run(options: argparse.Namespace) -> int:
 
             imports.run(options, table)
     # import the module of a verb only when it runs, so that `check` loads neither rich nor torch
-    if options.verb in ("bench", "build", "check", "convert", "explain", "export"):
-        run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
-    else:
+    if options.verb in ("list", "ops", "schema", "show"):
         run = getattr(importlib.import_module("seqblocks.cli.info"), options.verb)
+    else:
+        run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
     status: int = run(options)
     return status
 

@@ -51,6 +51,7 @@ ROOMS = """
     analysis/passes/*
     analysis/*
     report/*
+    architect/*
     ------ torch begins
     state
     runtime/*
