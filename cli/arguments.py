@@ -268,6 +268,7 @@ VERBS = {
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
+    "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
