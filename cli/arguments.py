@@ -167,6 +167,15 @@ def _convert(parser: Parser) -> None:
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum size of a file: 5GB, 500MB, …")
 
 
+def _draw(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument("--html", metavar="FILE", help="a page with boxes that fold, which loads nothing; - for stdout")
+    parser.add_argument("--svg", metavar="FILE", help="a picture for a paper or a page")
+    parser.add_argument("--mermaid", metavar="FILE", help="a flowchart for Mermaid")
+    parser.add_argument("--dot", metavar="FILE", help="a digraph for Graphviz")
+    parser.add_argument("--depth", type=_count, metavar="N", help="levels of boxes (default: all)")
+
+
 def _export(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder written by seqblocks.save")
     file = parser.add_mutually_exclusive_group(required=True)
@@ -267,6 +276,7 @@ VERBS = {
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
+    "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),

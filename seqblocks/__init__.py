@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from seqblocks.model.layer import block, block_text
     from seqblocks.model.quantize import quantize
     from seqblocks.op import Op, primitive
+    from seqblocks.picture.drawing import Drawing, draw
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.streaming.generate import generate
 
@@ -50,6 +51,7 @@ _LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= {"compare": "seqblocks.architect.compare"}
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
+_LAZY |= dict.fromkeys(("Drawing", "draw"), "seqblocks.picture.drawing")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 # modules, `seqblocks.testing.check_law`
@@ -59,6 +61,7 @@ __all__ = [
     "Analysis",
     "BackendError",
     "Diagnostic",
+    "Drawing",
     "ExpectationError",
     "Op",
     "OverrideWarning",
@@ -78,6 +81,7 @@ __all__ = [
     "build_model",
     "build_text",
     "compare",
+    "draw",
     "from_pretrained",
     "generate",
     "load",

@@ -51,6 +51,7 @@ ROOMS = """
     analysis/passes/*
     analysis/*
     report/*
+    picture/*
     architect/*
     ------ torch begins
     state
