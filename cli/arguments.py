@@ -176,6 +176,12 @@ def _draw(parser: Parser) -> None:
     parser.add_argument("--depth", type=_count, metavar="N", help="levels of boxes (default: all)")
 
 
+def _serve(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="path of a spec, or name of a bundled spec (which is not saved)")
+    parser.add_argument("--port", type=_whole, default=0, metavar="N", help="port (default: any that is free)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+
+
 def _export(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder written by seqblocks.save")
     file = parser.add_mutually_exclusive_group(required=True)
@@ -282,6 +288,9 @@ VERBS = {
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
         "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)
+    ),
+    "serve": Verb(
+        "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(

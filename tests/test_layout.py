@@ -52,6 +52,7 @@ ROOMS = """
     analysis/*
     report/*
     picture/*
+    serve/*
     architect/*
     ------ torch begins
     state
