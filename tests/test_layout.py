@@ -64,6 +64,7 @@ ROOMS = """
     hf/*
     testing
     bench/*
+    probes/*
     export/*
     __init__
     __main__
