@@ -159,9 +159,9 @@ def _distinct(g: Generator, batch: int, limit: int, count: int) -> Tensor:
 
 
 def _task(
-    name: str, vocabulary: int, labels: int, draw: Draw, lengths: tuple[int, ...], about: str, guesses: int, **others: Any
+    name: str, vocabulary: int, labels: int, draw: Draw, lengths: tuple[int, ...], about: str, guesses: int, **more: Any
 ) -> Task:
-    return Task(name, vocabulary, labels, draw, lengths[0], lengths, about, 1 / guesses, **others)
+    return Task(name, vocabulary, labels, draw, lengths[0], lengths, about, 1 / guesses, **more)
 
 
 _ALL = (
