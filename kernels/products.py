@@ -7,6 +7,7 @@ results differ by rounding. `benchmarks/products.py` compares their speed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch.custom_op import is_seen
+from seqblocks.kernels.int8 import Int8Matrix, is_int8
 
 FEW_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
 LARGE_MATRIX = 1 << 19  # elements: a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
@@ -31,12 +33,14 @@ PROCESSOR = str(_facts.get("cpu_name", "unknown"))
 ON_SLOW_MKL = ON_ONEDNN and PROCESSOR.startswith("AMD")  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b [..., O] for x [..., I], weight [O, I], bias [O], like `torch.nn.functional.linear`.
 
     oneDNN compiles code for each number of tokens, and keeps 0.65 MB of it. x is padded to one of eight numbers between
     a power of two and the next, so that prompts of every length do not fill the memory.
     """
+    if isinstance(weight, Int8Matrix):
+        return weight.product(x, bias)
     if not _suits_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -115,8 +119,10 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def prepare_linear(weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients, which copies nothing."""
+    if isinstance(weight, Int8Matrix):
+        return partial(weight.product, bias=bias)
     if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
         return lambda x: F.linear(x, weight, bias)
     size = weight.numel()
@@ -151,7 +157,7 @@ def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[in
 class Matrix(NamedTuple):
     """A linear map: weight [O, I], bias [O]. blocks: the number of equal blocks of a block-diagonal weight."""
 
-    weight: Tensor
+    weight: Tensor  # or an Int8Matrix
     bias: Tensor | None = None
     blocks: int = 1
 
@@ -169,6 +175,9 @@ def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
 def _prepare_whole(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
     if len(matrices) == 1:
         return prepare_linear(matrices[0].weight, matrices[0].bias)
+    if any(is_int8(matrix.weight) for matrix in matrices):
+        each = [prepare_linear(matrix.weight, matrix.bias) for matrix in matrices]
+        return lambda x: torch.cat([run(x) for run in each], -1)
     return prepare_linear(torch.cat([matrix.weight for matrix in matrices]), _joined_bias(matrices))
 
 

@@ -113,6 +113,8 @@ class Op(BaseModel):
     """Cost of `transition` relative to `forward`; 0 if it only copies inputs."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
+    matrix_names: ClassVar[tuple[str, ...]] = ()
+    """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized."""
     open_keys: ClassVar[bool] = False
     """Whether undeclared keys are whole numbers (`model_config` must then allow extra keys)."""
     exact: ClassVar[bool] = False

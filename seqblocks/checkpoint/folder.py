@@ -35,7 +35,9 @@ from seqblocks.checkpoint.weight_files import INDEX, Weights, read_json, weights
 from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
+from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.builder import build_model
+from seqblocks.model.quantize import put, quantized
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
@@ -81,7 +83,7 @@ def save(
     safetensors()
     groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
     target = None if groups else _target(path, model.spec.source.text)
-    tensors, tied = _tensors(model)
+    tensors, tied = _quantized_tensors(model) if quantized(model) else _tensors(model)
     if groups:
         tensors = gathered(tensors, groups, model._parts)
 
@@ -145,7 +147,7 @@ def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str,
 
 def dtype_of(weights: Weights) -> str:
     """Return the dtype that a config.json gives for weights: the smallest, since some parameters stay in float32."""
-    kinds = [header.dtype for header in weights.headers.values()]
+    kinds = [header.dtype for header in weights.headers.values() if header.is_floating_point()]
     return str(min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)).removeprefix("torch.")
 
 
@@ -171,6 +173,13 @@ def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     return own, tied
 
 
+def _quantized_tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a quantized model without those of tied parameters, and the ties."""
+    tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
+    skipped = {f"{name}{part}" for name in tied for part in ("", *PARTS)}
+    return {name: x.detach() for name, x in model.state_dict().items() if name not in skipped}, tied
+
+
 def _check_separate(tensors: Mapping[str, Tensor]) -> None:
     """Raise RunError if two tensors are the same memory, which a saved folder would turn into two."""
     names: dict[int, str] = {}
@@ -181,6 +190,9 @@ def _check_separate(tensors: Mapping[str, Tensor]) -> None:
         if other != name and tensor.shape == tensors[other].shape:
             what = f"{name} and {other} are one tensor, but the spec does not tie them"
             raise RunError(f"{what}: write `tie:` at the step of {name}, or give it a tensor of its own")
+
+
+PARTS = (".values", ".scale")  # of a matrix in 8 bits
 
 
 def checked_size(size: int | str) -> int:
@@ -297,13 +309,18 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dtype: Any) -> SequenceModel:
     spec, weights = read_model(place, path, set)
     model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
+    for name in _quantized_names(weights.headers):
+        kind = model.get_parameter(name).dtype if dtype else weights.headers[f"{name}.scale"].dtype
+        matrix = Int8Matrix.empty(model.get_parameter(name).shape, kind)
+        for each in (name, *(item.name for item in graph.parameters(spec.graph) if item.tied == name)):
+            put(model, each, matrix)
     if dtype is None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in weights.headers:  # tied parameters are not in the file
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
     fill(model, weights.headers, weights.read)
-    return model
+    return model.eval().requires_grad_(False) if quantized(model) else model
 
 
 def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> tuple[ModelSpec, Weights]:
@@ -313,8 +330,17 @@ def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> 
     _check_tensors(path, record, weights)
     spec = with_origin(_analysed(record, text, set), _origin(place))
     headers = {name: weights.headers[name] for name in record["checksums"]}
-    check_fit(spec, headers)
+    quantized_names = _quantized_names(headers)
+    whole = {name: header for name, header in headers.items() if name.rpartition(".")[0] not in quantized_names}
+    check_fit(spec, whole | {name: headers[f"{name}.values"] for name in quantized_names})
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
+
+
+def _quantized_names(headers: Mapping[str, Any]) -> list[str]:
+    """Return the names of parameters that are stored in 8 bits."""
+    return [
+        name for key in headers if (name := key.removesuffix(PARTS[0])) != key and f"{name}{PARTS[1]}" in headers
+    ]  # fmt: skip
 
 
 def _origin(place: Path) -> dict[str, Any] | None:
@@ -378,6 +404,8 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
         what = "; ".join(f"{kind} weights: {listing(names, 4)}" for kind, names in kinds if names)
         raise UsageError(f"{path} has changed since it was written: {what}. Use an intact copy")
     for name, header in headers.items():
+        if header.dtype is torch.int8 and name.endswith(PARTS[0]):
+            continue  # a matrix in 8 bits
         if reason := unusable(header, on_meta=True):
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
 

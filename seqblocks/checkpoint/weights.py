@@ -154,7 +154,7 @@ def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tenso
     own = model.state_dict(keep_vars=True)
     for name in names:
         _copy(name, own[name], read(name), model._parts)
-    if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
+    if any(item.tied and own.get(item.name) is not own.get(item.tied) for item in graph.parameters(model.graph)):
         model.tie()  # to_empty of a single step unties its parameters
 
 
@@ -171,6 +171,6 @@ def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 def _overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return whether finite values would become infinite in another dtype."""
-    if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+    if not tensor.is_floating_point() or torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
         return False
     return bool((tensor.to(dtype).isinf() & tensor.isfinite()).any())

@@ -15,6 +15,7 @@ class Embed(Op):
     """Look up a learned vector for each token id. Weight [V, D], without weight decay."""
 
     ports = (Port("x", "token ids", main=True, kinds=("tokens",)),)
+    matrix_names = ("weight",)
     features: int = argument(..., "width of a token, D", ge=1)
 
     def shape(self, x: Wire) -> Wire:
@@ -25,9 +26,11 @@ class Embed(Op):
         return {"weight": Parameter(shape, Init("small", (float(self.features),)), decay=False)}
 
     def prepare_step(self, p: Any) -> Any:
-        from torch import embedding
+        from torch import Tensor, embedding
 
         weight = p["weight"]
+        if not isinstance(weight, Tensor):
+            return weight.rows
 
         def step(x: Any) -> Any:
             try:
@@ -41,8 +44,9 @@ class Embed(Op):
         import torch
         from torch.nn.functional import embedding
 
+        x = x if x.dtype in (torch.int64, torch.int32) else x.long()
         try:
-            return embedding(x if x.dtype in (torch.int64, torch.int32) else x.long(), p["weight"])
+            return embedding(x, p["weight"]) if isinstance(p["weight"], torch.Tensor) else p["weight"].rows(x)
         except IndexError:  # raised on a CPU; other devices fail with their own assertion
             raise RunError(f"a token id is outside the vocabulary of {p['weight'].shape[0]}") from None
 
@@ -51,6 +55,7 @@ class Embed(Op):
 class Unembed(Op):
     """Compute the logits of each token id: W x + b, W [V, D]. `tie: embed` shares the weight of the embedding."""
 
+    matrix_names = ("weight",)
     vocabulary: int | None = argument(
         None, "size of the vocabulary, V (default: that of the model's input)", ge=1, inherit="tokens"
     )

@@ -17,6 +17,7 @@ class Affine(Op):
             "x", "the input; a list of wires is concatenated along the features", main=True, joins=True, kinds=ANY.kinds
         ),
     )
+    matrix_names = ("weight",)
     bias: bool = argument(True, "whether to add a bias")
 
     def width(self) -> int:

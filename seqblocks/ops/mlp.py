@@ -14,6 +14,7 @@ class SwiGLU(Op):
     """Gated feed-forward network: W_down(silu(W_gate x) * W_up x)."""
 
     ports = (ANY,)
+    matrix_names = ("gate_weight", "up_weight", "down_weight")
     hidden: int = argument(..., "hidden width, F", ge=1)
     bias: bool = argument(False, "whether to add biases to the three maps")
     source = "Shazeer 2020 (arXiv:2002.05202)"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
+from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
@@ -340,7 +341,8 @@ class Stepper:
         for table, name in holders(module).values():
             self._guard.note_entry(table, name)
             if derived:
-                self._guard.note_numbers(table[name])
+                x = table[name]
+                self._guard.note_numbers(x.values if isinstance(x, Int8Matrix) else x)
 
     def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
         draws = getattr(module, "_draws", False)
@@ -523,7 +525,7 @@ def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
         return None
     assert isinstance(module, Primitive)
     found = module.op.matrix(module.parameters_by_name(call))
-    return Matrix(*found) if found and found[0].numel() <= MOST_COPIED else None
+    return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= MOST_COPIED else None
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
@@ -554,14 +556,19 @@ def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
 def _as_declared(module: Primitive, node: Node) -> bool:
     """Return whether a module has its node's op and plain parameters as declared, whether owned or shared."""
     held = holders(module)
-    plain = all(isinstance(table.get(name), nn.Parameter) for table, name in held.values())
+    plain = all(isinstance(table.get(name), nn.Parameter | Int8Matrix) for table, name in held.values())
     return module.op == node.op and held.keys() == node.parameters.keys() and plain
 
 
-def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
+def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
-    shared = {name: (owner._parameters, original) for name, (owner, original) in module._owners.items()}
-    return {name: (module._parameters, name) for name in module._parameters} | shared
+    own: dict[str, tuple[Any, str]] = {name: (module._parameters, name) for name in module._parameters}
+    own |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}
+    shared: dict[str, tuple[Any, str]] = {
+        name: (owner._parameters if original in owner._parameters else owner._modules, original)
+        for name, (owner, original) in module._owners.items()
+    }
+    return own | shared
 
 
 def is_pointwise(op: Op) -> bool:

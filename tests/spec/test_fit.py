@@ -32,7 +32,7 @@ def key(targets: list[Target], figures: tuple[float, ...], point: Point) -> tupl
         found, scale = figures[at], abs(value) or 1.0
         held = {"<=": found <= value, "<": found < value, ">=": found >= value, ">": found > value}.get(kind, True)
         missed += 0.0 if held else max(abs(found - value) / scale, 5e-324)
-        if kind == "=" or not any(each.kind == "=" for each in targets) and (at, kind, value) == targets[0]:
+        if kind == "=" or (not any(each.kind == "=" for each in targets) and (at, kind, value) == targets[0]):
             away += abs(found - value) / scale
     return (missed > 0, round(missed, 12), round(away, 12), figures[0], point)
 
@@ -101,8 +101,10 @@ def test_few_points_are_checked(sizes: tuple[int, int]) -> None:
 def random_spec(rng: random.Random) -> tuple[str, dict[str, str], str]:
     """A spec with widths that depend on its options in several ways, a grid, and a target within it."""
     mixers = [
-        "- linear: {features: 3 * dim, as: [q, k, v]}\n                "
-        "- attention: {q: q, k: k, v: v, heads: heads, window: 16}",
+        (
+            "- linear: {features: 3 * dim, as: [q, k, v]}\n                "
+            "- attention: {q: q, k: k, v: v, heads: heads, window: 16}"
+        ),
         "- linear: {features: dim, name: w}\n                - headwise_linear: {block: heads}",
         "- linear: 'round_up(dim, 48)'\n                - silu",
     ]  # fmt: skip
@@ -235,7 +237,7 @@ def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
 
 
 def test_formats_and_two_targets(run_main: Run, folder: Path) -> None:
-    command = ["fit", "good.yaml", "--solve", "dim=1..99", "--solve", "model.linear.features=1..9", "--to", "params=100"]
+    command = ["fit", "good.yaml", "--solve", "dim=1..99", "--solve", "model.linear.features=1..9", "--to=params=100"]
     command += ["--to", "macs_per_token<=96", "--top", "2"]
     done = run_main(*command, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")

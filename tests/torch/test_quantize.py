@@ -1,0 +1,170 @@
+"""Models with matrices in 8 bits: their results, what is quantized, streams, saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.errors import RunError, UsageError
+from seqblocks.kernels.int8 import Int8Matrix
+from seqblocks.model.quantize import quantized
+
+TEXT = """seqblocks: 1
+use: [mamba, transformer]
+model:
+  input: {tokens: 96}
+  steps:
+    - embed: 32
+    - repeat:
+        name: layers
+        times: 2
+        steps: [{mamba_block: {dim: 32}}, {attention_layer: {dim: 32, heads: 2}}, {swiglu_layer: {dim: 32}}]
+    - rms_norm
+    - unembed: {bias: false, tie: embed}
+"""
+IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> seqblocks.SequenceModel:
+    return seqblocks.build_text(TEXT, seed=0).eval()
+
+
+def by_definition(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of both operands rounded to multiples of their largest value / 127, in float64."""
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = (x.abs().amax(-1, keepdim=True) / 127).double()
+        return (x / scale.float()).round().double() * scale
+
+    y = rounded(x) @ rounded(weight).T
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 7, 5), (3, 64, 9), (40, 33, 128), (0, 4, 4), (2, 1, 1)])
+def test_a_product_is_that_of_rounded_operands(tokens: int, inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, inputs, generator=generator) * torch.logspace(-3, 3, tokens)[:, None]
+    weight = torch.randn(outputs, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator)
+    matrix = Int8Matrix.of(weight)
+    for b in (None, bias):
+        found, expected = matrix.product(x, b), by_definition(x, weight, b)
+        # integers are exact; three products by scales and a sum are rounded
+        torch.testing.assert_close(found.double(), expected, rtol=4 * 2**-24, atol=4 * 2**-24 * inputs)
+    assert (matrix.dequantized() - weight).abs().max() <= weight.abs().amax() / 127 / 2 * 1.001
+    ids = torch.tensor([[0, outputs - 1]])
+    assert torch.equal(matrix.rows(ids), matrix.dequantized()[ids])
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    matrix = Int8Matrix.of(torch.randn(70, 33, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(2, 90, 33, generator=torch.Generator().manual_seed(1))
+    whole = matrix.product(x)
+    for at in (0, 17, 89):
+        assert torch.equal(matrix.product(x[:, at]), whole[:, at])
+
+
+def test_extreme_tokens() -> None:
+    matrix = Int8Matrix.of(torch.cat([torch.zeros(1, 4), torch.full((1, 4), 1e30), torch.full((1, 4), 1e-30)]))
+    assert torch.equal(matrix.product(torch.zeros(1, 4)), torch.zeros(1, 3))
+    torch.testing.assert_close(matrix.product(torch.ones(1, 4)), torch.tensor([[0, 4e30, 4e-30]]))
+    x = torch.tensor([[float("nan"), 1, 1, 1], [1, 1, 1, 1]])
+    found = matrix.product(x)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+
+
+def test_what_is_quantized(model: seqblocks.SequenceModel) -> None:
+    """Neither the step sizes of the state space, nor norms; a tied matrix once."""
+    found = quantized(seqblocks.quantize(model, smallest=0))
+    layer = {
+        "mamba_block.residual.mixer.in_proj.weight", "mamba_block.residual.mixer.x_proj.weight",
+        "mamba_block.residual.mixer.out_proj.weight", "attention_layer.residual.qkv.weight",
+        "attention_layer.residual.out.weight",
+        *(f"swiglu_layer.residual.swiglu.{name}_weight" for name in ("gate", "up", "down")),
+    }  # fmt: skip
+    layers = {f"layers.{at}.{name}" for at in range(2) for name in layer}
+    assert found.keys() == {"embed.weight", "unembed.weight", *layers}
+    assert found["embed.weight"] is found["unembed.weight"]
+    assert quantized(seqblocks.quantize(model)) == {}  # all are small
+    assert quantized(model) == {}
+
+
+@pytest.mark.parametrize("smallest", [0, 3000])
+def test_the_original_with_rounded_weights(model: seqblocks.SequenceModel, smallest: int) -> None:
+    """Its logits differ by what rounding the inputs adds: 2^-8 of the largest, in each of some thirty products."""
+    small = seqblocks.quantize(model, smallest=smallest)
+    with torch.no_grad():
+        found, before = small(IDS), model(IDS)
+        for name, matrix in quantized(small).items():
+            model.get_parameter(name).copy_(matrix.dequantized())
+        expected = model(IDS)
+    assert (expected - before).abs().max() > 1e-4
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+    torch.testing.assert_close(found, before, rtol=0, atol=0.1 * before.abs().max().item())
+
+
+@pytest.mark.parametrize("smallest", [0, 3000])
+def test_streams(model: seqblocks.SequenceModel, smallest: int) -> None:
+    """Whole = chunks = steps, up to a few roundings of inputs that fall to the other side."""
+    small = seqblocks.quantize(model, smallest=smallest)
+    with torch.no_grad():
+        whole = small(IDS)
+        state, out = small.init_state(2), []
+        for at in range(10):
+            y, state = small.step(IDS[:, at], state)
+            out.append(y[:, None])
+        for part in (IDS[:, 10:11], IDS[:, 11:]):
+            y, state = small(part, state=state, return_state=True)
+            out.append(y)
+    torch.testing.assert_close(torch.cat(out, 1), whole, rtol=0, atol=0.03 * whole.abs().max().item())
+    assert seqblocks.generate(small, IDS[:1], max_new_tokens=3)
+
+
+def test_it_saves_and_loads(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
+    small = seqblocks.quantize(model, smallest=1000)
+    seqblocks.save(small, tmp_path / "small")
+    seqblocks.save(model, tmp_path / "model")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "model")]
+    assert sizes[0] < 0.5 * sizes[1]
+    loaded = seqblocks.load(tmp_path / "small")
+    assert quantized(loaded).keys() == quantized(small).keys()
+    assert quantized(loaded)["embed.weight"] is quantized(loaded)["unembed.weight"]
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS), small(IDS))
+        assert torch.equal(loaded.step(IDS[:, 0])[0], small.step(IDS[:, 0])[0])
+
+
+def test_16_bits(model: seqblocks.SequenceModel) -> None:
+    half = model.bfloat16()
+    small = seqblocks.quantize(half, smallest=0)
+    with torch.no_grad():
+        found = small(IDS)
+        assert found.dtype is torch.bfloat16
+        assert (found - half(IDS)).abs().max() < 0.1 * half(IDS).abs().max()
+
+
+def test_it_changes_nothing_of_the_original(model: seqblocks.SequenceModel) -> None:
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    small = seqblocks.quantize(model, smallest=0)
+    with torch.no_grad():
+        for x in small.state_dict().values():
+            x.zero_()
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+def test_refusals(model: seqblocks.SequenceModel) -> None:
+    with pytest.raises(UsageError, match='must be "int8"'):
+        seqblocks.quantize(model, "int4")
+    with pytest.raises(UsageError, match="needs a model from"):
+        seqblocks.quantize(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    matrix = Int8Matrix.of(torch.ones(2, 2))
+    with pytest.raises(RunError, match="computes no gradients"):
+        matrix.product(torch.ones(1, 2, requires_grad=True))
