@@ -57,7 +57,7 @@ class Search:
 
     values: of each axis; numbers in ascending order. ordered: whether the figures may rise or fall along an axis.
     evaluate: the figures of a point, or why it is invalid. targets: of the figures. ties: the position of the figure
-    that decides between equally good points (the smaller one wins); then the smaller value of the first axis, and so on.
+    that decides between equally good points (the smaller wins); then the smaller value of the first axis, and so on.
     small: grids of so few points are tried out completely.
     """
 
