@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from seqblocks.analysis.analyse import Analysis, analyse
     from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
     from seqblocks.architect.compare import compare
+    from seqblocks.architect.fit import fit
     from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.model.builder import build, build_model, build_text
     from seqblocks.model.layer import block, block_text
     from seqblocks.model.quantize import quantize
     from seqblocks.op import Op, primitive
+    from seqblocks.picture.drawing import Drawing, draw
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.streaming.generate import generate
 
@@ -48,8 +50,9 @@ _LAZY |= {"quantize": "seqblocks.model.quantize"}
 _LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
 _LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
-_LAZY |= {"compare": "seqblocks.architect.compare"}
+_LAZY |= {"compare": "seqblocks.architect.compare", "fit": "seqblocks.architect.fit"}
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
+_LAZY |= dict.fromkeys(("Drawing", "draw"), "seqblocks.picture.drawing")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 # modules, `seqblocks.testing.check_law`
@@ -59,6 +62,7 @@ __all__ = [
     "Analysis",
     "BackendError",
     "Diagnostic",
+    "Drawing",
     "ExpectationError",
     "Op",
     "OverrideWarning",
@@ -78,6 +82,8 @@ __all__ = [
     "build_model",
     "build_text",
     "compare",
+    "draw",
+    "fit",
     "from_pretrained",
     "generate",
     "load",

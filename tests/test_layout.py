@@ -51,6 +51,8 @@ ROOMS = """
     analysis/passes/*
     analysis/*
     report/*
+    picture/*
+    serve/*
     architect/*
     ------ torch begins
     state
@@ -62,6 +64,7 @@ ROOMS = """
     hf/*
     testing
     bench/*
+    probes/*
     export/*
     __init__
     __main__

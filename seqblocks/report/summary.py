@@ -52,9 +52,11 @@ class Row:
     shares: str = ""  # the step or the layer whose parameters it shares
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    node: Node | None = None  # of the first of its steps; None: a layer, a branch or a direction
+    body: Graph | None = None  # of the first of these
 
     def as_data(self) -> dict[str, Any]:
-        out = {key: getattr(self, key) for key in self.__slots__ if key != "rows"}
+        out = {key: getattr(self, key) for key in self.__slots__ if key not in ("rows", "node", "body")}
         return out | {"steps": [row.as_data() for row in self.rows]}
 
     def __repr__(self) -> str:
@@ -63,7 +65,8 @@ class Row:
     def inside(self, path: str, depth: int) -> Iterator[dict[str, Any]]:
         """Yield the row and the rows below it without nesting, `step` being the path of the step."""
         step = graph.join(path, ", ".join(self.names))
-        out = {key: getattr(self, key) for key in self.__slots__ if key not in ("rows", "names", "tied", "notes")}
+        hidden = ("rows", "names", "tied", "notes", "node", "body")
+        out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden}
         yield {"step": step, "depth": depth} | out | {"notes": ", ".join(self.notes)}
         for row in self.rows:
             yield from row.inside(step, depth + 1)
@@ -228,7 +231,7 @@ class _Table(NamedTuple):
     enclosing step shares with another, by relative name.
     """
 
-    types: dict[int, Wire | None]
+    types: Mapping[int, Wire | None]
     tokens: int | None
     ahead: dict[str, int | str]
     path: str = ""
@@ -272,6 +275,11 @@ def _holds(tree: Tree, name: str) -> bool:
     return True
 
 
+def rows_of(body: Graph, types: Mapping[int, Wire | None]) -> list[Row]:
+    """Return the rows of a body, also of one with unknown steps, without their lookahead."""
+    return list(_rows(_Table(types, None, {}), body, None))
+
+
 def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
     """Yield a row for each step of a body, with `depth` levels (None: all)."""
     for node in body.nodes:
@@ -292,6 +300,7 @@ def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
             tied=dict(node.ties),
             shares=node.owner_name,
             notes=_notes(node),
+            node=node,
         )
         if table.shared and below.shared and not row.params:
             row.notes.append("shared")
@@ -374,6 +383,7 @@ def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int |
         rate=result.rate if result else 1,
         lookahead=table.ahead.get(graph.join(table.path, last)) if last else None,
         rows=list(_rows(table, body, depth)),
+        body=body,
     )
 
 
