@@ -1,6 +1,6 @@
 """Shard the parameters of a model over ranks with torch's FSDP2: one group per layer, the rest with the model.
 
-docs/decisions/0038-sharded-by-layer.md
+docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A step that treats each token by itself computes them as rows, as it does those of several sequences. One with a state
 has a function for several tokens, or computes them one after another, or runs its `forward` on them: whichever takes
-the least time. `docs/decisions/0055-frames-are-planned-like-tokens.md` describes how the numbers here were measured.
+the least time. `docs/decisions/0036-a-token-is-planned-once.md` describes how the numbers here were measured.
 """
 
 from __future__ import annotations
