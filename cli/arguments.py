@@ -296,6 +296,7 @@ VERBS = {
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
+    "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
