@@ -176,6 +176,24 @@ def _draw(parser: Parser) -> None:
     parser.add_argument("--depth", type=_count, metavar="N", help="levels of boxes (default: all)")
 
 
+def _probe(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument(
+        "task", nargs="*", metavar="TASK",
+        help="parity, modular, s3, a5, s5, recall, induction, copying (default: parity, recall, copying)",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each task (default: 1)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
+    parser.add_argument("--lr", type=_rate, metavar="R", help="highest learning rate (default: the task's)")
+    parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
+
+
+def _serve(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="path of a spec, or name of a bundled spec (which is not saved)")
+    parser.add_argument("--port", type=_whole, default=0, metavar="N", help="port (default: any that is free)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+
+
 def _export(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder written by seqblocks.save")
     file = parser.add_mutually_exclusive_group(required=True)
@@ -278,10 +296,15 @@ VERBS = {
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
+    "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
         "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)
+    ),
+    "probe": Verb("train a spec on small synthetic tasks", (_overrides, _use, _imports, _probe)),
+    "serve": Verb(
+        "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(
@@ -295,6 +318,16 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:  # argparse would put the name of this function into the message
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a learning rate, above 0 and at most 10")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from seqblocks.cli.arguments import _count
 from seqblocks.errors import visible
 
 DESIGN = (
@@ -27,8 +28,40 @@ def compare(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _examples(*lines: str) -> str:
-    return "examples:\n" + "\n".join(f"  seqblocks {line}" for line in lines)
+def fit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=DESIGN)
+    parser.add_argument(
+        "--solve", action="append", required=True, metavar="PATH=VALUES",
+        help="an option to choose, with its values: FIRST..LAST:STEP or a list; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--to", action="append", required=True, metavar="TARGET",
+        help="params=125M (as near as possible), 'state_bytes<=2MB' (a limit); may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--top", type=_count, default=5, metavar="N", help="number of candidates to show (default: 5)")
+    parser.add_argument("--length", type=_count, metavar="N", help="sequence length, if the spec does not fix it")
+    parser.add_argument("--dtype", default="float32", help="dtype in which sizes are counted")
+    parser.add_argument("--exhaustive", action="store_true", help="check every point of the grid")
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the spec with the best values to this file; all else stays as it is"
+    )
+    parser.epilog = _examples(
+        "fit mamba_130m --solve dim=256..2560:64 --solve depth=8..64:4 --to params=370M",
+        "fit spec.yaml --solve dim=64..1024:16 --to params=1.3M --to 'state_bytes<=20kB' --write small.yaml",
+        "fit spec.yaml --solve dim=64..4096:64 --to flops_per_token=250M --length 1024 --format json",
+        figures=True,
+    )
+
+
+def _examples(*lines: str, figures: bool = False) -> str:
+    text = "examples:\n" + "\n".join(f"  seqblocks {line}" for line in lines)
+    if not figures:
+        return text
+    from seqblocks.architect.facts import FACTS
+
+    names = [name for name in FACTS if name != "streams"]
+    half = len(names) // 2
+    return f"figures:\n  {', '.join(names[:half])},\n  {', '.join(names[half:])}\n\n{text}"
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ ROOMS = """
     analysis/*
     report/*
     picture/*
+    serve/*
     architect/*
     ------ torch begins
     state
@@ -64,6 +65,7 @@ ROOMS = """
     hf/*
     testing
     bench/*
+    probes/*
     export/*
     __init__
     __main__

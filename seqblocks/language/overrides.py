@@ -113,6 +113,13 @@ def apply(
     return tuple(done)
 
 
+def find_value(root: Node, path: str) -> Node | None:
+    """Return the node that an override of `path` would replace, None if the document has no value there."""
+    slot = _find(root, path, _source(path, "", from_call=False), Report())
+    entry = slot.holder.entries.get(slot.key) if slot else None
+    return entry[1] if entry else None
+
+
 def _block_with_steps(root: Node, slot: Slot) -> str | None:
     """Return the name of the block of whose arguments that are steps the slot is one, or None."""
     blocks = root.get("blocks") if isinstance(root, Mapping) else None

@@ -177,7 +177,8 @@ def _box(placed: Placed) -> Iterator[str]:
     kinds = f"{box.kind} faulty" if box.problems else box.kind
     place = f'x="{placed.x:.1f}" y="{placed.y:.1f}" width="{placed.width:.1f}" height="{placed.height:.1f}"'
     where = f"{box.path}, {box.span}" if box.span else box.path
-    yield f'<g aria-label="{_escaped(f"{box.title}: {box.facts}")}"><title>{_escaped(where)}</title>'
+    line = f' data-line="{box.span.line}"' if box.span and box.span.source.kind in ("own", "text") else ""
+    yield f'<g{line} aria-label="{_escaped(f"{box.title}: {box.facts}")}"><title>{_escaped(where)}</title>'
     yield f'<rect class="{kinds}" {place} rx="4"/>'
     yield from _texts(placed.lines, placed.x + PAD, placed.y)
     top = placed.y + _lines_height(placed.lines)

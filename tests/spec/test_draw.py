@@ -216,7 +216,8 @@ def test_dot_and_mermaid_balance() -> None:
 
 
 def test_wires_from_the_input_of_a_list() -> None:
-    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu, {gelu: {as: g}}, {add: {from: input, with: g}}]}\n"
+    steps = "[silu, {gelu: {as: g}}, {add: {from: input, with: g}}]"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: {steps}}}\n"
     boxes = seqblocks.draw(seqblocks.analyse(text)).boxes
     assert [(maker, reader) for maker, reader, _, _ in lanes(boxes)] == [(START, 2)]
 

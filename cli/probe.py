@@ -1,0 +1,65 @@
+"""`seqblocks probe`: train a spec on small synthetic tasks, and print how well it solves them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+from seqblocks._version import __version__
+from seqblocks.analysis.check import require_model
+from seqblocks.cli import output
+from seqblocks.cli.bench import progress
+from seqblocks.cli.check import load
+from seqblocks.cli.imports import import_torch
+from seqblocks.errors import UsageError, visible
+from seqblocks.messages.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from seqblocks.probes import Result
+
+HEAD = "task        seed  length  accuracy  last 1/8  chance   steps       s"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train on each task with each seed; print a line for each length. Raises UsageError for an unknown task."""
+    model = require_model(*load(options.spec, options))
+    import_torch("training requires torch")
+    from seqblocks.probes import TASKS, probe
+    from seqblocks.probes.tasks import QUICK
+    from seqblocks.probes.training import check_fit
+
+    names = options.task or [*QUICK]
+    for name in names:
+        if name not in TASKS:
+            raise UsageError(
+                f"there is no task {visible(name)}: {did_you_mean(name, TASKS) or ', '.join(TASKS)}"
+            )  # fmt: skip
+        check_fit(model, TASKS[name])
+    is_text = options.format != "json" and not options.quiet
+    if is_text:
+        output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
+    found: list[Result] = []
+    for name in names:
+        for seed in range(options.seeds):
+            seconds = options.seconds or math.inf
+            with progress(options, f"{name}, seed {seed}") as advance:
+                results = probe(
+                    model, TASKS[name], seed, steps=options.steps, rate=options.lr, seconds=seconds, advance=advance
+                )
+            found += results
+            for result in results if is_text else ():
+                output.write(_line(result))
+                output.stdout().flush()
+    if options.format == "json":
+        output.dump({"version": __version__, "ok": True, "spec": options.spec, "rows": [r.as_data() for r in found]})
+    elif is_text:
+        used = (TASKS[name] for name in dict.fromkeys(names))
+        output.write("\n".join(["", *(f"{task.name}: {task.about}" for task in used)]))
+    return 0
+
+
+def _line(result: Result) -> str:
+    steps = f"{result.steps}{'*' if result.cut else ''}"
+    accuracy = f"{result.accuracy:>8.3f}  {result.last_eighth:>8.3f}  {result.chance:>6.3f}"
+    return f"{result.task:<10}  {result.seed:>4}  {result.length:>6}  {accuracy}  {steps:>6}  {result.seconds:>6.1f}"

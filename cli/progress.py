@@ -1,0 +1,56 @@
+"""Show a progress bar on a terminal for what takes longer than two seconds."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from seqblocks.cli import output
+
+DELAY = 2.0  # seconds
+
+
+@contextmanager
+def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[[float], None]]:
+    """Give a function that takes the part done, from 0 to 1, and shows it if standard error is a terminal.
+
+    An interrupt raises KeyboardInterrupt inside, so that the bar is removed.
+    """
+    if options.quiet or not output.stderr().isatty():
+        yield lambda part: None
+        return
+    bar = _Bar(what)
+    try:
+        handler: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:  # not in the main thread
+        handler = None
+    try:
+        yield bar.advance
+    finally:
+        bar.context.__exit__(None, None, None)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+
+
+class _Bar:
+    """A bar that appears after a delay."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.begin = what, time.monotonic()
+        self.context: Any = nullcontext()
+        self.task: Any = None
+
+    def advance(self, part: float) -> None:
+        if self.task is None and time.monotonic() - self.begin > DELAY:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.context = Progress(console=Console(file=output.stderr()), transient=True)
+            self.context.__enter__()
+            self.task = self.context.add_task(self.what, total=1.0)
+        if self.task is not None:
+            self.context.update(self.task, completed=part)

@@ -1,0 +1,172 @@
+"""The page to edit a spec: what it is told about a text, saving, and who is refused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import seqblocks
+from seqblocks.errors import UsageError
+from seqblocks.language.files import bundled
+from seqblocks.serve.server import MOST_BYTES, Server, serve
+
+TEXT = "seqblocks: 1\nlet: {dim: 64, kind: silu}\nmodel: {input: {features: dim}, steps: [kind, {linear: 2 * dim}]}\n"
+TEXT = TEXT.replace("[kind", "[silu").replace("linear: 2 * dim", "linear: {features: 2 * dim}")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "spec.yaml"
+    found.write_text(TEXT)
+    return found
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[Server]:
+    with serve(path) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def ask(server: Server, name: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Return the status and the content of an answer. name: below the token, or a whole path that begins with /."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    where = name if name.startswith("/") else f"/{server.token}/{name}"
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", where, content, headers)
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    is_json = (answer.getheader("Content-Type") or "").startswith("application/json")
+    return answer.status, json.loads(data) if is_json else data
+
+
+def test_the_page_and_its_files(server: Server) -> None:
+    for name, begin in (("", b"<!doctype html>"), ("page.css", b":root"), ("page.js", b'"use strict"')):
+        status, content = ask(server, name)
+        assert (status, content[: len(begin)]) == (200, begin)
+    status, found = ask(server, "file")
+    assert (found["name"], found["text"], found["saves"]) == ("spec.yaml", TEXT, True)
+
+
+def test_what_is_shown_of_a_text(server: Server) -> None:
+    status, found = ask(server, "analyse", {"text": TEXT})
+    assert (status, found["ok"], found["problems"], found["let"]) == (200, True, [], {"dim": 64})
+    assert [(row["step"], row["params"]) for row in found["rows"]] == [("silu", 0), ("linear", 64 * 128 + 128)]
+    assert found["svg"] == seqblocks.draw(seqblocks.analyse(TEXT, "spec.yaml")).svg()
+    _, other = ask(server, "analyse", {"text": TEXT, "set": {"let.dim": 32}})
+    assert other["rows"][1]["params"] == 32 * 64 + 64
+    _, bad = ask(server, "analyse", {"text": TEXT.replace("linear", "liner")})
+    (problem,) = bad["problems"]
+    assert (problem["code"], problem["line"], problem["fix"]["text"]) == ("E301", 3, "linear")
+    assert not bad["ok"]
+    assert "E301" in bad["svg"]
+    _, none = ask(server, "analyse", {"text": "{"})
+    assert none["svg"] is None
+    assert none["problems"]
+
+
+@pytest.mark.parametrize("name", [*bundled()])
+def test_all_bundled_specs(name: str) -> None:
+    """Files of blocks have no picture."""
+    served = serve(bundled()[name])
+    with served:
+        given = served.served.read()
+        found = served.served.analyse(given["text"], {})
+        assert found
+        assert found["ok"]
+        assert (found["svg"] is None) == (not found["rows"])
+        json.dumps(found)
+
+
+def test_it_saves_what_nobody_else_changed(server: Server, path: Path) -> None:
+    _, found = ask(server, "file")
+    status, saved = ask(server, "save", {"text": TEXT + "# mine\n", "changed": found["changed"]})
+    assert (status, saved["written"]) == (200, True)
+    assert path.read_text() == TEXT + "# mine\n"
+    path.write_text("theirs")
+    os.utime(path, ns=(1, 1))
+    _, refused = ask(server, "save", {"text": TEXT, "changed": saved["changed"]})
+    assert refused["written"] is False
+    assert path.read_text() == "theirs"
+    assert [each.name for each in path.parent.iterdir()] == ["spec.yaml"]
+
+
+def test_a_bundled_spec_is_not_saved() -> None:
+    place = bundled()["mlstm_small"]
+    with serve(place) as found:
+        before = found.served.read()
+        assert not before["saves"]
+        with pytest.raises(UsageError, match="bundled spec"):
+            found.served.save("x", before["changed"])
+    assert place.read_text("utf-8") == before["text"]
+
+
+def test_who_is_refused(server: Server) -> None:
+    own = f"127.0.0.1:{server.server_port}"
+    assert ask(server, "", Host="evil.example")[0] == 403
+    assert ask(server, "", Origin="http://evil.example")[0] == 403
+    assert ask(server, "", Host=own, Origin=f"http://{own}")[0] == 200
+    for where in ("/", "/page.js", f"/{server.token}", "/wrong/page.js", f"/x{server.token}/"):
+        assert ask(server, where)[0] == 403
+    for name in ("../server.py", "server.py", "/etc/passwd", "file/../../x"):
+        assert ask(server, f"/{server.token}/{name}")[0] == 404
+    assert ask(server, "other", {"text": ""})[0] == 404
+    for body in (b"", b"[]", b"{", b'{"text": 3}', b'{"text": "", "set": 3}', b"[" * 100_000):
+        assert ask(server, "analyse", body)[0] == 400
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.putrequest("POST", f"/{server.token}/analyse")
+    connection.putheader("Content-Length", str(MOST_BYTES + 1))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_overrides_that_are_wrong_are_problems(server: Server) -> None:
+    status, found = ask(server, "analyse", {"text": TEXT, "set": {"let.dim": 0}})
+    assert status == 200
+    assert found["problems"]
+    status, found = ask(server, "analyse", {"text": TEXT, "set": {"no.such.name": 1}})
+    assert status == 200
+    assert found.get("problems") or found.get("error")
+
+
+def test_a_port_that_is_taken(server: Server, path: Path) -> None:
+    with pytest.raises(UsageError, match=f"port {server.server_port} cannot be used"):
+        serve(path, server.server_port)
+    with pytest.raises(UsageError, match="cannot be used"):
+        serve(path, 70_000)
+
+
+def test_the_command_ends_at_once(path: Path) -> None:
+    """It prints the address, answers, and does not load torch; SIGINT ends it, as any command."""
+    command = [sys.executable, "-m", "seqblocks", "serve", str(path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout
+        address = process.stdout.readline().strip()
+        host, token = address.removeprefix("http://").rstrip("/").split("/")
+        connection = http.client.HTTPConnection(host, timeout=20)
+        connection.request("GET", f"/{token}/file")
+        assert json.loads(connection.getresponse().read())["text"] == TEXT
+        connection.close()
+        process.send_signal(2)
+        assert process.wait(10) == 130
+
+
+def test_it_does_not_load_torch() -> None:
+    code = "import sys, seqblocks.serve; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
