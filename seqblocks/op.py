@@ -478,8 +478,9 @@ def check_declared(cls: type[Op], wire: Any, parameters: Any, state: Any, macs: 
 
 
 class FieldKind(NamedTuple):
-    """number | flag | word | words | mapping | value. `choices`: the allowed words (also of a list's items, unless `free`).
+    """number | flag | word | words | mapping | value.
 
+    choices: the allowed words (also of a list's items, unless `free`).
     open: any other word is legal too, the name of a step for instance. entries: the entries of a mapping.
     """
 

@@ -103,8 +103,8 @@ class Scaling(BaseModel):
     @property
     def _stretch(self) -> float:
         """Return by how much dynamic scaling multiplies the base, before the exponent."""
-        assert self.factor and self.original_length and self.length
-        return self.factor * max(self.length, self.original_length) / self.original_length - (self.factor - 1)
+        factor, before = self.factor or 1.0, self.original_length or 1
+        return factor * max(self.length or 1, before) / before - (factor - 1)
 
     def rates(self, width: int, base: float) -> list[float]:
         """Return the angles [width / 2] at position 1, of the pairs of features of a head that rotates `width`."""
@@ -126,9 +126,8 @@ class Scaling(BaseModel):
     def _ramp(self, width: int, base: float) -> list[float]:
         """Return the share of interpolation for each pair: 0 for fast ones, 1 for slow ones, linear in between."""
         length = self.original_length or 1
-        low, high = (
-            width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (self._fast, self._slow)
-        )
+        scale = width / (2 * math.log(base))
+        low, high = (scale * math.log(length / (turns * 2 * math.pi)) for turns in (self._fast, self._slow))
         if self.truncate is not False:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)

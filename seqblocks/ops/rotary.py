@@ -41,8 +41,8 @@ class Rotary(Op):
     layout: Literal["halves", "interleaved"] = argument("halves", "which features are a pair")
     scaling: Scaling | None = argument(None, "other angles, for longer sequences: see above")
     source = (
-        "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745); yarn: arXiv:2309.00071; "
-        "longrope: arXiv:2402.13753; llama3: arXiv:2407.21783"
+        "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745); "
+        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783"
     )
 
     def turned(self, x: Wire) -> int:

@@ -96,7 +96,7 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
 
 def _limit(item: Any) -> str:
     """Return what a value must be, from a validation error of pydantic."""
-    text = item["msg"][0].lower() + item["msg"][1:]
+    text: str = item["msg"][0].lower() + item["msg"][1:]
     text = text.removeprefix("input should be ").removeprefix("value error, ")
     return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
@@ -140,8 +140,8 @@ def _entries(ctx: Context, node: Node, kind: FieldKind) -> Any:
         if value is each:
             value = [number(ctx, item) for item in each.items] if isinstance(each, Sequence) else plain(each)
         values[key] = value
-    known = all(value is not UNKNOWN and not (isinstance(value, list) and UNKNOWN in value) for value in values.values())
-    if node.incomplete or not known:
+    unknown = any(x is UNKNOWN or (isinstance(x, list) and UNKNOWN in x) for x in values.values())
+    if node.incomplete or unknown:
         return UNKNOWN
     return _validated(ctx, kind.entries, values, {key: each.span for key, _, each in node}, node.span)
 
