@@ -135,7 +135,9 @@ def _entries(ctx: Context, node: Node, kind: FieldKind) -> Any:
         ctx.report(Fault("E203", "expected a mapping", expected=_keys(kind.entries), found=kind_of(node)), node.span)
         return UNKNOWN
     kinds, values = fields_of(kind.entries), {}
-    for key, _, each in node:
+    spans = {}
+    for key, span, each in node:
+        spans[key] = each.span if key in kinds else span
         value = argument(ctx, each, kinds[key]) if key in kinds else plain(each)
         if value is each:
             value = [number(ctx, item) for item in each.items] if isinstance(each, Sequence) else plain(each)
@@ -143,7 +145,7 @@ def _entries(ctx: Context, node: Node, kind: FieldKind) -> Any:
     unknown = any(x is UNKNOWN or (isinstance(x, list) and UNKNOWN in x) for x in values.values())
     if node.incomplete or unknown:
         return UNKNOWN
-    return _validated(ctx, kind.entries, values, {key: each.span for key, _, each in node}, node.span)
+    return _validated(ctx, kind.entries, values, spans, node.span)
 
 
 def _validated(ctx: Context, cls: type[BaseModel], values: dict[str, Any], spans: dict[str, Span], whole: Span) -> Any:
