@@ -271,6 +271,7 @@ class Verb(Record):
     formats: tuple[str, ...] = ("text", "json", "github")
 
 
+CHECK = ("text", "json", "github", "markdown")
 TABLES = ("text", "json", "markdown", "csv")
 
 
@@ -291,7 +292,7 @@ VERBS = {
         (_overrides, _use, _imports, _bench),
     ),
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
-    "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
+    "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check), CHECK),
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
@@ -12,6 +10,7 @@ from seqblocks.analysis.check import require_model
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
+from seqblocks.cli.progress import progress
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, visible
 
@@ -44,20 +43,6 @@ def run(options: argparse.Namespace) -> int:
     elif not options.quiet:
         _write(found)
     return 0
-
-
-@contextmanager
-def progress(options: argparse.Namespace, what: str) -> Iterator[Any]:
-    """Show a progress bar on a terminal, and give a function that takes the part done, from 0 to 1."""
-    if options.quiet or not output.stderr().isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=output.stderr()), transient=True) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda part: bar.update(task, completed=part)
 
 
 def _write(found: Bench) -> None:

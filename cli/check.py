@@ -84,9 +84,8 @@ def run(options: argparse.Namespace) -> int:
         except SpecError as error:
             # an invalid spec takes precedence over a broken `expect:`
             status = error.exit_status if status == 0 else min(status, error.exit_status)
-            if options.format == "json":
-                records.append({"spec": spec, **output.failed(error), **graph_of})
-            else:
+            records.append({"spec": spec, **output.failed(error), **graph_of})
+            if options.format != "json":
                 output.diagnostics(error, options)
             continue
         records.append({"spec": spec, "ok": True, **_facts(file, model), **graph_of})
@@ -94,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
             output.write(f"{visible(spec)}: ok, {_described(file, model)}")
     if options.format == "json":
         output.dump({"version": __version__, "ok": status == 0, "specs": records})
+    elif options.format == "markdown":
+        output.write(_table(records))
     return status
 
 
@@ -109,3 +110,25 @@ def _described(file: SpecFile, model: ModelSpec | None) -> str:
         return f"{len(file.blocks)} block{'s' if len(file.blocks) != 1 else ''} ({', '.join(file.blocks)})"
     changed = f" (with {', '.join(model.overridden)})" if model.overridden else ""
     return f"{graph.count(model.graph):,} parameters, {model.input_text} -> {model.output_text}{changed}"
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    from seqblocks.architect.tables import markdown
+
+    rows = ([record["spec"], _outcome(record), *_shapes(record)] for record in records)
+    return markdown(["spec", "result", "input", "output", "parameters"], rows, left=4)
+
+
+def _outcome(record: dict[str, Any]) -> str:
+    if record["ok"]:
+        number, what = len(record["warnings"]), "warning"
+        text = "ok"
+    else:
+        first = record["diagnostics"][0]
+        number, what = len(record["diagnostics"]) - 1 + record["dropped"], "more error"
+        text = first["code"] + (f", line {first['line']}" if "line" in first else "") + f": {first['message']}"
+    return text + (f" ({number} {what}{'s' if number != 1 else ''})" if number else "")
+
+
+def _shapes(record: dict[str, Any]) -> list[str]:
+    return [record["input"], record["output"], f"{record['params']:,}"] if "params" in record else [""] * 3

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import product
 from typing import TYPE_CHECKING
 
 from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
-from seqblocks.cli import output
-from seqblocks.cli.bench import progress
+from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
+from seqblocks.cli.progress import progress
 from seqblocks.errors import UsageError, visible
 from seqblocks.messages.suggestions import did_you_mean
 
@@ -40,23 +41,24 @@ def run(options: argparse.Namespace) -> int:
     if is_text:
         output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
     found: list[Result] = []
-    for name in names:
-        for seed in range(options.seeds):
-            seconds = options.seconds or math.inf
-            with progress(options, f"{name}, seed {seed}") as advance:
-                results = probe(
-                    model, TASKS[name], seed, steps=options.steps, rate=options.lr, seconds=seconds, advance=advance
-                )
-            found += results
-            for result in results if is_text else ():
-                output.write(_line(result))
-                output.stdout().flush()
+    for name, seed in product(names, range(options.seeds)):
+        with progress(options, f"{name}, seed {seed}") as advance:
+            results = probe(
+                model, TASKS[name], seed, steps=options.steps, rate=options.lr, seconds=options.seconds or math.inf,
+                advance=advance,
+            )  # fmt: skip
+        found += results
+        for result in results if is_text else ():
+            output.write(_line(result))
+            output.stdout().flush()
+        if results[0].interrupted:
+            break
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "spec": options.spec, "rows": [r.as_data() for r in found]})
     elif is_text:
         used = (TASKS[name] for name in dict.fromkeys(names))
         output.write("\n".join(["", *(f"{task.name}: {task.about}" for task in used)]))
-    return 0
+    return INTERRUPTED if found[-1].interrupted else 0
 
 
 def _line(result: Result) -> str:

@@ -18,20 +18,18 @@ DELAY = 2.0  # seconds
 def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[[float], None]]:
     """Give a function that takes the part done, from 0 to 1, and shows it if standard error is a terminal.
 
-    An interrupt raises KeyboardInterrupt inside, so that the bar is removed.
+    An interrupt raises KeyboardInterrupt inside, so that the bar is removed, and what is done can be printed.
     """
-    if options.quiet or not output.stderr().isatty():
-        yield lambda part: None
-        return
-    bar = _Bar(what)
+    bar = _Bar(what) if not options.quiet and output.stderr().isatty() else None
     try:
         handler: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not in the main thread
         handler = None
     try:
-        yield bar.advance
+        yield bar.advance if bar else lambda part: None
     finally:
-        bar.context.__exit__(None, None, None)
+        if bar:
+            bar.context.__exit__(None, None, None)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
 

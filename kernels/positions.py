@@ -87,23 +87,32 @@ def rotary_rates(width: int, base: float, device: torch.device) -> Tensor:
     return base ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
 
 
-def turned(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
-    """Return `rotary` of x with the given rates [D/2]."""
+def turned(x: Tensor, positions: Tensor, rates: Tensor, interleaved: bool = False, amplitude: float = 1.0) -> Tensor:
+    """Return `rotary` of x with the given rates [D/2], times the amplitude.
+
+    interleaved: the pairs are features 2 j and 2 j + 1.
+    """
     half = x.shape[-1] // 2
     angle = (positions.unsqueeze(-1).double() * rates).unsqueeze(2)
-    cos, sin = (t.to(torch.float64 if x.dtype == torch.float64 else torch.float32) for t in (angle.cos(), angle.sin()))
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (t if amplitude == 1 else amplitude * t for t in (angle.cos(), angle.sin()))
+    cos, sin = cos.to(exact), sin.to(exact)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    pairs = a * cos - b * sin, b * cos + a * sin
+    return (torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)).to(x.dtype)
 
 
-def prepare_turning(width: int, base: float, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return f(x [B, H, D], positions [B]) -> [B, H, D]: `rotary` of one token of each sequence, with D = width."""
-    rates = rotary_rates(width, base, device)
-    both = torch.cat([-rates, rates])
+def prepare_turning(
+    rates: Tensor, interleaved: bool = False, amplitude: float = 1.0
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return f(x [B, H, D], positions [B]) -> [B, H, D]: `turned` for one token of each sequence, with rates [D/2]."""
+    both = torch.stack([-rates, rates], -1).flatten() if interleaved else torch.cat([-rates, rates])
 
     def turn(x: Tensor, positions: Tensor) -> Tensor:
-        angle = positions.unsqueeze(1) * both  # Negative rates negate the sines of the first half, not the cosines.
-        cos, sin = angle.cos().to(x.dtype).unsqueeze(1), angle.sin().to(x.dtype).unsqueeze(1)
-        return (x * cos).addcmul_(x.roll(width // 2, -1), sin)
+        angle = positions.unsqueeze(1) * both  # Negative rates negate the sine of the first of a pair, not its cosine.
+        cos, sin = (amplitude * t if amplitude != 1 else t for t in (angle.cos(), angle.sin()))
+        cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+        other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(len(rates), -1)
+        return (x * cos).addcmul_(other, sin)
 
     return turn

@@ -478,17 +478,19 @@ def check_declared(cls: type[Op], wire: Any, parameters: Any, state: Any, macs: 
 
 
 class FieldKind(NamedTuple):
-    """number | flag | word | words | value. `choices`: the allowed words (also of a list's items, unless `free`).
+    """number | flag | word | words | mapping | value.
 
-    open: any other word is legal too, the name of a step for instance.
+    choices: the allowed words (also of a list's items, unless `free`).
+    open: any other word is legal too, the name of a step for instance. entries: the entries of a mapping.
     """
 
-    kind: Literal["number", "flag", "word", "words", "value"]
+    kind: Literal["number", "flag", "word", "words", "mapping", "value"]
     choices: tuple[str, ...] = ()
     whole: bool = False
     optional: bool = False
     free: bool = False
     open: bool = False
+    entries: type[BaseModel] | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -526,6 +528,8 @@ def field_kind(annotation: Any) -> FieldKind:
         return FieldKind("number", whole=options[0] is int, optional=optional)
     if options[0] is str:
         return FieldKind("word", optional=optional)
+    if isinstance(options[0], type) and issubclass(options[0], BaseModel):
+        return FieldKind("mapping", optional=optional, entries=options[0])
     return FieldKind("value", optional=optional)
 
 

@@ -50,7 +50,7 @@ class Contexts(Writer):
         """Append a step on the context, and name its output."""
         name = self.fresh("w")
         self.add(body, verb, kind, **arguments, **{"as": name})
-        del body.steps[-1][verb]["name"]
+        body.steps[-1][verb].pop("name", None)
         body.wires[name] = kind
         return name
 

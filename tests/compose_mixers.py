@@ -45,7 +45,12 @@ class Mixers(Tokens):
         elif now.width % 2 == 0 and verb == "rotary":
             part = 2 if self.maybe(0.3) else None
             heads, base = self.divisor(now.width // 2), self.chance.choice([100, 10000])
-            self.add_maybe(body, verb, now, heads=heads, base=base, features=part)
+            first = 2 if not part and now.width // heads > 3 and self.maybe(0.3) else None
+            scaling = self.chance.choice([None, None, {"type": "yarn", "factor": 4, "original_length": 8}])
+            self.add_maybe(
+                body, verb, now, heads=heads, base=base, features=part, first=first, scaling=scaling,
+                layout=self.chance.choice(["halves", "interleaved"]),
+            )  # fmt: skip
         else:
             source = self.named(body)
             self.add(body, "constant", now, features=now.width, learned=self.maybe(0.7), value=0.5)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
+UNNAMED = ("add", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu")  # they own nothing
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Writer:
 
     def add(self, body: Body, verb: str, made: Kind, **arguments: Any) -> Step:
         """Append a step whose output is the input of the next one."""
-        inside = {"name": self.fresh("n"), **{key: value for key, value in arguments.items() if value is not None}}
+        named = {} if verb in UNNAMED else {"name": self.fresh("n")}
+        inside = {**named, **{key: value for key, value in arguments.items() if value is not None}}
         body.steps.append({verb: inside})
         body.owners.append(Owner(verb, inside, body.now, made))
         body.now = made

@@ -37,6 +37,7 @@ ROOMS = """
     state_layout
     messages/*
     widths
+    rotary_scaling
     language/*
     parameters
     recipes

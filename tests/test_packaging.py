@@ -88,7 +88,8 @@ def test_every_file_arrives(site_packages):
     expected = {"py.typed"}
     code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
     data = [("seqblocks", "messages/*.yaml"), ("seqblocks", "*.schema.json"), ("specs", "*.yaml")]
-    for folder, pattern in (*code, *data):
+    pages = [("seqblocks", f"*.{ending}") for ending in ("css", "html", "js")]
+    for folder, pattern in (*code, *data, *pages):
         for path in (ROOT / folder).rglob(pattern):
             expected.add(path.relative_to(ROOT / "seqblocks" if folder == "seqblocks" else ROOT).as_posix())
     assert any(name.startswith("specs/models/") for name in expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from seqblocks.kernels.positions import prepare_turning
+from seqblocks.kernels.positions import prepare_turning, rotary_rates
 
 
 def prepare(
@@ -27,7 +27,7 @@ def prepare(
 
     def constants(D: int, seen: int, device: torch.device) -> tuple[Callable[..., Tensor] | None, Tensor]:
         if (D, seen) not in made:
-            turn = None if rotary is None else prepare_turning(D, rotary, device)
+            turn = None if rotary is None else prepare_turning(rotary_rates(D, rotary, device))
             made[D, seen] = turn, torch.arange(seen - 1, -1, -1, device=device)
         return made[D, seen]
 

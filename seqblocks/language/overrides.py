@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from collections.abc import Mapping as MappingABC
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, Report, Source, Span, UsageError, clip, listing, quote
@@ -301,7 +301,7 @@ def _with_arguments(item: Node) -> Node:
 
 
 def _steps(node: Node, bare: bool = True) -> dict[str, Slot]:
-    out: dict[str, Slot] = {}
+    slots: dict[str, list[Slot]] = {}
     items = node.items if isinstance(node, Sequence) else []
     for at, written in enumerate(items):
         item = _with_arguments(written) if bare else written
@@ -312,5 +312,9 @@ def _steps(node: Node, bare: bool = True) -> dict[str, Slot]:
                 given = arguments.get(key) if isinstance(arguments, Mapping) else None
                 if isinstance(given, Scalar) and isinstance(given.value, str):
                     name = given.value
-            out.setdefault(name, Slot(item, verb, items, at))
+            slots.setdefault(name, []).append(Slot(item, verb, items, at))
+    out = {name: first for name, (first, *_) in slots.items()}
+    for name, (_, *others) in slots.items():  # numbered as in the graph, where these have no parameters
+        numbers = (f"{name}_{n}" for n in count(2) if f"{name}_{n}" not in slots)
+        out |= dict(zip(numbers, others, strict=False))
     return out

@@ -9,7 +9,6 @@ from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.types import Facts, Wire
-from seqblocks.widths import must_divide
 
 
 def position_after(x: Any, call: Any) -> Any:
@@ -156,73 +155,3 @@ class Sinusoids(Op):
         angle = index.unsqueeze(-1).double() * rates
         pairs = torch.stack([angle.sin(), angle.cos()], -2 if self.layout == "halves" else -1)
         return x + pairs.flatten(-2).to(x.dtype), {"position": after}
-
-
-@primitive("rotary")
-class Rotary(Op):
-    """Rotary position encoding: rotate pairs of features of each head by angles proportional to the position.
-
-    Of the first D features of a head, features j and j + D / 2 are rotated by position / base^(2 j / D). Positions
-    restart at a reset. State: the position of the next token, int64. `attention` has `rotary:` for its q and k.
-    """
-
-    independent = "heads"
-    reads = "past"  # the number of tokens before a token
-    heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
-    base: float = argument(10000.0, "base of the wavelengths", ge=1)
-    features: int | None = argument(None, "number of leading features of each head to rotate, D (default: all)", ge=2)
-    source = "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745)"
-
-    def shape(self, x: Wire) -> Wire:
-        width = must_divide(self.heads, x.features, "heads", "the width")
-        if self.features is None and width % 2:
-            raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="heads")
-        if self.features and (self.features % 2 or self.features > width):
-            message, expected = "rotary positions rotate pairs of features", f"an even number up to {width} (a head)"
-            raise Fault("E401", message, at="features", expected=expected, found=str(self.features))
-        return x
-
-    def facts(self, x: Wire) -> Facts:
-        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation preserves lengths
-
-    def state(self, x: Wire) -> dict[str, State]:
-        return {"position": State((), "int64")}
-
-    def macs(self, x: Wire) -> int:
-        return 2 * x.features
-
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
-        return position_after(x, call)
-
-    def prepare_step(self, p: Any) -> Any:
-        import torch
-
-        from seqblocks.kernels.positions import prepare_turning
-
-        turns: dict[int, Any] = {}  # by width
-
-        def step(position: Any, x: Any) -> Any:
-            heads = x.view(x.shape[0], self.heads, -1)
-            width = self.features or heads.shape[2]
-            if width not in turns:
-                turns[width] = prepare_turning(width, self.base, x.device)
-            y = turns[width](heads[..., :width], position)
-            if width < heads.shape[2]:
-                y = torch.cat([y, heads[..., width:]], 2)
-            return y.flatten(1), position + 1
-
-        return step
-
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
-        import torch
-
-        from seqblocks.kernels.positions import rotary, running_positions
-
-        before = call.state["position"] if call.state else None
-        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        index = index[:1] if before is None and call.resets is None else index  # one row of angles for the whole batch
-        heads = x.unflatten(-1, (self.heads, -1))
-        turned = rotary(heads[..., : self.features], index, self.base)
-        if self.features:
-            turned = torch.cat([turned, heads[..., self.features :]], -1)
-        return turned.flatten(-2), {"position": after}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +41,7 @@ class Result:
     seconds: float
     cut: bool
     params: int
+    interrupted: bool = False
 
     @property
     def scaled(self) -> float:
@@ -88,13 +88,15 @@ def probe(
     steps, rate = steps or task.steps, rate or task.rate
     torch.manual_seed(seed)
     model = _Probed(build_model(spec, seed=seed), task)
-    begin, done = time.perf_counter(), 0
-    with suppress(KeyboardInterrupt):
+    begin, done, interrupted = time.perf_counter(), 0, False
+    try:
         for done in _training(model, task, seed, steps, rate):
             if advance:
                 advance(done / steps)
             if time.perf_counter() - begin > seconds:
                 break
+    except KeyboardInterrupt:
+        interrupted = True
     taken = time.perf_counter() - begin
     params = sum(p.numel() for p in model.parameters())
     found = []
@@ -102,7 +104,8 @@ def probe(
         whole, last = read(model, task, length)
         found.append(
             Result(
-                task.name, length, whole, task.chance, seed, last, task.length, done, taken, done < steps, params
+                task.name, length, whole, task.chance, seed, last, task.length, done, taken, done < steps, params,
+                interrupted,
             )
         )  # fmt: skip
     return found

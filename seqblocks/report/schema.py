@@ -330,8 +330,21 @@ def _argument(argument: Declared, words: list[str] | None) -> Schema:
             return _number(argument)
         case "flag":
             return FLAG
+        case "mapping":
+            assert argument.kind.entries
+            entries = arguments(argument.kind.entries)
+            properties = {each.name: {**_entry(each, words), "description": each.about} for each in entries}
+            needed = [each.name for each in entries if each.required]
+            return {**_object(properties, needed), "type": ["object", "string", "null"]}
         case kind:
             return _word(list(argument.kind.choices), kind == "words", None if argument.kind.open else words)
+
+
+def _entry(argument: Declared, words: list[str] | None) -> Schema:
+    """Return the schema of an entry of a mapping, which may be a list of numbers."""
+    if argument.kind.kind == "value":
+        return {"type": "array", "items": NUMBER}
+    return _argument(argument, words)
 
 
 def _number(argument: Declared) -> Schema:

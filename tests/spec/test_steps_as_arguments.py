@@ -82,7 +82,7 @@ def test_each_use_is_a_namespace() -> None:
     places = ["m", "repeat.0.m", "repeat.1.m", "parallel.l.m"]
     assert [name for name, _ in names(model)] == [f"b.{place}.linear.weight" for place in places]
     with pytest.raises(SpecError, match="two steps here have the name 'm'"):
-        spec("[b: [silu]]", "b: {args: {m: steps}, steps: [m, m]}")
+        spec("[b: [{linear: 4}]]", "b: {args: {m: steps}, steps: [m, m]}")
 
 
 def test_an_empty_list_returns_the_input() -> None:

@@ -74,7 +74,9 @@ def test_tokens_of_linear_attention_and_of_gated_recurrences(mixer: str) -> None
 
 
 VERBS = [
-    "rotary: {heads: 2}", "rotary: {heads: 2, features: 2}", "shift: {by: 1}", "shift: {by: 3}", "token_shift",
+    "rotary: {heads: 2}", "rotary: {heads: 2, features: 2}", "rotary: {heads: 2, layout: interleaved}",
+    "rotary: {heads: 1, first: 4, layout: interleaved, scaling: {type: yarn, factor: 4, original_length: 8}}",
+    "shift: {by: 1}", "shift: {by: 3}", "token_shift",
     "sinusoids", "position_embed: {length: 16}", "conv1d: {features: 6, kernel: 3, dilation: 2}", "sigmoid", "elu",
     "log_decay: {kind: exp}", "time_step", "phase", "conv1d: {features: 6, kernel: 1}",
     "conv1d: {features: 6, kernel: 4}", "centaurus: {mode: neck, state: 3, sub_states: 2}",

@@ -171,6 +171,17 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         probe(spec(kind, steps), TASKS["recall"])
 
 
+def test_an_interrupt_leaves_what_is_done(run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(step: float) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("seqblocks.probes.training._schedule", interrupted)
+    done = run_main("probe", "mlstm_small", "parity", "recall", "--format", "json")
+    rows = json.loads(done.stdout)["rows"]
+    assert done.returncode == 130
+    assert {(row["task"], row["steps"], row["cut"]) for row in rows} == {("parity", 0, True)}
+
+
 def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
     words = ("probe", "a.yaml", "parity", "--steps", "2", "--seeds", "2")

@@ -88,12 +88,17 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
             hint = f"{name}: {info and info.description}"
             ctx.report(Fault("E202", f"{step.verb} needs {quote(name)}", hint=hint), step.span)
         return
-    text = item["msg"][0].lower() + item["msg"][1:]
-    text = text.removeprefix("input should be ").removeprefix("value error, ")
-    text = text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    text = _limit(item)
     code = "E203" if "type" in item["type"] or "parsing" in item["type"] else "E209"
     message = f"{quote(key) if key else 'an argument'} of {step.verb} must be {text}"
     ctx.report(Fault(code, message, at=key, found=str(item["input"])[:60]), step)
+
+
+def _limit(item: Any) -> str:
+    """Return what a value must be, from a validation error of pydantic."""
+    text: str = item["msg"][0].lower() + item["msg"][1:]
+    text = text.removeprefix("input should be ").removeprefix("value error, ")
+    return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
 # --- one argument -----------------------------------------------------------------------------------------------------
@@ -110,7 +115,59 @@ def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
             return _word(ctx, node, kind)
         case "words":
             return _words(ctx, node, kind)
+        case "mapping":
+            return _entries(ctx, node, kind)
     return node
+
+
+def _entries(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    """Return the entries of a mapping, or those of a mapping in `let:` or an argument, as a pydantic model."""
+    assert kind.entries
+    if isinstance(node, Scalar):
+        value = node.value if node.text not in ctx.names else evaluate(ctx, node.text, node)
+        if value is None and kind.optional:
+            return None
+        if value is UNKNOWN:
+            return UNKNOWN
+        if isinstance(value, dict):
+            return _validated(ctx, kind.entries, value, dict.fromkeys(value, node.span), node.span)
+    if not isinstance(node, Mapping):
+        ctx.report(Fault("E203", "expected a mapping", expected=_keys(kind.entries), found=kind_of(node)), node.span)
+        return UNKNOWN
+    kinds, values = fields_of(kind.entries), {}
+    spans = {}
+    for key, span, each in node:
+        spans[key] = each.span if key in kinds else span
+        value = argument(ctx, each, kinds[key]) if key in kinds else plain(each)
+        if value is each:
+            value = [number(ctx, item) for item in each.items] if isinstance(each, Sequence) else plain(each)
+        values[key] = value
+    unknown = any(x is UNKNOWN or (isinstance(x, list) and UNKNOWN in x) for x in values.values())
+    if node.incomplete or unknown:
+        return UNKNOWN
+    return _validated(ctx, kind.entries, values, spans, node.span)
+
+
+def _validated(ctx: Context, cls: type[BaseModel], values: dict[str, Any], spans: dict[str, Span], whole: Span) -> Any:
+    """Return values as a pydantic model, or UNKNOWN after reporting those that are invalid."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors():
+            key = str(item["loc"][0])
+            if item["type"] == "extra_forbidden":
+                hint = did_you_mean(key, fields_of(cls))
+                ctx.report(Fault("E201", f"unknown entry {quote(key)}", expected=_keys(cls), hint=hint), spans[key])
+            elif item["type"] == "missing":
+                ctx.report(Fault("E202", f"the mapping needs {quote(key)}", expected=_keys(cls)), whole)
+            else:
+                fault = Fault("E209", f"{quote(key)} must be {_limit(item)}", found=str(item["input"])[:60])
+                ctx.report(fault, spans[key])
+    return UNKNOWN
+
+
+def _keys(cls: type[BaseModel]) -> str:
+    return f"entries {listing(fields_of(cls), 16)}"
 
 
 def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False) -> Any:

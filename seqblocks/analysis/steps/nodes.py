@@ -14,6 +14,7 @@ from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
+from seqblocks.op import Op, find_primitive
 from seqblocks.types import Origin, Wire
 from seqblocks.widths import ids_have_no_features
 
@@ -48,7 +49,8 @@ def make_node(
         wire = wire._replace(context=not wire.context)
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
-    name = _unique_name(ctx, step)
+    made = graph.Node(kind, step.name, step.verb, step.span, inputs, (), wire, **more)
+    made.name = name = _unique_name(ctx, step, made)
     types, labels, split = _outputs(ctx, step, wire, origin)
     first = len(run.types)
     values = tuple(range(first, first + len(types)))
@@ -60,7 +62,7 @@ def make_node(
     if "as" in step.common:
         for label, value in zip(labels, values, strict=True):
             body.wires.setdefault(label, value)
-    made = graph.Node(kind, name, step.verb, step.span, inputs, values, wire, split, **more)
+    made.outputs, made.split = values, split
     if name not in body.nodes or body.nodes[name].kind == "unknown":
         body.nodes[name] = made
     return made
@@ -89,8 +91,11 @@ def may_be_name(ctx: Context, name: str, span: Span) -> bool:
     return False
 
 
-def _unique_name(ctx: Context, step: Step) -> str:
-    """Return the namespace of a step; report it if it is invalid or already used."""
+def _unique_name(ctx: Context, step: Step, node: graph.Node) -> str:
+    """Return the namespace of a step; report it if it is invalid or already used.
+
+    Steps without parameters and without `name:` are numbered instead: nothing in a state_dict has their name.
+    """
     name, span = step.name, step.name_span
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
@@ -102,6 +107,13 @@ def _unique_name(ctx: Context, step: Step) -> str:
         return name
     if not step.misspelt.isdisjoint(("name", "as")):
         return f"{name}@{span.line}:{span.column}"
+    if not given and not _may_own(node):
+        return _numbered(ctx, name)
+    first = next(each for each in ctx.body.steps if each.span is clash.span)
+    if "name" not in first.common and not _may_own(clash):
+        clash.name = _numbered(ctx, name)
+        ctx.body.nodes[clash.name] = ctx.body.nodes.pop(name)
+        return name
     message = f"two steps here have the name {quote(name)}"
     hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
     fault = Fault("E304", message, hint=hint, notes=[Note("the other step is here", clash.span)])
@@ -109,12 +121,27 @@ def _unique_name(ctx: Context, step: Step) -> str:
     return f"{name}@{span.line}:{span.column}"
 
 
-def _other_name(ctx: Context, step: Step, name: str) -> str:
-    """Return a hint with an unused name for a step."""
+def _may_own(node: graph.Node) -> bool:
+    """Return whether a node may have parameters, also where its arguments are UNKNOWN."""
+    if node.parameters or node.kind == "experts":
+        return True
+    if node.kind == "op" and node.type is None:
+        op = find_primitive(node.verb)
+        return op is None or op.parameters is not Op.parameters
+    return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)
+
+
+def _numbered(ctx: Context, name: str) -> str:
+    """Return an unused name for another step of this name."""
     numbers = ctx.body.numbers = ctx.body.numbers or dict.fromkeys((each.name for each in ctx.body.steps), 1)
     number = next(n for n in count(numbers[name] + 1) if f"{name}_{n}" not in numbers)
-    numbers[name] = number  # so that a third step gets a different one
-    other = f"{name}_{number}"
+    numbers[name] = number
+    return f"{name}_{number}"
+
+
+def _other_name(ctx: Context, step: Step, name: str) -> str:
+    """Return a hint with an unused name for a step."""
+    other = _numbered(ctx, name)
     if step.alias:
         return f"an alias repeats the name too: write out the step, with `name: {other}`"
     if "name" in step.common:

@@ -1,0 +1,126 @@
+"""Rotary positions.   D features are rotated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, argument, primitive
+from seqblocks.ops.positions import position_after
+from seqblocks.rotary_scaling import Scaling, unscaled
+from seqblocks.state_layout import State
+from seqblocks.types import Facts, Wire
+from seqblocks.widths import must_divide
+
+
+@primitive("rotary")
+class Rotary(Op):
+    """Rotary position encoding: rotate pairs of features of each head by angles proportional to the position.
+
+    Of D features of a head, pair j is rotated by position / base^(2 j / D). halves: the pair are features j and
+    j + D / 2; interleaved: features 2 j and 2 j + 1. Positions restart at a reset. State: the position of the next
+    token, int64. `attention` has `rotary:` for its q and k.
+
+    `scaling` changes the angles for longer sequences, and multiplies the rotated features by an attention factor:
+    `{type: linear, factor: 4}`; `{type: yarn, factor: 40, original_length: 4096}`, also with beta_fast, beta_slow,
+    mscale, mscale_all_dim, truncate; `{type: llama3, factor: 8, original_length: 8192}`, also with low_freq_factor,
+    high_freq_factor; `{type: longrope, factor: 32, original_length: 4096, short_factor: [...], long_factor: [...]}`,
+    whose long factors apply if `length` is larger than the original; `{type: dynamic, factor: 2, original_length: 2048,
+    length: 8192}`. Each may set attention_factor. Other entries are named as in transformers. Angles depend on the
+    `length` that is given, never on that of a call: a stream equals the whole sequence.
+    """
+
+    independent = "heads"
+    reads = "past"  # the number of tokens before a token
+    heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
+    base: float = argument(10000.0, "base of the wavelengths", ge=1)
+    features: int | None = argument(
+        None, "number of features of each head to rotate, D (default: all from `first` on)", ge=2
+    )
+    first: int = argument(0, "index of the first feature of each head that rotates", ge=0)
+    layout: Literal["halves", "interleaved"] = argument("halves", "which features are a pair")
+    scaling: Scaling | None = argument(None, "other angles, for longer sequences: see above")
+    source = (
+        "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745); "
+        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783"
+    )
+
+    def turned(self, x: Wire) -> int:
+        """Return the number of features of a head that rotate."""
+        return self.features or x.features // self.heads - self.first
+
+    def shape(self, x: Wire) -> Wire:
+        width = must_divide(self.heads, x.features, "heads", "the width")
+        room = width - self.first
+        if self.first and room < 2:
+            message, expected = "no pair of features is left to rotate", f"at most {width - 2} (a head has {width})"
+            raise Fault("E401", message, at="first", expected=expected, found=str(self.first))
+        if self.features is None and room % 2:
+            what = f"a head has {width}" + (f", of which {self.first} stay" if self.first else "")
+            raise Fault("E401", f"rotary positions rotate pairs of features, but {what}", at="heads")
+        if self.features and (self.features % 2 or self.features > room):
+            after = f" from feature {self.first} on" if self.first else ""
+            message = "rotary positions rotate pairs of features"
+            expected = f"an even number up to {room} (a head{after})"
+            raise Fault("E401", message, at="features", expected=expected, found=str(self.features))
+        if self.scaling:
+            self.scaling.check(self.turned(x), self.base)
+        return x
+
+    def facts(self, x: Wire) -> Facts:
+        preserves = self.scaling is None or self.scaling.amplitude() == 1
+        return Facts(unit=x.facts.unit if preserves and x.facts.unit == self.heads else 0)
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"position": State((), "int64")}
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return position_after(x, call)
+
+    def _rates(self, width: int, device: Any) -> Any:
+        import torch
+
+        rates = self.scaling.rates(width, self.base) if self.scaling else unscaled(width, self.base)
+        return torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def _options(self) -> dict[str, Any]:
+        amplitude = self.scaling.amplitude() if self.scaling else 1.0
+        return {"interleaved": self.layout == "interleaved", "amplitude": amplitude}
+
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.positions import prepare_turning
+
+        turns: dict[int, Any] = {}  # by width
+
+        def step(position: Any, x: Any) -> Any:
+            heads = x.view(x.shape[0], self.heads, -1)
+            width = self.features or heads.shape[2] - self.first
+            if width not in turns:
+                turns[width] = prepare_turning(self._rates(width, x.device), **self._options())
+            y = turns[width](heads.narrow(2, self.first, width), position)
+            return self._joined(heads, y, width).flatten(1), position + 1
+
+        return step
+
+    def _joined(self, heads: Any, turned: Any, width: int) -> Any:
+        """Return whole heads [..., width of a head], given the features that were turned."""
+        import torch
+
+        if width == heads.shape[-1]:
+            return turned
+        return torch.cat([heads[..., : self.first], turned, heads[..., self.first + width :]], -1)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels.positions import running_positions, turned
+
+        before = call.state["position"] if call.state else None
+        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
+        index = index[:1] if before is None and call.resets is None else index  # one row of angles for the whole batch
+        heads = x.unflatten(-1, (self.heads, -1))
+        width = self.features or heads.shape[-1] - self.first
+        part = heads.narrow(-1, self.first, width)
+        y = turned(part, index, self._rates(width, x.device), **self._options())
+        return self._joined(heads, y, width).flatten(-2), {"position": after}
