@@ -230,3 +230,15 @@ def test_the_oldest_versions_are_those_of_the_page() -> None:
     assert f"\ntorch {torch[1]} and Triton {triton[1]}, which come together on Linux, are the oldest" in page
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| ([\d., ]*)\| (yes|no)", page, re.M)
     assert next((version, of.strip()) for version, of, compiles in rows if compiles == "yes") == (triton[1], torch[1])
+
+
+def test_pages_that_stay_short() -> None:
+    """Measurements are one table for each question, and a decision is what, why and cost; neither is a diary."""
+    assert len((ROOT / "docs" / "measurements.md").read_text(encoding="utf-8").splitlines()) <= 120
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for page in folder.glob("0*.md"):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 40, page.name
+        assert f"]({page.name})" in index
+        assert not [line for line in lines if len(line) > 100 and "](" not in line], page.name
