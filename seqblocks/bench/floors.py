@@ -42,8 +42,9 @@ class Limits:
         return max(flops / self.flops, moved)
 
     def _rate(self, size: int) -> float:
-        """Return the rate of the largest size measured that is not larger, which is at least that of `size`."""
-        return max(rate for measured, rate in self.traffic.items() if measured >= size or measured == LARGE)
+        """Return the highest rate that was measured from the nearest size below on: larger operands are slower."""
+        below = max((measured for measured in self.traffic if measured <= size), default=0)
+        return max(rate for measured, rate in self.traffic.items() if measured >= below)
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Limits:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.bench.floors import Limits, measured, moved, wait
 from seqblocks.errors import UsageError
+from seqblocks.kernels.triton_common import arch_of
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
 from seqblocks.runtime.primitive import Primitive
@@ -100,20 +101,22 @@ def bench(
 
     mode: "forward" (a pass without gradients), "train" (forward and backward of the output's sum), or "step" (a token
     of a stream). length: tokens of a pass, by default 256, or what the spec fixes. seconds: about how long to measure,
-    after one warm-up; passes with and without the hooks that time each step alternate. advance: is told what part of
-    this time is over. Raises UsageError for a mode that the model cannot run, or a length that it does not take.
+    after one warm-up; passes with and without the hooks that time each step alternate. advance: is called with the part
+    of this time that is over. Then the model's mode and gradients are as before. Raises UsageError for a mode that the
+    model cannot run, or a length that it does not take.
     """
     if mode not in MODES:
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
     if mode == "step" and (obstacle := graph.stream_obstacle(model.spec)):
         raise UsageError(f"the model cannot stream, so it has no steps of single tokens: {': '.join(obstacle)}")
-    model.train(mode == "train")
     device = model._some_tensor().device
     run, length = _call(model, mode, batch, length)
     limits = measured(device, dtype_of(model))
     clock = _Clock(model, device, backward=mode == "train")
-    whole, hooked = _interleaved(run, clock, seconds, advance)
-    rows = _rows(model, clock, limits, mode)
+    with _as_it_was(model):
+        model.train(mode == "train")
+        whole, hooked = _interleaved(run, clock, seconds, advance)
+    rows = _rows(model, clock, limits, mode, length)
     total = statistics.median(whole)
     with_hooks = statistics.median(hooked)
     for row in rows:
@@ -123,6 +126,20 @@ def bench(
         processor(device), torch.get_num_threads(), len(whole), total, _spread(whole),
         sum(row.floor_seconds for row in rows), with_hooks, limits.flops, limits.memory, rows,
     )  # fmt: skip
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module and the gradients of all parameters."""
+    modes = [(each, each.training) for each in model.modules()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def processor(device: torch.device) -> str:
@@ -141,29 +158,27 @@ def processor(device: torch.device) -> str:
 
 
 def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tuple[Callable[[], Any], int | None]:
-    """Return a function that runs the model once, and the number of tokens that it takes."""
-    wire = model.spec.input
+    """Return a function that runs the model once, and the number of tokens that it takes; None: not a sequence."""
+    wire, frame = model.spec.input, model.frame_size
     fixed = wire.length if isinstance(wire.length, int) else None
-    if wire.kind == "image" or wire.kind == "vector":
-        fixed = 1
-    if fixed and length not in (None, fixed):
-        raise UsageError(f"the spec fixes the length of the input to {fixed}")
-    frame = model.frame_size
+    if length and (wire.kind in ("image", "vector") or length != (fixed or length)):
+        raise UsageError(f"the input of the spec is {model.spec.input_text}, so it has no other length")
     tokens = frame if mode == "step" else fixed or -(-(length or 256) // frame) * frame
+    shown = None if wire.kind in ("image", "vector") else tokens
     x = random_input(model, batch, tokens).detach()
     context = {name: value.detach() for name, value in random_context(model, batch).items()}
     if mode == "step":
         return _stepping(model, x, batch, context), None
     if mode == "forward":
         with_no_grad = torch.no_grad()(model)
-        return lambda: with_no_grad(x, **context), fixed or tokens
+        return lambda: with_no_grad(x, **context), shown
 
     def train() -> None:
         model.zero_grad(set_to_none=True)
         y = model(x, **context)
         sum(each.float().sum() for each in (y.values() if isinstance(y, dict) else (y,))).backward()
 
-    return train, fixed or tokens
+    return train, shown
 
 
 def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, Any]) -> Callable[[], Any]:
@@ -220,7 +235,7 @@ class _Clock:
             y = rest[-1]
             if name not in self.traffic and isinstance(y, Tensor):
                 tensors = [x for x in inputs if isinstance(x, Tensor)]
-                self.traffic[name] = (*moved(tensors, [*step.parameters()], y), y.numel())
+                self.traffic[name] = (*moved(tensors, [*step.parameters(), *step.buffers()], y), y.numel())
 
         def back(*_: Any) -> None:
             if started.get(f"{name} back") is not None:
@@ -291,8 +306,8 @@ def _spread(times: list[float]) -> float:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(model: SequenceModel, clock: _Clock, limits: Limits, mode: str) -> list[Row]:
-    """Return a row for each place in the spec, in the order of the steps."""
+def _rows(model: SequenceModel, clock: _Clock, limits: Limits, mode: str, length: int | None) -> list[Row]:
+    """Return a row for each place in the spec, in the order of the steps. length: tokens of a pass."""
     kernels, nodes = _kernels(model), dict(_nodes(model.graph))
     from_memory = sum(p.nbytes for p in model.parameters()) >= BEYOND_CACHES
     grouped: dict[tuple[str, str], list[str]] = {}
@@ -302,7 +317,9 @@ def _rows(model: SequenceModel, clock: _Clock, limits: Limits, mode: str) -> lis
     rows = []
     for (place, verb), names in grouped.items():
         times = [sum(each[name] for name in names) for each in clock.passes]
-        floor = sum(_floor(nodes, name, clock, limits, mode, from_memory) for name in names)
+        macs = [_macs(nodes.get(name), clock.traffic[name][2], length) for name in names]
+        moving = (clock.traffic[name][:2] for name in names)
+        floor = sum(_floor(each, *bytes_, limits, mode, from_memory) for each, bytes_ in zip(macs, moving, strict=True))
         kernel, why = kernels.get(names[0], ("torch", []))
         seconds = statistics.median(times)
         rows.append(Row(place, len(names), verb, seconds, _spread(times), floor, 0.0, kernel, why))
@@ -314,24 +331,28 @@ def _place(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def _macs(node: graph.Node | None, elements: int, length: int | None) -> float:
+    """Return the multiply-accumulates of a step whose output has so many elements."""
+    if node is None or node.type is None or not node.type.features:
+        return 0.0
+    return node.macs_at(length) * elements / node.type.features
+
+
 def _floor(
-    nodes: dict[str, graph.Node], name: str, clock: _Clock, limits: Limits, mode: str, from_memory: bool
+    macs: float, activations: list[int], parameters: int, limits: Limits, mode: str, from_memory: bool
 ) -> float:
-    """Return the least time of one step.
+    """Return the least time of one step. activations, parameters: the bytes that it reads or writes.
 
     A backward pass computes two products for each of the forward pass. It reads the gradient of the output and writes
     those of the inputs; it reads the parameters once more and writes their gradients.
     """
-    activations, parameters, elements = clock.traffic[name]
-    node = nodes.get(name)
-    flops = 0.0
-    if node and node.type and (activations or parameters):
-        flops = 2 * node.macs_at(None) * elements / node.type.features if node.type.features else 0.0
+    if not activations and not parameters:  # a view
+        return 0.0
     if mode == "train":
-        flops, activations, parameters = 3 * flops, 2 * activations, 3 * parameters
+        macs, activations, parameters = 3 * macs, 2 * activations, 3 * parameters
     if from_memory:
-        return limits.seconds(flops, activations, parameters)
-    return limits.seconds(flops, [*activations, parameters])
+        return limits.seconds(2 * macs, activations, parameters)
+    return limits.seconds(2 * macs, [*activations, parameters])
 
 
 def _nodes(body: graph.Graph, path: str = "") -> Iterator[tuple[str, graph.Node]]:
@@ -345,8 +366,6 @@ def _nodes(body: graph.Graph, path: str = "") -> Iterator[tuple[str, graph.Node]
 def _kernels(model: SequenceModel) -> dict[str, tuple[str, list[str]]]:
     """Return the kernel and the implementation of each step that has one, and why no faster one ran."""
     device = model._some_tensor().device
-    arch = "sm_90"
-    if device.type == "cuda":
-        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    arch = arch_of(device.index or 0) if device.type == "cuda" else "sm_90"  # which matters only there
     uses = kernel_uses(model.spec, device.type, dtype_of(model), arch)
     return {name: (f"{use.kernel}: {use.implementation}", use.reasons()) for use in uses for name in use.names}

@@ -11,6 +11,7 @@ import torch
 
 import seqblocks
 from seqblocks import bench as package
+from seqblocks import graph
 from seqblocks.bench import floors, measure
 from seqblocks.errors import UsageError
 from seqblocks.report.summary import summarise
@@ -69,6 +70,31 @@ def test_the_floor_counts_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) 
     assert train.floor_seconds == pytest.approx(3 * forward.floor_seconds)
 
 
+def test_attention_costs_more_in_longer_sequences() -> None:
+    steps = "[{attention_layer: {dim: 8, heads: 2}}]"
+    text = f"seqblocks: 1\nuse: [transformer]\nmodel: {{input: {{features: 8}}, steps: {steps}}}\n"
+    model = seqblocks.build_text(text, seed=0)
+    for length in (16, 64):
+        found = package.bench(model, length=length, seconds=0.01)
+        (row,) = (row for row in found.steps if row.verb == "attention")
+        (node,) = (node for node in graph.walk(model.graph) if node.verb == "attention")
+        assert row.floor_seconds == pytest.approx(2 * node.macs_at(length) * length / 1e9)
+
+
+def test_matrices_in_8_bits_are_a_quarter_of_the_bytes() -> None:
+    steps = "[{linear: {features: 64, bias: false}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 64}}, steps: {steps}}}")
+    limits = floors.Limits(1e30, dict.fromkeys(floors.SIZES, 1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "measured", lambda device, dtype: limits)
+        full, small = (
+            package.bench(each, length=1, seconds=0.01).steps[0].floor_seconds * 1e9
+            for each in (model, seqblocks.quantize(model, smallest=0))
+        )
+    assert full == pytest.approx(4 * (64 * 64 + 128))
+    assert small == pytest.approx(64 * 64 + 4 * (64 + 128))
+
+
 def test_a_view_needs_no_time() -> None:
     x = torch.ones(4, 8)
     assert floors.moved([x], [], x[:, :2]) == ([], 0)
@@ -81,6 +107,8 @@ def test_a_floor_uses_the_rate_of_a_size_that_is_not_larger() -> None:
     first, second = floors.SIZES[:2]
     assert limits.seconds(0, [first]) == pytest.approx(first / 1e10)
     assert limits.seconds(0, [second]) == pytest.approx(second / 9e9)
+    assert limits.seconds(0, [second - 1]) == pytest.approx((second - 1) / 1e10)  # it may be as fast as the smaller one
+    assert limits.seconds(0, [1]) == pytest.approx(1 / 1e10)
     assert limits.seconds(0, [8 * floors.LARGE]) == pytest.approx(8 * floors.LARGE / limits.memory)
     assert limits.seconds(1e9, [first]) == 1
 
@@ -100,9 +128,14 @@ def test_no_ratio_for_times_that_spread() -> None:
     assert row.ratio is None
 
 
-def test_hooks_and_gradients_do_not_stay() -> None:
-    model = seqblocks.build_text(TEXT, seed=0)
+def test_the_model_is_as_before() -> None:
+    model = seqblocks.build_text(TEXT, seed=0).eval()
+    model.embed.weight.grad = gradient = torch.ones_like(model.embed.weight)
     package.bench(model, "train", length=8, seconds=0.01)
+    assert not any(module.training for module in model.modules())
+    assert model.embed.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert all(p.grad is None for p in model.parameters() if p is not model.embed.weight)
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._backward_hooks
@@ -116,7 +149,7 @@ def test_modes_that_a_model_cannot_run() -> None:
     with pytest.raises(UsageError, match="mode is one of"):
         package.bench(model, "steps")
     fixed = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 8, length: 5}, steps: [silu]}")
-    with pytest.raises(UsageError, match="fixes the length of the input to 5"):
+    with pytest.raises(UsageError, match="has no other length"):
         package.bench(fixed, length=6)
 
 
