@@ -48,6 +48,7 @@ class Port(NamedTuple):
     `length`: ports with the same word read sequences of the same length; the default is that of the main input.
     `broadcast`: a vector is expanded to the tokens of the other inputs if these are sequences or images. The op's
     declarations and `forward` then see it as a sequence or an image.
+    `gate`: a gate or a decay, whose errors add up in the state: the matrices that compute it are not quantized.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Port(NamedTuple):
     size_only: bool = False
     length: str = ""
     broadcast: bool = False
+    gate: bool = False
 
 
 class Split(NamedTuple):

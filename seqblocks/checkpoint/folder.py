@@ -307,7 +307,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dtype: Any) -> SequenceModel:
-    spec, weights = read_model(place, path, set)
+    spec, weights = read_model(place, path, set, in_8_bits=True)
     model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
     for name in _quantized_names(weights.headers):
         kind = model.get_parameter(name).dtype if dtype else weights.headers[f"{name}.scale"].dtype
@@ -323,14 +323,21 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
     return model.eval().requires_grad_(False) if quantized(model) else model
 
 
-def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> tuple[ModelSpec, Weights]:
-    """Return the spec and the weights of a folder that `save` wrote; checksums are compared as tensors are read."""
+def read_model(
+    place: Path, path: Any, set: Mapping[str, Any] | None = None, in_8_bits: bool = False
+) -> tuple[ModelSpec, Weights]:
+    """Return the spec and the weights of a folder that `save` wrote; checksums are compared as tensors are read.
+
+    in_8_bits: whether the caller takes a quantized model, whose tensors have other names. Raises UsageError otherwise.
+    """
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
     spec = with_origin(_analysed(record, text, set), _origin(place))
     headers = {name: weights.headers[name] for name in record["checksums"]}
     quantized_names = _quantized_names(headers)
+    if quantized_names and not in_8_bits:
+        raise UsageError(f"{path} has a model with weights in 8 bits, which only load reads: use the original model")
     whole = {name: header for name, header in headers.items() if name.rpartition(".")[0] not in quantized_names}
     check_fit(spec, whole | {name: headers[f"{name}.values"] for name in quantized_names})
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))

@@ -15,16 +15,15 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
 SMALLEST = 1 << 18  # elements: rounding the input takes longer than reading the rest of a smaller matrix
-EXACT_PORTS = frozenset({"i", "f", "dt", "decay", "beta", "trap"})  # gates and decays: errors add up in the state
 
 
 def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = SMALLEST) -> SequenceModel:
     """Return a copy of a model whose large matrices are stored in 8 bits, in evaluation mode.
 
-    Each row of a matrix has a scale of its own (float32), and so has each token that a matrix multiplies, while it is
-    rounded to 8 bits; their integers are multiplied exactly. All other computation, all states and all inputs and
-    outputs keep their dtypes. Quantized are the matrices of linear maps, embeddings and feed-forward networks with at
-    least `smallest` elements, except those that compute gates and decays. What remains is a copy too.
+    Each row of a matrix has a scale of its own, in the dtype of the matrix, and so has each token that it multiplies,
+    which is rounded to 8 bits; their integers are multiplied exactly. All other computation, all states and all inputs
+    and outputs keep their dtypes. Quantized are the matrices of linear maps, embeddings and feed-forward networks with
+    at least `smallest` elements, except those that compute gates and decays. What remains is a copy too.
 
     The model cannot be trained. `stream`, `step`, `generate`, `save` and `load` work as before.
 
@@ -81,7 +80,8 @@ def _nodes(body: Graph, path: str, exact: frozenset[int]) -> Iterator[tuple[str,
         own = graph.join(path, node.name)
         yield own, node, is_exact and node.op is not None
         if node.op:
-            values.update(value for port in EXACT_PORTS & node.inputs.keys() for value in node.inputs[port])
+            gates = (port.name for port in node.op.ports if port.gate)
+            values.update(value for name in gates for value in node.inputs.get(name, ()))
             if is_exact and not node.op.matrix_names and not node.state:
                 values.update(node.reads)
         for label, inner in node.bodies.items():

@@ -22,7 +22,7 @@ class GatedRecurrence(Op):
     """
 
     independent = "features"
-    ports = (Port("x", "the input", main=True), Port("decay", "log decay, at most 0, as wide as x"))
+    ports = (Port("x", "the input", main=True), Port("decay", "log decay, at most 0, as wide as x", gate=True))
     reads = "past"
     reversible = True
     summary_cost = 1.2

@@ -38,8 +38,8 @@ class LinearAttention(Op):
         Port("q", "queries, H * K wide"),
         Port("k", "keys, as wide as q, times W"),
         Port("v", "values, W * HV * V wide"),
-        Port("decay", "log decay, HV or HV * K wide", optional=True),
-        Port("beta", "rule delta: strength of the correction, W * HV wide", optional=True),
+        Port("decay", "log decay, HV or HV * K wide", optional=True, gate=True),
+        Port("beta", "rule delta: strength of the correction, W * HV wide", optional=True, gate=True),
         Port("a", "rule dplr: vector a that reads the state before the decay, HV * K wide", optional=True),
         Port("b", "rule dplr: vector b that writes the result, HV * K wide", optional=True),
     )

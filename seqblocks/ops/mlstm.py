@@ -24,8 +24,8 @@ class MLSTM(Op):
         Port("q", "queries"),
         Port("k", "keys"),
         Port("v", "values"),
-        Port("i", "input gate, one number per head"),
-        Port("f", "forget gate, one number per head"),
+        Port("i", "input gate, one number per head", gate=True),
+        Port("f", "forget gate, one number per head", gate=True),
     )
     reads = "past"
     reversible = True

@@ -22,8 +22,8 @@ class SLSTM(Op):
 
     independent = "heads"
     ports = (
-        Port("i", "input gate"),
-        Port("f", "forget gate"),
+        Port("i", "input gate", gate=True),
+        Port("f", "forget gate", gate=True),
         Port("z", "cell input"),
         Port("o", "output gate"),
     )

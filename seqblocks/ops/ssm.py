@@ -23,7 +23,7 @@ class SSM(Op):
 
     ports = (
         Port("x", "the channels", main=True),
-        Port("dt", "step size of each channel, before the softplus"),
+        Port("dt", "step size of each channel, before the softplus", gate=True),
         Port("B", "input matrix B of the states", optional=True),
         Port("C", "output matrix C of the states", optional=True),
         Port("z", "gate: the output is multiplied by silu(z)", optional=True),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from seqblocks.checkpoint.convert import convert
 from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.quantize import quantized
@@ -138,6 +139,31 @@ def test_it_saves_and_loads(model: seqblocks.SequenceModel, tmp_path: Path) -> N
     with torch.no_grad():
         assert torch.equal(loaded(IDS), small(IDS))
         assert torch.equal(loaded.step(IDS[:, 0])[0], small.step(IDS[:, 0])[0])
+
+
+def test_what_cannot_read_8_bits_says_so(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
+    seqblocks.save(seqblocks.quantize(model, smallest=1000), tmp_path / "small")
+    for layout in ("seqblocks", "official"):
+        with pytest.raises(UsageError, match="weights in 8 bits, which only load reads"):
+            convert(tmp_path / "small", layout, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_gates_are_declared_by_their_ops() -> None:
+    """Whatever lies between the map and the port, and in a block around them."""
+    text = """seqblocks: 1
+use: [xlstm, deltanet]
+model:
+  input: {features: 16}
+  steps: [{mlstm_block: {dim: 16, heads: 2}}, {gated_deltanet_mixer: {dim: 16, heads: 2}}]
+"""
+    model = seqblocks.build_text(text, seed=0)
+    names = quantized(seqblocks.quantize(model, smallest=0))
+    assert any(name.endswith("proj_up.weight") for name in names)
+    kept = {name for name, p in model.named_parameters() if p.dim() == 2} - names.keys()
+    gates = {"mlstm_block.residual.mlstm_layer.cell.i.weight", "mlstm_block.residual.mlstm_layer.cell.f.weight"}
+    gates |= {f"gated_deltanet_mixer.{name}_proj.weight" for name in ("a", "b")}
+    assert gates <= kept
 
 
 def test_16_bits(model: seqblocks.SequenceModel) -> None:
