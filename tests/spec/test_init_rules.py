@@ -161,3 +161,12 @@ def test_bundled_blocks_keep_what_they_state() -> None:
     plain, ruled = inits(text), inits(f'init: {{"*.weight": zeros}}\n{text}')
     assert {name for name in plain if plain[name] != ruled[name]} <= {name for name in plain if name.endswith("weight")}
     assert any(plain[name] != ruled[name] for name in plain)
+
+
+def test_a_rule_is_only_evaluated_where_it_applies() -> None:
+    """It need not make sense at depth 1, or for a matrix with one input."""
+    text = 'init: {"*.weight": "normal(0, 1 / (log2(depth) * (fan_in - 1)))"}\n' + MODEL
+    found = inits(text + "[{repeat: {times: 4, steps: [{linear: 8}]}}]}\n")
+    assert found["repeat.0.linear.weight"] == "normal(0, 0.0714286)"
+    ((code, _),) = {(code, message) for code, message in warnings(text + "[{linear: 8}]}\n")}
+    assert code == "E502"

@@ -16,6 +16,7 @@ from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.steps.init_and_tie import read_initialiser
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node
+from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import DEPTH, FAN_IN
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import DEFAULT, Init, Parameter
@@ -48,8 +49,9 @@ def read_rules(ctx: Context, table: Mapping | None, body: graph.Graph) -> None:
     for key, span, value in table:
         if not re.match(_PATTERN, key):
             ctx.report(_no_pattern(key), span)
-        elif _value(Rule(ctx, key, span, value), 1, 1):
+        else:
             found.append(Rule(ctx, key, span, value))
+            _value(found[-1], UNKNOWN, UNKNOWN)  # which reports what is wrong at any depth
     ctx.run.init_rules[id(body)] = Rules(body, tuple(found))
 
 
@@ -60,7 +62,7 @@ def _no_pattern(key: str) -> Fault:
     return Fault("E408", message, expected=expected, hint=hint and f"for all steps: `{hint}`")
 
 
-def _value(rule: Rule, depth: object, fan_in: int) -> Init | None:
+def _value(rule: Rule, depth: object, fan_in: object) -> Init | None:
     """Return the initialiser of a rule; None after a fault, or if it is UNKNOWN."""
     ctx = rule.ctx
     values = {name: x for name, x in ((DEPTH, depth), (FAN_IN, fan_in)) if name not in ctx.names}
