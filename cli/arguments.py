@@ -68,8 +68,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         verb = VERBS[name]
         _declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
     options, extra = top.parse_known_args(words)
-    if isinstance(getattr(options, "spec", None), list) and not any(word.startswith("-") for word in extra):
-        options.spec += extra  # argparse does not collect positional arguments after an option
+    several = next((key for key in ("spec", "task") if isinstance(getattr(options, key, None), list)), None)
+    if several and not any(word.startswith("-") for word in extra):
+        getattr(options, several).extend(extra)  # argparse does not collect positional arguments after an option
     elif extra:
         raise UsageError(_unknown_option(options.verb, extra[0]))
     return options
@@ -321,24 +322,22 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def _rate(text: str) -> float:
+def _positive(text: str, limit: float, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 10:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a learning rate, above 0 and at most 10")
+    if not 0 < value <= limit:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}, above 0 and at most {limit:,}")
     return value
+
+
+def _rate(text: str) -> float:
+    return _positive(text, 10, "a learning rate")
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, above 0 and at most 86,400")
-    return value
+    return _positive(text, 86_400, "a number of seconds")
 
 
 def _count(text: str) -> int:

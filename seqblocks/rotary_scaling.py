@@ -28,6 +28,8 @@ ALLOWED = {
     "llama3": ("low_freq_factor", "high_freq_factor", "attention_factor"),
 }
 
+TURNS = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # defaults
+
 
 def entry(about: str, default: Any = None, **limits: Any) -> Any:
     return Field(default, description=about, **limits)
@@ -71,12 +73,13 @@ class Scaling(BaseModel):
         self._check_bounds(width, base)
 
     def _check_bounds(self, width: int, base: float) -> None:
-        if self.type == "llama3" and self._low >= self._high:
-            found = f"{self._low:g} and {self._high:g}"
-            raise Fault("E209", "'low_freq_factor' must be less than 'high_freq_factor'", at="scaling", found=found)
-        if self.type == "yarn" and self._slow > self._fast:
-            found = f"{self._slow:g} and {self._fast:g}"
-            raise Fault("E209", "'beta_slow' must be at most 'beta_fast'", at="scaling", found=found)
+        low, high = self._band
+        if self.type == "llama3" and low >= high:
+            message, found = "'low_freq_factor' must be less than 'high_freq_factor'", f"{low:g} and {high:g}"
+            raise Fault("E209", message, at="scaling", found=found)
+        if self.type == "yarn" and low > high:
+            message, found = "'beta_slow' must be at most 'beta_fast'", f"{low:g} and {high:g}"
+            raise Fault("E209", message, at="scaling", found=found)
         if self.type == "dynamic" and width < 4:
             raise Fault("E401", "scaling by dynamic needs at least two pairs of features", at="scaling")
         if self.type == "yarn" and base <= 1:
@@ -85,20 +88,11 @@ class Scaling(BaseModel):
             raise Fault("E209", "scaling by dynamic needs a larger factor or length", at="scaling")
 
     @property
-    def _low(self) -> float:
-        return 1.0 if self.low_freq_factor is None else self.low_freq_factor
-
-    @property
-    def _high(self) -> float:
-        return 4.0 if self.high_freq_factor is None else self.high_freq_factor
-
-    @property
-    def _fast(self) -> float:
-        return 32.0 if self.beta_fast is None else self.beta_fast
-
-    @property
-    def _slow(self) -> float:
-        return 1.0 if self.beta_slow is None else self.beta_slow
+    def _band(self) -> tuple[float, float]:
+        """The turns up to which angles are divided by the factor, and those from which they are unchanged."""
+        names = ("beta_slow", "beta_fast") if self.type == "yarn" else ("low_freq_factor", "high_freq_factor")
+        low, high = (TURNS[name] if (given := getattr(self, name)) is None else given for name in names)
+        return low, high
 
     @property
     def _stretch(self) -> float:
@@ -127,7 +121,7 @@ class Scaling(BaseModel):
         """Return the share of interpolation for each pair: 0 for fast ones, 1 for slow ones, linear in between."""
         length = self.original_length or 1
         scale = width / (2 * math.log(base))
-        low, high = (scale * math.log(length / (turns * 2 * math.pi)) for turns in (self._fast, self._slow))
+        low, high = (scale * math.log(length / (turns * 2 * math.pi)) for turns in reversed(self._band))
         if self.truncate is not False:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)
@@ -137,7 +131,8 @@ class Scaling(BaseModel):
     def _share(self, rate: float) -> float:
         """Return the share of interpolation for llama3, by the turns in the original length."""
         turns = (self.original_length or 1) * rate / (2 * math.pi)
-        return 1 - min(max((turns - self._low) / (self._high - self._low), 0.0), 1.0)
+        low, high = self._band
+        return 1 - min(max((turns - low) / (high - low), 0.0), 1.0)
 
     def amplitude(self) -> float:
         """Return the factor of rotated features."""

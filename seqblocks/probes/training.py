@@ -86,7 +86,20 @@ def probe(
     """
     check_fit(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
-    torch.manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _probe(spec, task, seed, steps, rate, seconds, advance)
+
+
+def _probe(
+    spec: ModelSpec,
+    task: Task,
+    seed: int,
+    steps: int,
+    rate: float,
+    seconds: float,
+    advance: Callable[[float], object] | None,
+) -> list[Result]:
     model = _Probed(build_model(spec, seed=seed), task)
     begin, done, interrupted = time.perf_counter(), 0, False
     try:

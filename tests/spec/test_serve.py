@@ -1,4 +1,4 @@
-"""The page to edit a spec: what it is told about a text, saving, and who is refused."""
+"""The page to edit a spec: what it shows of a text, saving, and who is refused."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_an_interrupt_leaves_what_is_done(run_main: Callable[..., Any], monkeypa
 
 def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
-    words = ("probe", "a.yaml", "parity", "--steps", "2", "--seeds", "2")
+    words = ("probe", "a.yaml", "--steps", "2", "--seeds", "2", "parity")
     done = run_main(*words, "--format", "json", cwd=tmp_path)
     rows = json.loads(done.stdout)["rows"]
     assert [(row["task"], row["length"], row["seed"]) for row in rows] == [
