@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from seqblocks.cli import output
 from seqblocks.cli.check import analysed, overrides
 from seqblocks.errors import UsageError, visible
+from seqblocks.language.writing import write_text
 from seqblocks.picture.drawing import drawing_of
 
 FORMATS = ("html", "svg", "mermaid", "dot")
@@ -30,19 +30,8 @@ def run(options: argparse.Namespace) -> int:
         if path == "-":
             output.write(text.rstrip("\n"), raw=True)
         else:
-            _write(Path(path), text)
+            write_text(Path(path), text)
             output.notes([f"{visible(path)}: written"], options)
     if not found.ok:
         output.diagnostics(found.error(), options)
     return found.status
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file completely or not at all. Raises UsageError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.part-{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{visible(str(path))} cannot be written: {error.strerror}") from None

@@ -363,6 +363,15 @@ def walk(graph: Graph) -> Iterator[Node]:
             yield from walk(body)
 
 
+def walk_named(body: Graph, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield each node with its path in the names of the state_dict, outer before inner."""
+    for node in body.nodes:
+        own = join(path, node.name)
+        yield own, node
+        for label, inner in node.bodies.items():
+            yield from walk_named(inner, join(own, label))
+
+
 def bodies(graph: Graph) -> Iterator[Graph]:
     """Yield a graph and the bodies inside it, each once, even if several layers share it."""
     found = {id(graph): graph}

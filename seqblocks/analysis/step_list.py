@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from seqblocks import graph
@@ -39,7 +38,7 @@ def list_steps(body: graph.Graph, tokens: int | None) -> list[LocatedStep]:
     """Return the steps of a body and of all bodies inside it, in execution order."""
     found: dict[Span, LocatedStep] = {}
     figures: dict[int, _Figures] = {}
-    for path, node in _walk(body, ""):
+    for path, node in graph.walk_named(body):
         if id(node) not in figures:
             figures[id(node)] = _figures(node, tokens)
         own = figures[id(node)]
@@ -61,11 +60,3 @@ def _figures(node: graph.Node, tokens: int | None) -> _Figures:
         return kind, None, None, None
     state = sum(each.numel for each in node.state.values()) + sum(map(count_state, node.bodies.values()))
     return kind, graph.count_node(node), node_macs(node, tokens), state
-
-
-def _walk(body: graph.Graph, prefix: str) -> Iterator[tuple[str, graph.Node]]:
-    for node in body.nodes:
-        path = graph.join(prefix, node.name)
-        yield path, node
-        for label, inner in node.bodies.items():
-            yield from _walk(inner, graph.join(path, label))

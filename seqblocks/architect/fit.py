@@ -14,11 +14,12 @@ from seqblocks.architect import tables
 from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure, shown
 from seqblocks.architect.grid import Demand, Option, Value, assignment, read_demand, read_option
-from seqblocks.architect.rewrite import rewritten, write_text
+from seqblocks.architect.rewrite import rewritten
 from seqblocks.architect.search import INFINITE, SMALL, Figures, Point, Search, Target
 from seqblocks.cost import dtype_named
 from seqblocks.errors import Diagnostic, SpecError, UsageError, quote
 from seqblocks.graph import ModelSpec
+from seqblocks.language.writing import write_text
 from seqblocks.record import Record
 
 MAX_ROWS = 100_000  # combinations of all options but the longest

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from seqblocks.analysis.analyse import Analysis, Folders, RawText, analyse_text
 from seqblocks.architect.designs import Design
-from seqblocks.errors import ExpectationError, Report, Source, Span, UnavailableError, UsageError, quote
+from seqblocks.errors import ExpectationError, Report, Source, Span, UsageError, quote
 from seqblocks.graph import ModelSpec, count
 from seqblocks.language import document
 from seqblocks.language.document import Mapping as Entries
@@ -95,31 +91,3 @@ def _figure(model: ModelSpec, key: str) -> int:
     if key == "flops_per_token":
         return round(2 * (macs(model.graph, tokens_of(model)) or 0))
     return count(model.graph, active=key == "active_params")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be."""
-    target = Path(os.path.realpath(path))
-    name = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            name = file.name
-            file.write(text)
-        if target.exists():
-            shutil.copymode(target, name)
-        else:
-            os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except OSError as error:
-        if name:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        raise UnavailableError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

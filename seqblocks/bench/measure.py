@@ -308,7 +308,7 @@ def _spread(times: list[float]) -> float:
 
 def _rows(model: SequenceModel, clock: _Clock, limits: Limits, mode: str, length: int | None) -> list[Row]:
     """Return a row for each place in the spec, in the order of the steps. length: tokens of a pass."""
-    kernels, nodes = _kernels(model), dict(_nodes(model.graph))
+    kernels, nodes = _kernels(model), dict(graph.walk_named(model.graph))
     from_memory = sum(p.nbytes for p in model.parameters()) >= BEYOND_CACHES
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, step in clock.steps.items():
@@ -353,14 +353,6 @@ def _floor(
     if from_memory:
         return limits.seconds(2 * macs, activations, parameters)
     return limits.seconds(2 * macs, [*activations, parameters])
-
-
-def _nodes(body: graph.Graph, path: str = "") -> Iterator[tuple[str, graph.Node]]:
-    for node in body.nodes:
-        own = graph.join(path, node.name)
-        yield own, node
-        for label, inner in node.bodies.items():
-            yield from _nodes(inner, graph.join(own, label))
 
 
 def _kernels(model: SequenceModel) -> dict[str, tuple[str, list[str]]]:

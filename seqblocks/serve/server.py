@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from seqblocks.errors import SeqblocksError, UsageError
 from seqblocks.language.document import Mapping as Table
 from seqblocks.language.document import Scalar
 from seqblocks.language.files import bundled
+from seqblocks.language.writing import write_text
 from seqblocks.picture.drawing import Drawing, drawing_of
 from seqblocks.report.summary import summarise
 
@@ -49,9 +49,8 @@ class Served:
         with self.lock:
             if self.path.exists() and self.path.stat().st_mtime_ns != changed:
                 return {**self.read(), "written": False}
-            temporary = self.path.with_name(f".{self.path.name}.part-{os.getpid()}")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.path)
+            ends = "\r\n" if self.path.exists() and b"\r\n" in self.path.read_bytes() else "\n"  # a page has only \n
+            write_text(self.path, text.replace("\n", ends))
             return {**self.read(), "written": True}
 
     def analyse(self, text: str, values: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -105,6 +105,27 @@ def test_it_saves_what_nobody_else_changed(server: Server, path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["spec.yaml"]
 
 
+def test_saving_keeps_the_mode_and_a_link(server: Server, path: Path) -> None:
+    real = path.with_name("real.yaml")
+    path.rename(real)
+    path.symlink_to(real)
+    real.chmod(0o600)
+    _, found = ask(server, "file")
+    _, saved = ask(server, "save", {"text": TEXT + "#\n", "changed": found["changed"]})
+    assert saved["written"]
+    assert path.is_symlink()
+    assert real.read_text() == TEXT + "#\n"
+    assert real.stat().st_mode & 0o777 == 0o600
+
+
+def test_saving_keeps_line_ends(server: Server, path: Path) -> None:
+    path.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    _, found = ask(server, "file")
+    assert found["text"] == TEXT
+    ask(server, "save", {"text": TEXT + "# mine\n", "changed": found["changed"]})
+    assert path.read_bytes() == (TEXT + "# mine\n").replace("\n", "\r\n").encode()
+
+
 def test_a_bundled_spec_is_not_saved() -> None:
     place = bundled()["mlstm_small"]
     with serve(place) as found:

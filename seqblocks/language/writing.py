@@ -1,0 +1,39 @@
+"""Write a text file completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from seqblocks.errors import UnavailableError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be."""
+    target = Path(os.path.realpath(path))
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            name = file.name
+            file.write(text)
+        if target.exists():
+            shutil.copymode(target, name)
+        else:
+            os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except OSError as error:
+        if name:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        raise UnavailableError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
