@@ -37,7 +37,7 @@ function choose(box) {
   const line = box.dataset.at && document.getElementById(box.dataset.at);
   mark(line ? [box, line] : [box]);
   line?.scrollIntoView({ block: "nearest" });
-  history.replaceState(null, "", "#" + encodeURIComponent(box.dataset.path));
+  try { history.replaceState(null, "", "#" + encodeURIComponent(box.dataset.path)); } catch { /* in a notebook's frame */ }
 }
 
 for (const box of boxes)

@@ -1,7 +1,7 @@
 "use strict";
 const at = name => document.getElementById(name);
 const text = at("text"), WAIT = 120, POLL = 500;  // milliseconds after a key; between looks at the file
-let file = { text: "", changed: 0 }, values = {}, asked = 0, timer;
+let file = { text: "", changed: "" }, values = {}, asked = 0, timer;
 
 async function ask(name, body) {
   const options = body && { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
@@ -45,7 +45,7 @@ function showProblems(found) {
         event.stopPropagation();
         select(problem.fix.line, problem.fix.column, problem.fix.end_line, problem.fix.end_column);
         text.setRangeText(problem.fix.text);
-        changed();
+        typed();
       });
       item.append(button);
     }
@@ -136,7 +136,7 @@ async function follow() {
     if (now.error) at("remark").textContent = now.error;
     else if (now.changed !== file.changed) {
       const own = text.value === file.text;
-      if (own) { file = now; text.value = now.text; analyse(); number(); }
+      if (own) { file = now; text.value = now.text; typed(); }
       else at("remark").textContent = "the file was changed by another program";
       at("name").textContent = now.name;
     }
@@ -144,13 +144,20 @@ async function follow() {
   setTimeout(follow, POLL);
 }
 
-text.addEventListener("input", changed);
+// What is typed counts: sliders begin anew with its numbers.
+function typed() {
+  values = {};
+  at("sliders").replaceChildren();
+  changed();
+}
+
+text.addEventListener("input", typed);
 text.addEventListener("scroll", () => { at("numbers").scrollTop = text.scrollTop; });
 text.addEventListener("keydown", event => {
   if (event.key !== "Tab" || event.shiftKey) return;
   event.preventDefault();
   text.setRangeText("  ", text.selectionStart, text.selectionEnd, "end");
-  changed();
+  typed();
 });
 document.addEventListener("keydown", event => {
   if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (!at("save").disabled) save(); }

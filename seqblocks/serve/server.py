@@ -40,14 +40,18 @@ class Served:
     def read(self) -> dict[str, Any]:
         """Return the file as it is now."""
         text = self.path.read_text("utf-8")
-        return {"name": self.path.name, "text": text, "changed": self.path.stat().st_mtime_ns, "saves": self.can_save}
+        return {"name": self.path.name, "text": text, "changed": self._changed(), "saves": self.can_save}
 
-    def save(self, text: str, changed: int) -> dict[str, Any]:
+    def _changed(self) -> str:
+        """Return when the file was changed, as text: JavaScript would round the number."""
+        return str(self.path.stat().st_mtime_ns)
+
+    def save(self, text: str, changed: str) -> dict[str, Any]:
         """Write the file unless it changed since it was read; return what `read` does, and whether it was written."""
         if not self.can_save:
             raise UsageError("a bundled spec cannot be changed: save it under another name")
         with self.lock:
-            if self.path.exists() and self.path.stat().st_mtime_ns != changed:
+            if self.path.exists() and self._changed() != changed:
                 return {**self.read(), "written": False}
             ends = "\r\n" if self.path.exists() and b"\r\n" in self.path.read_bytes() else "\n"  # a page has only \n
             write_text(self.path, text.replace("\n", ends))
@@ -112,8 +116,8 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         try:
             given = json.loads(body)
-            text, values, changed = given["text"], given.get("set") or {}, int(given.get("changed") or 0)
-            if not isinstance(text, str) or not isinstance(values, dict):
+            text, values, changed = given["text"], given.get("set") or {}, given.get("changed") or ""
+            if not isinstance(text, str) or not isinstance(changed, str) or not isinstance(values, dict):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self.send_error(HTTPStatus.BAD_REQUEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -186,6 +187,25 @@ def test_the_command_ends_at_once(path: Path) -> None:
         connection.close()
         process.send_signal(2)
         assert process.wait(10) == 130
+
+
+def test_the_script_of_the_page(server: Server, path: Path) -> None:
+    """Totals, table, picture, a problem with its repair, a slider, and saving, in Node."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("runs the script of the page, which needs Node")
+    script = ROOT / "seqblocks" / "serve" / "page.js"
+    command = [node, str(Path(__file__).with_name("page_in_node.mjs")), server.address, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    counts = f"{64 * 128 + 128:,} parameters", f"{32 * 64 + 64:,} parameters"
+    assert counts[0] in shown["totals"]
+    assert counts[1] in shown["moved"]
+    assert (shown["text"], shown["repaired"], shown["rows"]) == (TEXT, TEXT, 3)
+    assert (shown["sliders"], shown["picture"]) == (["dim"], True)
+    assert "E301: there is no verb 'liner'" in shown["problem"]
+    assert path.read_text() == TEXT + "# mine\n"
 
 
 def test_it_does_not_load_torch() -> None:
