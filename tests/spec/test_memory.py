@@ -36,7 +36,7 @@ def wide(tmp_path: Path) -> Path:
 def test_a_linear_map_by_hand() -> None:
     """One map of 2 tokens from 3 to 5 features: its gradients and moments, and the output twice in the loss."""
     text = "seqblocks: 1\nmodel: {input: {features: 3, length: 2}, steps: [{linear: {features: 5}}]}\n"
-    file, model = seqblocks.load_text(text)
+    _, model = seqblocks.load_text(text)
     found = seqblocks.memory(model, batch=1)
     weights = 4 * (5 * 3 + 5)
     assert found.weights_bytes == found.gradients_bytes == weights
