@@ -13,11 +13,11 @@ from torch import Tensor
 from seqblocks.errors import RunError, UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime import arguments
-from seqblocks.state import States, index_select
+from seqblocks.state import States
+from seqblocks.streaming.advance import advance_of, is_compiled
 from seqblocks.streaming.token_rows import has_tokens
 
 CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
-UNCHECKED = 8  # tokens between two comparisons of the model with its plan: another thread may load weights
 COLDEST = 1e-30  # at this temperature, only the largest logits have a probability; divided by less, they overflow
 
 BYTES = 256  # tokens of a model whose token ids are bytes
@@ -98,8 +98,8 @@ def _continue(
     model: Generates, logits: Tensor, state: States, made: list[list[int]], limit: int, sampler: _Sampler,
     stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
 ) -> None:
-    """Append tokens to `made`. Sequences that have ended leave the batch."""
-    rows, step = list(range(len(made))), None
+    """Append tokens to `made`."""
+    rows, advance = list(range(len(made))), advance_of(model, state, limit - 1, on_token is not None)
     for count in range(1, limit + 1):
         tokens = sampler(logits)
         numbers = tokens.tolist()
@@ -111,27 +111,9 @@ def _continue(
         if not unfinished or count == limit:
             return
         if len(unfinished) < len(rows):
-            index = torch.tensor(unfinished, device=tokens.device)
-            rows, tokens, state = [rows[at] for at in unfinished], tokens[index], index_select(state, index)
-        if step is None or count % UNCHECKED == 0:
-            step = _step_of(model, tokens, on_token is not None)
-        y, state = step(tokens, state)
-        logits = _logits(y, output)
-
-
-def _step_of(model: Any, tokens: Tensor, may_change: bool) -> Callable[[Tensor, States], tuple[Any, States]]:
-    """Return `step` of a model for the next few tokens.
-
-    may_change: whether code of the user runs between them, so that the model is compared with its plan at each.
-    """
-    if may_change or _is_compiled(model):
-        return model.step
-    return model._unguarded_step(tokens) or model.step
-
-
-def _is_compiled(model: Any) -> bool:
-    """Return whether a model is the result of torch.compile, whose attributes are those of the original model."""
-    return "_orig_mod" in model.__dict__.get("_modules", ())
+            advance.keep(unfinished)
+            rows, tokens = [rows[at] for at in unfinished], tokens[torch.tensor(unfinished, device=tokens.device)]
+        logits = _logits(advance(tokens), output)
 
 
 def _read(
@@ -145,7 +127,7 @@ def _read(
     for start in range(0, x.shape[1], CHUNK):
         span = slice(start, start + CHUNK)
         part = None if resets is None else resets[:, span]
-        if _is_compiled(model):
+        if is_compiled(model):
             y, state = model(x[:, span], state=state, return_state=True, resets=part)
         else:
             y, state = model._read(x[:, span], state, part)

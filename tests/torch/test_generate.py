@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -14,9 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks.errors import RunError, UsageError
+from seqblocks.streaming import cuda_graph
 from seqblocks.streaming import generate as generation
+from seqblocks.streaming.advance import LEAST_CAPTURED, UNCHECKED
 from seqblocks.streaming.frames import MOST_ROWS
-from seqblocks.streaming.generate import UNCHECKED
 
 SMALL = {
     "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},
@@ -468,3 +470,112 @@ def test_moving_a_model_frees_its_old_weights() -> None:
     seqblocks.generate(model, prompt(), 3)
     assert model._stepper is not None
     assert model.float()._stepper is None
+
+
+# --- recorded steps, as on a CUDA device ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record steps on a CPU too: like a graph, the recording runs the same computation on the same memory again."""
+    found: list[int] = []
+
+    def record(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        found.append(0)
+        function()
+
+        def replay() -> None:
+            found[-1] += 1
+            function()
+
+        return replay
+
+    monkeypatch.setitem(cuda_graph.RECORDERS, "cpu", record)
+    return found
+
+
+LONG = LEAST_CAPTURED + 5
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_recorded_tokens_equal_others(name: str, recordings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(name), prompt()
+    _, cached = model(x, return_state=True)
+    before = tree_map(torch.clone, cached)
+    found = seqblocks.generate(model, x, LONG)
+    after = seqblocks.generate(model, x[:, :1], LONG, state=cached, temperature=1.0, seed=3)
+    assert recordings == [LONG - 1] * 2
+    assert all(map(torch.equal, tree_leaves(cached), tree_leaves(before)))
+    seqblocks.generate(model, x, LEAST_CAPTURED)  # too few tokens
+    assert len(recordings) == 2
+    monkeypatch.delitem(cuda_graph.RECORDERS, "cpu")
+    assert [*map(torch.Tensor.tolist, found)] == [row.tolist() for row in seqblocks.generate(model, x, LONG)]
+    plain = seqblocks.generate(model, x[:, :1], LONG, state=cached, temperature=1.0, seed=3)
+    assert [*map(torch.Tensor.tolist, after)] == [row.tolist() for row in plain]
+
+
+def test_recorded_sequences_that_end_change_no_other(recordings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build("mamba_small"), prompt(8)
+    found = seqblocks.generate(model, x, 40, stop=(1, 2), temperature=1.0, seed=2)
+    assert len({len(row) for row in found}) > 3
+    assert 2 <= len(recordings) <= 4  # at most for 8, 4, 2 and 1 sequences
+    monkeypatch.delitem(cuda_graph.RECORDERS, "cpu")
+    plain = seqblocks.generate(model, x, 40, stop=(1, 2), temperature=1.0, seed=2)
+    assert [*map(torch.Tensor.tolist, found)] == [*map(torch.Tensor.tolist, plain)]
+
+
+def test_a_sequence_that_ends_with_its_first_token_is_not_recorded(recordings: list[int]) -> None:
+    model, x = build("mamba_small"), prompt(4)
+    first = seqblocks.generate(model, x, 1)
+    found = seqblocks.generate(model, x, LONG, stop=int(first[0]))
+    assert found[0].tolist() == first[0].tolist()
+    for row, tokens in zip(x[1:], found[1:], strict=True):
+        assert tokens.tolist() == seqblocks.generate(model, row, LONG, stop=int(first[0]))[0].tolist()
+
+
+@pytest.mark.parametrize("change", ["hook", "parameter", "module"])
+def test_a_model_that_changes_is_no_longer_replayed(change: str, recordings: list[int]) -> None:
+    model, x, calls = build("mamba_small"), prompt(1), []
+    head = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+    owner = next(m for m in model.modules() if head in m.children())
+    name = next(name for name, each in owner.named_children() if each is head)
+
+    def on_token(_: int, token: int) -> None:
+        calls.append(token)
+        if len(calls) == 5:
+            if change == "hook":
+                head.register_forward_hook(lambda *given: -given[-1])
+            elif change == "parameter":
+                head.weight = torch.nn.Parameter(-head.weight.detach())
+            else:
+                setattr(owner, name, Negated(head))
+
+    found = seqblocks.generate(model, x, LONG, on_token=on_token)[0].tolist()
+    assert recordings == [4]
+    other = build("mamba_small")
+    _, state = other(torch.cat([x, torch.tensor([found[:3]])], 1), return_state=True)
+    logits, state = other.step(torch.tensor(found[3:4]), state)
+    assert found[4] == int(logits.argmax())
+    logits, _ = other.step(torch.tensor(found[4:5]), state)
+    assert found[5] == int(logits.argmin())
+
+
+class Negated(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        function()
+        raise RunError("a step of this model cannot be captured in a CUDA graph: a copy to the host")
+
+    model, x = build("hybrid_small"), prompt()
+    expected = seqblocks.generate(model, x, LONG)
+    monkeypatch.setitem(cuda_graph.RECORDERS, "cpu", refuse)
+    found = seqblocks.generate(model, x, LONG)
+    assert [*map(torch.Tensor.tolist, found)] == [*map(torch.Tensor.tolist, expected)]

@@ -10,6 +10,7 @@ import seqblocks
 
 pytest.importorskip("pydantic", reason="builds models, which need pydantic; the machine of a GPU may lack it")
 from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.streaming import cuda_graph
 from seqblocks.testing import random_input
 
 MODELS = (
@@ -53,3 +54,15 @@ def test_a_model_on_a_device(name: str) -> None:
     found = errors(results(plain.to("cuda"), x.to("cuda")), exact)
     floor = 1000 * torch.finfo(torch.float32).eps
     assert {name: (e, near[name]) for name, e in found.items() if not e <= max(10 * near[name], floor)} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mlstm_small", "mamba_small", "hybrid_small", "transformer_small"])
+def test_tokens_from_a_graph_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of `generate` are recorded there; without a recorder they are not. Both launch the same kernels."""
+    model = seqblocks.build(name, seed=0, device="cuda").eval()
+    prompt = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(1))
+    found = seqblocks.generate(model, prompt, 40, stop=7, temperature=1.0, seed=1)
+    monkeypatch.delitem(cuda_graph.RECORDERS, "cuda")
+    plain = seqblocks.generate(model, prompt, 40, stop=7, temperature=1.0, seed=1)
+    assert [row.tolist() for row in found] == [row.tolist() for row in plain]
