@@ -263,7 +263,7 @@ class Tape:
         return y
 
     def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
-        """Normalise the last axis, by torch's layer_norm, which keeps its input and the mean and deviation of each."""
+        """Normalise the last axis by torch's layer_norm, which keeps its input, the means and the deviations."""
         x = self.dense(x)
         y = self.new(x.shape, x.item)
         rows = [self.new((*x.shape[:-1], 1), max(x.item, 4)) for _ in range(2)]

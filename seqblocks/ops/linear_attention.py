@@ -289,7 +289,7 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
 
 def spread_memory(tape: Any, writes: int, *given: Any) -> list[Any]:
     """Record `spread` on a tape, for q, k, v, decay and beta."""
-    found = []
+    found: list[Any] = []
     for at, x in enumerate(given):
         if x is None:
             found.append(None)

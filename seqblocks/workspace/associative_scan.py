@@ -1,4 +1,4 @@
-"""The mLSTM by an associative scan, whose operations autograd records (kernels/associative_scan/, mlstm/memoroid.py)."""
+"""The mLSTM by an associative scan, whose operations autograd records (kernels/mlstm/memoroid.py)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def scan(
         v = tape.cat([v, tape.new((*v.shape[:-1], 1), v.item)])
     given = [q, k, v, decay, beta, a, b, bonus]
     item = max(4, *(x.item for x in given if x is not None))
-    q, k, v, decay, beta, a, b, bonus = (None if x is None else tape.cast(x, item) for x in given)  # type: ignore[assignment]
+    cast = (None if x is None else tape.cast(x, item) for x in given)
+    q, k, v, decay, beta, a, b, bonus = cast  # type: ignore[assignment]
     B, S, H, K = q.shape
     HV, V = v.shape[2:]
     state = tape.new((B, HV, K, V), item)
@@ -57,7 +58,7 @@ def scan(
     several = S > SPAN or _at_a_time(sizes) != sizes
     y = tape.new(v.shape, item)
     tape.passing(forward)
-    # The gradient of the last state is zeros; the gradients of one part are in use while those of the next are computed.
+    # The gradient of the last state is zeros. Gradients of one part are in use while those of the next are computed.
     part = sum(x.bytes for x in inputs) * _share(sizes, S) if several else 0
     tape.function(inputs, [y], [*inputs, state, starts], 3 * state.bytes + backward + part)
     if normalize:

@@ -19,12 +19,13 @@ def scan(tape: Tape, gates: list[Value], recurrent: Value, bias: Value) -> Value
     y = tape.new((B, S, width), item)
     _, *states = each
     each.clear()
-    numbers, part = B * S * width * item, B * min(PART, S) * width * item
-    # Zeros for the gradients of c, n, m and of the sums, the gradients of all gates in the order of time, and the factors
-    # of a part. While they are computed, those of the part before are in use; later y before each token and copies of it
-    # and of all gradients. The gradients of the gates are allocated after that.
-    parts = -(-S // PART)
-    back = 7 * numbers + max(FACTORS * part * (1 if parts == 1 else 2) + 5 * part, FACTORS * part + 6 * numbers)
-    keeps = [recurrent, *(B * width * item for _ in range(4)), y, *states, full]
+    token = B * width * item
+    numbers, parts = S * token, [token * min(PART, at) for at in range(S, 0, -PART)]
+    # Zeros for the gradients of c, n, m and of the sums, the gradients of all gates in the order of time, and the
+    # factors of a part. While they are computed, those of the part before are in use; later y before each token, and
+    # copies of it and of all gradients. The gradients of the gates are allocated after that.
+    computed = max(FACTORS * before + (FACTORS + 5) * part for before, part in zip([0, *parts], parts, strict=False))
+    back = 7 * numbers + max(computed, FACTORS * parts[-1] + 6 * numbers)
+    keeps: list[Value | int] = [recurrent, *(token for _ in range(4)), y, *states, full]
     tape.function([stacked, recurrent, bias], [y], keeps, back)
     return tape.view(y, (B, S, width))

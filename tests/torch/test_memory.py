@@ -14,8 +14,7 @@ from seqblocks.cost import tokens_of
 TOLERANCE = 0.1
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
 UNKNOWN = {  # they have verbs that do not declare their memory yet
-    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice", "slstm_forecaster",
-    "vil_segmenter",
+    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice",
 }
 
 
