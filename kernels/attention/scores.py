@@ -50,8 +50,9 @@ class Scores(NamedTuple):
         if self.sinks is None:
             return torch.softmax(scores, -1)
         sink = self.sinks.to(scores.dtype)[..., None, None]
-        # Any number gives the same weights. Unlike a maximum, this one exists without keys.
-        most = torch.maximum(scores.detach().logsumexp(-1, keepdim=True), sink.detach())
+        if scores.shape[-1] == 0:  # nothing has a maximum
+            return scores * sink
+        most = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()  # any number gives the same weights
         odds = torch.exp(scores - most)
         return odds / (odds.sum(-1, keepdim=True) + torch.exp(sink - most))
 
