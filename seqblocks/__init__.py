@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
     from seqblocks.architect.compare import compare
     from seqblocks.architect.fit import fit
+    from seqblocks.architect.memory import memory
     from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.model.builder import build, build_model, build_text
     from seqblocks.model.layer import block, block_text
@@ -51,6 +52,7 @@ _LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
 _LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= {"compare": "seqblocks.architect.compare", "fit": "seqblocks.architect.fit"}
+_LAZY |= {"memory": "seqblocks.architect.memory"}
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Drawing", "draw"), "seqblocks.picture.drawing")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
@@ -90,6 +92,7 @@ __all__ = [
     "load_model",
     "load_spec",
     "load_text",
+    "memory",
     "primitive",
     "quantize",
     "save",

@@ -57,6 +57,11 @@ class _Heads(Op):
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
+    def cut_memory(self, tape: Any, q: Any, k: Any, v: Any) -> list[Any]:
+        """Record the views of all heads [batch, seq, heads, width] on a tape."""
+        counts = (self.heads, self.shared, self.shared)
+        return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
+
     def pair(self, q: Wire, v: Wire) -> int:
         """Return the multiply-accumulates of a query with one visible key."""
         return q.features + v.features // self.shared * self.heads
@@ -215,6 +220,16 @@ class Attention(_Heads):
 
         return step
 
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.workspace import attention
+
+        q, k, v = self.cut_memory(tape, q, k, v)
+        if self.rotary:
+            q, k = attention.rotary(tape, q), attention.rotary(tape, k)
+        if self.window and self.window < q.shape[1]:
+            return tape.view(attention.windowed(tape, q, k, v, self.window, self.causal), tape.out)
+        return tape.view(attention.fused(tape, q, k, v), tape.out)
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
 
@@ -281,6 +296,11 @@ class CrossAttention(_Heads):
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": None}
+
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.workspace import attention
+
+        return tape.view(attention.fused(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention
