@@ -41,7 +41,8 @@ class Scores(NamedTuple):
     def weights(self, scores: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
         """Return the weights of scaled scores [B, H, S, T], of the same shape.
 
-        seen [B or 1, 1, S, T]: whether a query sees a key. distance [S, T]: the number of tokens between them.
+        seen, of a shape that can be expanded to it: whether a query sees a key. distance [S, T]: the number of tokens
+        between them.
         """
         scores = self.capped(scores)
         if self.slopes is not None:
