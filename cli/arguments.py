@@ -304,6 +304,9 @@ VERBS = {
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
     "list": Verb("list the bundled specs"),
+    "memory": Verb(
+        "estimate the memory of training and inference", (_overrides, _use, _imports, _design("memory")), TABLES
+    ),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
         "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from seqblocks.cli.arguments import _count
+from seqblocks.cli.arguments import SPEC, _count
 from seqblocks.errors import visible
 
 DESIGN = (
@@ -64,6 +64,30 @@ def fit(parser: argparse.ArgumentParser) -> None:
         "fit spec.yaml --solve dim=64..1024:16 --to params=1.3M --to 'state_bytes<=20kB' --write small.yaml",
         "fit spec.yaml --solve dim=64..4096:64 --to flops_per_token=250M --length 1024 --format json",
         figures=True,
+    )
+
+
+def memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences of a step (default: 1)")
+    parser.add_argument("--length", type=_count, metavar="N", help="tokens of a sequence, if the spec does not fix it")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw",
+        help="AdamW (the default), SGD with or without momentum",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", default="float32", help="of the weights, activations, gradients and the optimiser's state"
+    )
+    parser.add_argument(
+        "--checkpoint", choices=("none", "blocks"), default="none",
+        help="blocks: compute the layers of `repeat` again in the backward pass",
+    )  # fmt: skip
+    parser.add_argument("--fits", metavar="SIZE", help="status 1 if the peak is above this, as in 24GB or 512MiB")
+    parser.add_argument("--depth", type=_count, default=2, metavar="N", help="depth of the table (default: 2)")
+    parser.epilog = _examples(
+        "memory transformer_small --batch 8 --length 1024",
+        "memory mamba_130m --batch 8 --length 2048 --dtype bf16 --checkpoint blocks --fits 24GB",
+        "memory vil_tiny --batch 64 --format json",
     )
 
 

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 Reads = Literal["token", "past", "all"]
@@ -150,6 +151,17 @@ class Op(BaseModel):
     def macs(self, *wires: Any, **_: Any) -> int:
         """Return the multiply-accumulates for one token of the output, or for the whole output if it is a vector."""
         return 0
+
+    def memory(self, tape: Tape, p: Mapping[str, Value], *inputs: Any) -> Value:
+        """Record on the tape what `forward` allocates and keeps for the backward pass, and return the output.
+
+        The parameters and inputs are `Value`s: shapes in the place of tensors. `seqblocks memory` calls it. Without a
+        declaration, an op is assumed to keep its inputs and its output, and to need no other memory.
+        """
+        y = tape.new(tape.out)
+        given = [value for value in (*inputs, *p.values()) if value is not None]
+        tape.function(given, [y], [value for value in inputs if value is not None] + [y])
+        return y
 
     def drops_samples(self) -> bool:
         """Return whether it drops whole samples at random in training mode, for which ranks need the same numbers."""
@@ -274,7 +286,7 @@ class Op(BaseModel):
 
 Op.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps")
+SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps", "memory")
 
 
 def drop_inherited(cls: type[Op], base: type[Op], names: Iterable[str]) -> None:

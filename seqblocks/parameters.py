@@ -110,6 +110,7 @@ INITIALISERS: dict[str, Initialiser] = {
         "5 - 12 (j / (n - 1))^(0.3 + 1.3 position) over the last axis j < n; position: the block's, from 0 to 1",
         ("position >= 0",),
     ),
+    "alibi": Initialiser((), "ALiBi's slopes (arXiv:2108.12409) over the last axis: 2^(-8 j / n), j = 1, 2, … n"),
     "wang": Initialiser(
         (("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))", ("width > 0", "blocks > 0")
     ),

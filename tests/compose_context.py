@@ -68,7 +68,9 @@ class Contexts(Writer):
         q = self.features(body, source, now, heads * width)
         k, v = (self.features(body, name, memory, shared * each) for each in (width, values))
         made = replace(now, width=heads * values)
-        self.add(body, "cross_attention", made, q=q, k=k, v=v, heads=heads, kv_heads=shared)
+        soft_cap, sinks = self.chance.choice([(None, None), (None, None), (2, True)])
+        more = {"soft_cap": soft_cap, "sinks": sinks}
+        self.add(body, "cross_attention", made, q=q, k=k, v=v, heads=heads, kv_heads=shared, **more)
 
     def features(self, body: Body, source: str, kind: Kind, width: int) -> str:
         return self.mapped(body, "linear", replace(kind, width=width), **{"from": source, "features": width})

@@ -41,6 +41,8 @@ ROOMS = """
     language/*
     parameters
     recipes
+    tape
+    workspace/*
     op
     combinators/*
     ops/*

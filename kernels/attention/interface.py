@@ -6,7 +6,7 @@ DV width of the values, K cached tokens.
     y[t] = sum_s p[t, s] v[s]      p[t, :] = softmax of scale q[t] . k[s] over the s visible to t
 
 With a causal mask, a token sees itself and earlier tokens. It sees its own sequence only (resets), and only tokens
-within the window if there is one.
+within the window if there is one. Scores may have a soft cap, linear biases and sinks (scores.py).
 
 Implementations: `reference.py` (all pairs, explicitly), `torch.py` (torch's fused attention, windows block by block).
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.positions import rotary as turned
 from seqblocks.kernels.positions import running_positions
@@ -48,6 +49,9 @@ def attention(
     window: int | None = None,
     rotary: float | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     state: AttentionState | tuple[Tensor, Tensor, Tensor] | None = None,
     keep: int | None = None,
     return_state: bool = False,
@@ -58,9 +62,11 @@ def attention(
 
     q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: number of visible tokens, the current
     one included (not causal: that many to either side, the current one included in each). rotary: base of the rotary
-    positions, which count from the last reset. scale: 1/sqrt(D) if not given. state: the state that the previous call
-    returned. keep: number of tokens in the returned state (default: window - 1 with a window, else as many as in the
-    given state, else all tokens).
+    positions, which count from the last reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become
+    soft_cap tanh(s / soft_cap). slopes [H]: subtracted from a score for each token between query and key (see
+    `alibi_slopes`). sinks [H]: score of a further key with the value 0, which every query sees; the weights of the
+    others then add up to less than 1. state: the state that the previous call returned. keep: number of tokens in the
+    returned state (default: window - 1 with a window, else as many as in the given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
@@ -70,6 +76,7 @@ def attention(
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """
     _check(q, k, v, causal, window, rotary, state, return_state, resets)
+    _check_scores(q.shape[2], soft_cap, slopes, sinks)
     B, S, _, _ = q.shape
     before = state[2] if state is not None else None
     index, length = running_positions(B, S, before, resets, q.device)
@@ -88,16 +95,16 @@ def attention(
     several = over is not None and (unknown(S) or S > 1 or torch.is_grad_enabled())
     if over is not None and not several and past:
         keys, values = (x.masked_fill_(along(over, x), 0.0) for x in (keys, values))
-    inputs = {"q": q, "k": keys, "v": values, "sequence": sequence}
+    inputs = {"q": q, "k": keys, "v": values, "sequence": sequence, "slopes": slopes, "sinks": sinks}
     run = dispatch.choose(
         "attention", backend, inputs, dtype=q.dtype, window=window, resets=resets is not None
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks)
     if several:
         assert sequence is not None
-        y = _contained(run, q, keys, values, sequence, causal, window, scale)
+        y = _contained(run, q, keys, values, sequence, causal, window, scores)
     else:
-        y = run(q, keys, values, sequence, causal, window, scale)
+        y = run(q, keys, values, sequence, causal, window, scores)
     if not return_state:
         return y
     if keep is None:
@@ -129,19 +136,19 @@ def attention_state(
 
 def _contained(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, causal: bool, window: int | None,
-    scale: float,
+    scores: Scores,
 ) -> Tensor:
     """Call `run` with zeros for NaN and inf, which masked products would carry into other sequences as 0 * NaN.
 
     The result is NaN for tokens that are nonfinite or see a nonfinite one.
     """
     if finite(q, k, v):
-        return run(q, k, v, sequence, causal, window, scale)
+        return run(q, k, v, sequence, causal, window, scores)
     past = k.shape[1] - q.shape[1]
     wrong_q, wrong_k, wrong_v = (~x.isfinite().flatten(2).all(-1) for x in (q, k, v))
     wrong = wrong_k | wrong_v
     q, k, v = (x.masked_fill(along(bad, x), 0.0) for x, bad in ((q, wrong_q), (k, wrong), (v, wrong)))
-    y = run(q, k, v, sequence, causal, window, scale)
+    y = run(q, k, v, sequence, causal, window, scores)
     first, last = _visible(sequence, past, causal, window)
     count = pad(wrong.long().cumsum(1), (1, 0))
     seen = count.gather(1, last + 1) > count.gather(1, first)
@@ -219,3 +226,11 @@ def _check(
             raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
         if window is not None and window - 1 > K:
             raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
+
+
+def _check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> None:
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"attention: soft_cap must be positive; got {soft_cap}")
+    for name, values in (("slopes", slopes), ("sinks", sinks)):
+        if values is not None and values.shape != (heads,):
+            raise ValueError(f"attention expects {name} [H] = [{heads}]; got {list(values.shape)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import without_autocast
 
@@ -30,7 +31,8 @@ def sees(
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None,
+    scores: Scores,
 ) -> Tensor:
     """Return y [B, S, H, DV], given q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV] and sequence [B, T]."""
     S, T = q.shape[1], k.shape[1]
@@ -39,10 +41,10 @@ def run(
     with without_autocast(q.device.type):
         wide = (x.to(exact).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         keys, values = wide
-        scores = scale * torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
+        products = torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
         query = torch.arange(T - S, T, device=q.device)  # a memory (not causal) may have fewer keys than queries
         seen = sees(query, place, sequence, causal, window).unsqueeze(1)
-        p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        p = scores.weights(scores.scale * products, seen, (place - query.unsqueeze(-1)).abs())
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
 
 

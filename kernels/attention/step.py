@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.positions import prepare_turning, rotary_rates
 
 
 def prepare(
-    heads: int, shared: int, rotary: float | None, scale: float | None, window: bool
+    heads: int, shared: int, rotary: float | None, scale: float | None, window: bool,
+    soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v [B, G * DV]).
 
     f returns y [B, H * DV] and the next keys, values and length, with the same values as `attention` for one token.
     With `window`, the token sees itself and the whole cache. Otherwise the cache has room for all tokens, including
-    the current one.
+    the current one. The other arguments are those of `attention`.
     """
     made: dict[tuple[int, int], tuple[Callable[..., Tensor] | None, Tensor]] = {}  # by D and the number of visible keys
 
@@ -35,17 +37,20 @@ def prepare(
         keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
         B, K, _ = keys.shape
-        turn, age = constants(q.shape[1] // heads, K + window, keys.device)
+        width = q.shape[1] // heads
+        turn, age = constants(width, K + window, keys.device)
         if turn is not None:
             both = torch.cat([q, k], 1).view(B, heads + shared, -1)
             q, k = turn(both, length).split([heads, shared], 1)
         latest, all_values = (_appended(*each, K if window else K - 1) for each in ((keys, k), (values, v)))
-        y = scaled_dot_product_attention(
+        scores = Scores(width**-0.5 if scale is None else scale, soft_cap, slopes, sinks)
+        y = _attend(
             q.reshape(B, shared, heads // shared, -1),
             latest.view(B, len(age), shared, -1).transpose(1, 2),
             all_values.view(B, len(age), shared, -1).transpose(1, 2),
             (age <= length.unsqueeze(1)).view(B, 1, 1, -1),
-            scale=scale,
+            age,
+            scores,
         )
         if window:
             latest, all_values = (
@@ -54,6 +59,15 @@ def prepare(
         return y.flatten(1), latest, all_values, length + 1
 
     return step
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, scores: Scores) -> Tensor:
+    """Return y [B, G, H / G, DV] of one token: q [B, G, H / G, D], k [B, G, T, D], v [B, G, T, DV], age [T]."""
+    if scores.plain:
+        return scaled_dot_product_attention(q, k, v, seen, scale=scores.scale)
+    products = scores.scale * q @ k.transpose(2, 3)
+    p = scores.weights(products.flatten(1, 2).unsqueeze(2), seen, age.unsqueeze(0))
+    return p.view_as(products) @ v
 
 
 def _appended(before: Tensor, x: Tensor, count: int) -> Tensor:

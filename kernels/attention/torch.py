@@ -1,11 +1,13 @@
 """Attention by torch's fused kernel, whose memory does not grow with the square of the length.
 
 With a window, the sequence is cut into blocks of the window's length, and a block sees itself and its neighbours. For
-packed sequences without a window, queries run in blocks whose masks are recomputed in the backward pass.
+packed sequences without a window, queries run in blocks whose masks are recomputed in the backward pass. The fused
+kernel has no soft cap, linear biases or sinks: with these, weights are computed explicitly, block by block.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.reference import sees
+from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
 from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative
@@ -24,23 +27,25 @@ BLOCK = 512
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scores: Scores
 ) -> Tensor:
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v)
+        return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v, scores.slopes, scores.sinks)
     if window is not None and (unknown(S) or window < S):
-        return _windowed(q, k, v, sequence, causal, window, scale)
-    if sequence is None and (window is None or window >= S):
-        return _fused(q, k, v, None, causal, scale)
+        return _windowed(q, k, v, sequence, causal, window, scores)
+    if scores.plain and sequence is None and (window is None or window >= S):
+        return _fused(q, k, v, None, causal, scores.scale)
     place = torch.arange(T, device=q.device)
-    if S <= BLOCK:
-        return _fused(q, k, v, sees(place[T - S :], place, sequence, causal, window), False, scale)
+    if unknown(S) or S <= BLOCK:
+        at = torch.arange(T - S, T, device=q.device)  # a memory may have fewer keys than queries
+        return _masked(q, k, v, at, place, sees(at, place, sequence, causal, window), scores)
 
     def block(query: Tensor, a: int, b: int, first: int, last: int) -> Tensor:
-        mask = sees(place[a:b], place[first:last], sequence, causal, window)
-        return _fused(query, k[:, first:last], v[:, first:last], mask, False, scale)
+        at, keys = torch.arange(a, b, device=q.device), place[first:last]
+        mask = sees(at, keys, sequence, causal, window)
+        return _masked(query, k[:, first:last], v[:, first:last], at, keys, mask, scores)
 
     parts = []
     for a in range(T - S, T, BLOCK):
@@ -49,6 +54,25 @@ def run(
         last = b if causal else T
         parts.append(checkpoint(block, query, a, b, 0, last, use_reentrant=False))
     return torch.cat(parts, 1)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Attend with a mask [B or 1, S, T]. query [S], key [T]: positions."""
+    if scores.plain:
+        return _fused(q, k, v, seen, False, scores.scale)
+    # A power of two as factor of q prevents overflow of products in float16, and rounds nothing.
+    rest, exponent = math.frexp(scores.scale)
+    B, S, H, D = q.shape
+    T, G, DV = v.shape[1:]
+    R = H // G
+    # Heads before the batch, which may have an open size: exporters cannot divide by it.
+    queries = (q * 2.0**exponent).view(B, S, G, R, D).permute(2, 0, 3, 1, 4).reshape(G, B, R * S, D)
+    products = (queries @ k.permute(2, 0, 3, 1)).view(G, B, R, S, T)
+    scaled = rest * products.to(torch.promote_types(q.dtype, torch.float32))
+    by_group = scores.with_heads(G, 1, R)
+    p = by_group.weights(scaled, seen.unsqueeze(1), (key - query.unsqueeze(-1)).abs())
+    y = p.to(v.dtype).view(G, B, R * S, T) @ v.permute(2, 0, 1, 3)
+    return y.view(G, B, R, S, DV).permute(1, 3, 0, 2, 4).reshape(B, S, H, DV).to(v.dtype)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -90,7 +114,7 @@ class _FirstDerivative(torch.autograd.Function):
 
 
 def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int, scores: Scores
 ) -> Tensor:
     """Attend in blocks of `window` queries, each with the keys from one window before the block to its end.
 
@@ -127,13 +151,14 @@ def _windowed(
     near = sees(place[block : 2 * block], place, None, causal, window)
     seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
     # Padding of the last block sees padding, so that no row of the mask is empty.
-    y = _fused(
+    y = _masked(
         queries(q).flatten(0, 1),
         cut(k).flatten(0, 1),
         cut(v).flatten(0, 1),
+        place[block : 2 * block],
+        place,
         seen.flatten(0, 1),
-        False,
-        scale,
+        scores,
     )
     y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)
     return pad(y, [0, 0, 0, 0, 0, -after]) if any_length else y[:, :S]

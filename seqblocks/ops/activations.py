@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
-from seqblocks.ops.gate import activate, activated, activation_of_step
+from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_step
 from seqblocks.types import Facts, Wire
 
 
@@ -20,6 +20,9 @@ class Activation(Op):
 
     def prepare_step(self, p: Any) -> Any:
         return activation_of_step(self.verb)
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return activation_memory(tape, self.verb, x)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return activate(self.verb, x)
@@ -51,6 +54,9 @@ class LeakyRelu(Activation):
 
     slope: float = argument(0.01, "slope for negative x", ge=0, le=1)
     source = "Maas et al. 2013"
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.unary(x)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import leaky_relu

@@ -26,6 +26,9 @@ class Identity(Op):
     def prepare_step(self, p: Any) -> Any:
         return lambda x: x
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return x
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x
 
@@ -46,6 +49,9 @@ class Add(Op):
 
     def facts(self, x: Wire, other: Wire) -> Facts:
         return x.facts.plus(other.facts)
+
+    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+        return tape.add(x, other)
 
     def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
         return x + other
@@ -71,6 +77,9 @@ class Multiply(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
+    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+        return tape.multiply(x, by)
+
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         return x * by
 
@@ -91,6 +100,9 @@ class Divide(Op):
 
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
+
+    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+        return tape.divide(x, by)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         return x / by
@@ -127,6 +139,9 @@ class Lerp(Op):
     def macs(self, x: Wire, to: Wire, by: Wire | None = None) -> int:
         return x.features
 
+    def memory(self, tape: Any, p: Any, x: Any, to: Any, by: Any = None) -> Any:
+        return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.add(to, x)))
+
     def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
         return x + (p["weight"] if by is None else by) * (to - x)
 
@@ -148,6 +163,9 @@ class Select(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.slice(x, tape.out)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         features = slice(self.first, self.first + self.features)
         return x[:, features] if x.dim() == 4 else x[..., features]
@@ -166,6 +184,9 @@ class Scale(Op):
 
     def macs(self, x: Wire) -> int:
         return x.features
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.unary(x, ())
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return self.by * x
@@ -193,6 +214,9 @@ class Constant(Op):
         if not self.learned:
             return {}
         return {"weight": Parameter((self.features,), Init("constant", (self.value,)), decay=False)}
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.expand(p["weight"], tape.out) if self.learned else tape.new(tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         places = (*x.shape[:-1], self.features)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
+from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
@@ -18,6 +19,10 @@ class _Heads(Op):
     heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
     kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
     scale: float = argument(0.0, "factor of the scores (0: 1 / sqrt(D))", ge=0)
+    soft_cap: float = argument(0.0, "limit of the scores s, which become soft_cap tanh(s / soft_cap) (0: none)", ge=0)
+    sinks: bool = argument(
+        False, "whether each head has a learned score `sinks` [H] of a further key, whose value is 0"
+    )
 
     @property
     def shared(self) -> int:
@@ -40,6 +45,9 @@ class _Heads(Op):
         must_divide(self.shared, v.features, "kv_heads" if self.kv_heads else "heads", "the width of v", at="v")
         return q.with_features(v.features // self.shared * self.heads)
 
+    def parameters(self, q: Wire, k: Wire, v: Wire) -> dict[str, Parameter]:
+        return {"sinks": Parameter((self.heads,), Init("zeros"), decay=False)} if self.sinks else {}
+
     def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
         """Split by heads. If all queries share one head of keys and values, each rank computes that head."""
         alone = self.shared == 1
@@ -48,6 +56,11 @@ class _Heads(Op):
             raise Fault("E401", f"kv_heads {self.shared} cannot be dealt out to {ranks} ranks", at="kv_heads")
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
+
+    def cut_memory(self, tape: Any, q: Any, k: Any, v: Any) -> list[Any]:
+        """Record the views of all heads [batch, seq, heads, width] on a tape."""
+        counts = (self.heads, self.shared, self.shared)
+        return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
 
     def pair(self, q: Wire, v: Wire) -> int:
         """Return the multiply-accumulates of a query with one visible key."""
@@ -59,6 +72,9 @@ class Attention(_Heads):
     """Multi-head attention, causal by default: a token attends to itself and earlier tokens of its sequence.
 
     q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
+    `soft_cap` is that of Gemma 2, `sinks` those of gpt-oss. With `bias: alibi`, each token of distance subtracts a
+    head's slope from a score: 2^(-8 / H), 2^(-16 / H), …; with `learned_alibi`, `slopes` [H] begins with these.
+
     State per sequence: keys and values of the last `window` - 1 tokens (without a window, of up to `cache` tokens), in
     the model's dtype, and the number of tokens.
     """
@@ -69,9 +85,15 @@ class Attention(_Heads):
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
     )
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
+    bias: Literal["none", "alibi", "learned_alibi"] = argument(
+        "none", "what is added to the scores: nothing, or -slope times the distance of query and key"
+    )
     causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
     cache: int = argument(2048, "maximum number of tokens of a stream, if there is no window", ge=1)
-    source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
+    source = (
+        "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864); soft_cap: Gemma 2 "
+        "(arXiv:2408.00118); sinks: gpt-oss (arXiv:2508.10925); alibi: arXiv:2108.12409"
+    )
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
         found = super().shape(q, k, v)
@@ -84,6 +106,21 @@ class Attention(_Heads):
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         return v.with_features(found.features)
+
+    def parameters(self, q: Wire, k: Wire, v: Wire) -> dict[str, Parameter]:
+        found = super().parameters(q, k, v)
+        if self.bias == "learned_alibi":
+            found["slopes"] = Parameter((self.heads,), Init("alibi"), decay=False, full_precision=True)
+        return found
+
+    def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
+        return [] if self.bias == "alibi" else super().splits(ranks, q, k, v)  # a slope depends on the head's number
+
+    def slopes(self, p: Any, device: Any) -> Any:
+        """Return the slopes of the bias [H], or None."""
+        from seqblocks.kernels.attention import alibi_slopes
+
+        return alibi_slopes(self.heads, device) if self.bias == "alibi" else p.get("slopes")
 
     def cache_size(self) -> int:
         """Return the number of tokens in the state."""
@@ -151,7 +188,10 @@ class Attention(_Heads):
 
         from seqblocks.kernels.attention.step import prepare
 
-        run = prepare(self.heads, self.shared, self.rotary or None, self.scale or None, window=self.window > 0)
+        run = prepare(
+            self.heads, self.shared, self.rotary or None, self.scale or None, window=self.window > 0,
+            soft_cap=self.soft_cap or None, slopes=self.slopes(p, torch.device("cpu")), sinks=p.get("sinks"),
+        )
         if self.window:
             return run
 
@@ -161,6 +201,16 @@ class Attention(_Heads):
             return y, k, v, length
 
         return step
+
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.workspace import attention
+
+        q, k, v = self.cut_memory(tape, q, k, v)
+        if self.rotary:
+            q, k = attention.rotary(tape, q), attention.rotary(tape, k)
+        if self.window and self.window < q.shape[1]:
+            return tape.view(attention.windowed(tape, q, k, v, self.window, self.causal), tape.out)
+        return tape.view(attention.fused(tape, q, k, v), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
@@ -179,6 +229,9 @@ class Attention(_Heads):
             window=self.window or None,
             rotary=self.rotary or None,
             scale=self.scale or None,
+            soft_cap=self.soft_cap or None,
+            slopes=self.slopes(p, q.device),
+            sinks=p.get("sinks"),
             state=state,
             keep=self.cache_size(),
             return_state=call.return_state,
@@ -225,6 +278,11 @@ class CrossAttention(_Heads):
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": None}
 
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.workspace import attention
+
+        return tape.view(attention.fused(tape, *self.cut_memory(tape, q, k, v)), tape.out)
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention
 
@@ -232,10 +290,14 @@ class CrossAttention(_Heads):
             raise RunError(EMPTY)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
-        out: Any = attention(q, k, v, causal=False, scale=self.scale or None)
+        out: Any = attention(
+            q, k, v, causal=False, scale=self.scale or None, soft_cap=self.soft_cap or None, sinks=p.get("sinks")
+        )
         return out.flatten(-2)
 
     def prepare_step(self, p: Any) -> Any:
+        if self.soft_cap or self.sinks:  # torch's fused attention has neither
+            return None
         from torch.nn.functional import scaled_dot_product_attention
 
         heads, shared, scale = self.heads, self.shared, self.scale or None

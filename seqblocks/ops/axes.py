@@ -288,6 +288,10 @@ class Rearrange(_Axes):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.unary(x, ())
+
+
 
 @primitive("reduce")
 class Reduce(_Axes):

@@ -65,6 +65,12 @@ class CausalConv(Op):
     def joins_features(self) -> bool:
         return not self.mixing
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        from seqblocks.workspace import causal_conv
+
+        convolve = causal_conv.mix if self.mixing and x.features > 1 else causal_conv.convolve
+        return convolve(tape, x, p["weight"], p.get("bias"), self.activation)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import causal_conv
 

@@ -47,6 +47,9 @@ class TimeStep(Op):
         init = Init("inverse_softplus", (1e-3, 0.1, 1e-4))
         return {"bias": Parameter((x.features,), init, decay=False, full_precision=True)}
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.unary(tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"])))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import softplus
 
@@ -120,6 +123,31 @@ class LogDecay(Op):
         rates = rates.repeat_interleave(len(bias) // len(rates))
         return lambda x, lower=None: softplus(x + bias).mul_(rates)
 
+    def memory(self, tape: Any, p: Any, x: Any, lower: Any = None) -> Any:
+        x = tape.cast(x, max(x.item, 4))
+        x = tape.add(x, p["dt_bias"]) if self.kind in WITH_BIAS else x
+        rate = tape.expand(tape.unary(p["A_log"], ["output"]), x.shape[-1:]) if "A_log" in p else tape.new(())
+        match self.kind:
+            case "softplus":
+                return tape.multiply(tape.unary(rate, ()), tape.unary(x))
+            case "rate":
+                return tape.multiply(tape.unary(rate, ()), x)
+            case "bounded" | "sigmoid":
+                x = tape.multiply(rate, x) if "A_log" in p else tape.unary(x, ())
+                return tape.unary(tape.unary(x, ["output"]), ())
+            case "exp":
+                return tape.unary(tape.unary(x, ["output"]), ())
+            case "rg_lru":
+                return tape.multiply(tape.unary(tape.unary(p["rate"]), ()), tape.unary(x, ["output"]))
+        alone = tape.unary(x, forward=x.bytes)  # it keeps its input and a buffer
+        if lower is None:
+            return tape.unary(alone, ())
+        lower = tape.cast(lower, x.item)
+        safe = tape.where(lower, lower, tape.new(()))
+        both = tape.pointwise(tape.unary(safe), tape.add(tape.unary(tape.unary(lower, ())), alone))
+        small = tape.unary(tape.unary(tape.unary(x, ())), ["output"])
+        return tape.where(both, both, tape.add(alone, tape.multiply(lower, small)))
+
     def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus
 
@@ -175,6 +203,10 @@ class LowerDecays(Op):
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         return {"weight": Parameter((self.layers, self.features), Init("zeros"), decay=False, full_precision=True)}
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        shares = tape.unary(tape.unary(p["weight"], ["output"]), ())
+        return tape.expand(tape.view(tape.unary(shares, ()), (shares.numbers,)), tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         shares = p["weight"].softmax(0).cumsum(0)

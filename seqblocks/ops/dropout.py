@@ -21,6 +21,12 @@ def drop_samples(x: Any, p: float) -> Any:
     return x * (torch.rand(shape, device=x.device, dtype=torch.float32) < 1 - p).to(x.dtype) / (1 - p)
 
 
+def drop_samples_memory(tape: Any, x: Any) -> Any:
+    """Record `drop_samples` on a tape."""
+    mask = tape.new((x.shape[0], *(1,) * (len(x.shape) - 1)))
+    return tape.unary(tape.multiply(x, mask), ())
+
+
 @primitive("dropout")
 class Dropout(Op):
     """Zero features at random in training, and rescale the others by 1 / (1 - p)."""
@@ -34,6 +40,9 @@ class Dropout(Op):
 
     def prepare_step(self, p: Any) -> Any:
         return lambda x: x  # single-token steps are only used in evaluation mode
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.dropout(x) if self.p else x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import dropout
@@ -58,6 +67,9 @@ class DropPath(Op):
 
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return drop_samples_memory(tape, x) if self.p else x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return drop_samples(x, self.p) if self.p and call.training else x

@@ -40,6 +40,11 @@ class Embed(Op):
 
         return step
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        y = tape.new(tape.out)
+        tape.function([p["weight"]], [y], [x])
+        return y
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
         from torch.nn.functional import embedding
@@ -79,6 +84,9 @@ class Unembed(Op):
 
     def matrix(self, p: Any) -> Any:
         return p["weight"], p.get("bias")
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.product(x, p["weight"], p.get("bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.products import linear

@@ -48,6 +48,26 @@ def activate(name: str, x: Any) -> Any:
     return activation(name)(x)
 
 
+def activation_memory(tape: Any, name: str, x: Any) -> Any:
+    """Record an activation by name on a tape, like `activate`."""
+    match name:
+        case "none":
+            return x
+        case "relu" | "sigmoid" | "tanh" | "exp":
+            return tape.unary(x, ["output"])
+        case "squared_relu":
+            return tape.square(tape.unary(x, ["output"]))
+        case "one_minus_exp":
+            return tape.unary(tape.unary(x, ["output"]), ())
+        case "positive":
+            return tape.where(x, tape.add(x, tape.new(())), tape.unary(x, ["output"]))
+        case "elu_plus_one":
+            return tape.where(x, tape.add(x, tape.new(())), tape.unary(tape.unary(x), ["output"]))
+        case "rational_exp":
+            return tape.where(x, tape.add(x, tape.new(())), tape.inverse(tape.add(tape.unary(x), tape.new(()))))
+    return tape.unary(x)
+
+
 def activation_of_step(name: str) -> Callable[[Any], Any]:
     """Return an activation by name for a function of one token, which runs without gradients."""
     import torch
@@ -119,6 +139,14 @@ class Gate(Op):
             return None
         function = activation_of_step(self.activation)
         return lambda x, by: function(by).mul_(x)
+
+    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+        opening = activation_memory(tape, self.activation, by)
+        if not self.heads:
+            return tape.multiply(x, opening)
+        heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        y = tape.multiply(tape.view(x, heads), tape.view(opening, (*opening.shape, 1)))
+        return tape.cast(tape.view(y, x.shape), x.item)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         opening = activate(self.activation, by)

@@ -81,6 +81,27 @@ class GatedRecurrence(Op):
         summary = Affine(piece, piece.masked(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
+    def memory(self, tape: Any, p: Any, x: Any, decay: Any) -> Any:
+        from seqblocks.workspace import gated_recurrence
+
+        item = max(x.item, decay.item, 4)
+        scaled, decay = tape.cast(x, item), tape.cast(decay, item)
+        if self.factor != "full":
+            scaled = tape.multiply(self._share_memory(tape, decay), scaled)
+        return tape.cast(gated_recurrence.scan(tape, scaled, decay), x.item)
+
+    def _share_memory(self, tape: Any, decay: Any) -> Any:
+        """Record `share` on a tape."""
+        if self.factor == "complement":
+            share = tape.unary(tape.unary(decay, ["output"]), ())
+        else:
+            grown = tape.unary(tape.unary(tape.unary(decay, ()), ["output"]), ())
+            share = tape.unary(tape.unary(grown), ["output"])
+        if not self.first_full:
+            return share
+        mask = tape.new((*decay.shape[:2], 1), 1)
+        return tape.pointwise(share, keeps=[mask])
+
     def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
         import torch
 

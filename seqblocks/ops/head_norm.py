@@ -54,6 +54,15 @@ class HeadNorm(Norm):
 
         return step
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        y = tape.view(tape.layer_norm(tape.view(x, heads)), x.shape)
+        gain, bias = self.gain_memory(tape, p), p.get("bias")
+        if self.shared:
+            gain, bias = (None if each is None else tape.expand(each, x.shape[-1:]) for each in (gain, bias))
+        y = y if gain is None else tape.multiply(y, gain)
+        return y if bias is None else tape.add(y, bias)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import head_norm
 

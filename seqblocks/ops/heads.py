@@ -24,6 +24,11 @@ class RepeatHeads(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        y = tape.new(tape.out, x.item)
+        tape.function([x], [y])
+        return y
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)
 
@@ -43,6 +48,9 @@ class JoinHeads(Op):
 
     def facts(self, x: Wire, other: Wire) -> Facts:
         return Facts(min(x.facts.low, other.facts.low), max(x.facts.high, other.facts.high))
+
+    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+        return tape.cat([x, other])
 
     def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
         import torch
@@ -71,6 +79,9 @@ class RollHeads(_OfHeads):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.unary(x, ())
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x.unflatten(-1, (self.heads, -1)).roll(self.by, -1).flatten(-2)
 
@@ -84,6 +95,9 @@ class Softmax(_OfHeads):
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
@@ -99,6 +113,10 @@ class SumNorm(_OfHeads):
 
     def macs(self, x: Wire) -> int:
         return x.features
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        exact = tape.view(tape.cast(x, max(x.item, 4)), (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
+        return tape.cast(tape.view(tape.divide(exact, tape.sum(exact, (*exact.shape[:-1], 1))), x.shape), x.item)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))

@@ -70,6 +70,11 @@ class HeadwiseLinear(Op):
 
         return None if self.shared else prepare(p["weight"], p.get("bias"))
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        from seqblocks.workspace import headwise_linear
+
+        return headwise_linear.product(tape, x, p["weight"], p.get("bias"))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import linear
 

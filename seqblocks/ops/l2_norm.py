@@ -30,6 +30,12 @@ class L2Norm(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        exact = tape.view(tape.cast(x, max(x.item, 4)), heads)
+        norm = tape.unary(tape.sum(tape.square(exact), (*heads[:-1], 1)), ["output"])
+        return tape.cast(tape.view(tape.multiply(exact, norm), x.shape), x.item)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 

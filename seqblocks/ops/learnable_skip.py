@@ -41,6 +41,10 @@ class LearnableSkip(Op):
         weight = p["weight"]
         return None if self.heads else lambda x, skip: addcmul(x, weight, skip)
 
+    def memory(self, tape: Any, p: Any, x: Any, skip: Any) -> Any:
+        weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]
+        return tape.add(x, tape.multiply(weight, skip))
+
     def forward(self, p: Any, call: Any, x: Any, skip: Any) -> Any:
         weight = p["weight"]
         weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight

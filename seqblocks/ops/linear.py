@@ -45,6 +45,9 @@ class Affine(Op):
     def matrix(self, p: Any) -> Any:
         return p["weight"], p.get("bias")
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.product(x, p["weight"], p.get("bias"))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.dispatch import saves_launches
         from seqblocks.kernels.products import linear

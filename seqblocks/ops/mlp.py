@@ -56,6 +56,11 @@ class SwiGLU(Op):
         to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
         return lambda x: to_output(silu(to_gate(x)).mul_(to_up(x)))
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        gate = tape.product(x, p["gate_weight"], p.get("gate_bias"))
+        up = tape.product(x, p["up_weight"], p.get("up_bias"))
+        return tape.product(tape.multiply(tape.unary(gate), up), p["down_weight"], p.get("down_bias"))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import silu
 

@@ -73,6 +73,12 @@ class MLSTM(Op):
         summary = of_mlstm(k, v, i, f, call.resets, self.input_gate)
         return lambda state: dict(zip("Cnm", summary(state["C"], state["n"], state["m"]), strict=True))
 
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+        from seqblocks.workspace import mlstm
+
+        q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
+        return tape.view(mlstm.scan(tape, q, k, v, i, f, self.normalize), tape.out)
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import MLSTMState, mlstm
 

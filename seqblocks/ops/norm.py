@@ -48,6 +48,11 @@ class Norm(Op):
         weight = p.get("weight")
         return 1 + weight if self.gain == "one_plus" else weight
 
+    def gain_memory(self, tape: Any, p: Any) -> Any:
+        """Record `effective_gain` on a tape."""
+        weight = p.get("weight")
+        return tape.add(weight, tape.new(())) if self.gain == "one_plus" else weight
+
     @property
     def adds_before(self) -> bool:
         """Return whether `of_sum` can compute it."""
@@ -82,6 +87,9 @@ class LayerNorm(Norm):
 
         one_plus = self.gain == "one_plus"
         return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, centred=True, one_plus=one_plus)
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.layer_norm(x, self.gain_memory(tape, p), p.get("bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import layer_norm

@@ -60,6 +60,12 @@ class PatchEmbed(Op):
     def makes_grid(self) -> bool:
         return True
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        batch, tokens, features = tape.out
+        y = tape.new((batch, features, tokens), x.item)
+        tape.function([x, p["weight"], p.get("bias")], [y], [x, p["weight"]])
+        return tape.view(y, tape.out, dense=False)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange
         from torch.nn.functional import conv2d
@@ -95,6 +101,12 @@ class ClassToken(Op):
 
     def ignores_resets(self, x: Wire) -> str | None:
         return "it inserts one token into the whole sequence"
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        at = {"first": 0, "middle": x.shape[1] // 2, "last": x.shape[1]}[self.position]
+        token = tape.cast(tape.expand(p["weight"], (x.shape[0], 1, x.shape[2])), x.item)
+        before, after = ((x.shape[0], n, x.shape[2]) for n in (at, x.shape[1] - at))
+        return tape.cat([tape.slice(x, before), token, tape.slice(x, after)], 1)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

@@ -37,6 +37,22 @@ class Pool(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        match self.mode:
+            case "mean":
+                return tape.mean(x, tape.out)
+            case "max":
+                y = tape.new(tape.out, x.item)
+                tape.function([x], [y], [x, y], 2 * x.bytes)
+                return y
+            case "bilateral_mean":
+                first, last = tape.slice(x, tape.out), tape.slice(x, tape.out)
+                return tape.unary(tape.add(first, last), ())
+            case "bilateral_concat":
+                part = (x.shape[0], x.shape[2])
+                return tape.cat([tape.slice(x, part), tape.slice(x, part)])
+        return tape.slice(x, tape.out)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 
@@ -75,6 +91,9 @@ class ToImage(Op):
 
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.view(x, tape.out, dense=False)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange

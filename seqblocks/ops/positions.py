@@ -73,6 +73,14 @@ class PositionEmbed(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return position_after(x, call)
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        weight = p["weight"]
+        if len(weight.shape) == 4:
+            return tape.add(x, tape.view(weight, (1, weight.shape[1] * weight.shape[2], weight.shape[3])))
+        places = tape.new(x.shape, weight.item)
+        tape.function([weight], [places], [tape.new(x.shape[:2], 8)], weight.bytes)
+        return tape.add(x, places)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions
 
@@ -141,6 +149,11 @@ class Sinusoids(Op):
 
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return position_after(x, call)
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        pairs = tape.new(x.shape, 8)
+        tape.passing(pairs.bytes)
+        return tape.add(x, tape.new(x.shape, x.item) if x.item != 8 else pairs)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

@@ -91,6 +91,9 @@ class Downsample(_Rate):
     def looks_ahead(self, x: Wire) -> int:
         return x.rate * (self.factor - 1)
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.mean(x, tape.out) if self.method == "mean" else tape.slice(x, tape.out)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         check_tokens(x, self.factor, self.verb)
         windows = x.unflatten(1, (-1, self.factor))
@@ -115,6 +118,11 @@ class Upsample(_Rate):
 
     def looks_ahead(self, x: Wire) -> int:
         return 0  # copies come at or after the token that they copy
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        y = tape.new(tape.out, x.item)
+        tape.function([x], [y])
+        return y
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x.repeat_interleave(self.factor, 1)

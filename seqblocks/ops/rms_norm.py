@@ -5,7 +5,7 @@
 from typing import Any, Literal
 
 from seqblocks.op import ANY, Port, argument, primitive
-from seqblocks.ops.gate import ActivationName, activate, activation
+from seqblocks.ops.gate import ActivationName, activate, activation, activation_memory
 from seqblocks.ops.norm import Norm
 from seqblocks.parameters import Parameter
 from seqblocks.types import Wire
@@ -78,6 +78,22 @@ class RMSNorm(Norm):
         from seqblocks.kernels import residual_norm
 
         return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, one_plus=self.gain == "one_plus")
+
+    def memory(self, tape: Any, p: Any, x: Any, z: Any = None) -> Any:
+        exact = tape.cast(x, max(x.item, 4))
+        opening = None if z is None else activation_memory(tape, self.activation, tape.cast(z, exact.item))
+        if opening is not None and self.gate == "before":
+            exact = tape.multiply(exact, opening)
+        grouped = tape.view(exact, (*x.shape[:-1], self.groups, x.shape[-1] // self.groups))
+        means = (*grouped.shape[:-1], 1)
+        y = tape.multiply(grouped, tape.unary(tape.mean(tape.square(grouped), means), ["output"]))
+        y = tape.cast(y, x.item)
+        y = y if self.shared else tape.view(y, x.shape)
+        gain, bias = self.gain_memory(tape, p), p.get("bias")
+        y = y if gain is None else tape.multiply(y, gain)
+        y = y if bias is None else tape.add(y, bias)
+        y = tape.view(y, x.shape) if self.shared else y
+        return y if opening is None or self.gate == "before" else tape.cast(tape.multiply(y, opening), y.item)
 
     def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
         import torch

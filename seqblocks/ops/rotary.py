@@ -113,6 +113,20 @@ class Rotary(Op):
             return turned
         return torch.cat([heads[..., : self.first], turned, heads[..., self.first + width :]], -1)
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        from seqblocks.workspace import attention
+
+        heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
+        whole = tape.view(x, heads)
+        width = self.features or heads[-1] - self.first
+        part = whole if width == heads[-1] else tape.slice(whole, (*heads[:-1], width))
+        y = attention.rotary(tape, part)
+        if width < heads[-1]:
+            rest = (self.first, heads[-1] - self.first - width)
+            before, after = (tape.slice(whole, (*heads[:-1], n)) for n in rest)
+            y = tape.cat([before, y, after])
+        return tape.view(y, x.shape)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions, turned
 

@@ -30,6 +30,10 @@ class Router(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.count
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        item = max(x.item, 4)
+        return tape.product(tape.cast(x, item), tape.cast(p["weight"], item))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
         from torch.nn.functional import linear

@@ -69,6 +69,16 @@ def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
     return lagged(past, by, by), past.state
 
 
+def with_past_memory(tape: Any, x: Any, by: int) -> Any:
+    """Record `with_past` on a tape and return the tokens."""
+    return tape.cat([tape.new((x.shape[0], by, x.shape[2]), x.item), x], 1)
+
+
+def shifted_memory(tape: Any, x: Any, by: int) -> Any:
+    """Record `shifted` on a tape."""
+    return tape.slice(with_past_memory(tape, x, by), x.shape)
+
+
 class _Shifted(Op):
     """Base of the verbs that read an earlier token."""
 
@@ -103,6 +113,9 @@ class Shift(_Shifted):
 
     def prepare_step(self, p: Any) -> Any:
         return lambda window, x: (window.select(1, 0).clone(), next_window(window, x))
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return shifted_memory(tape, x, self.by)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return shifted(x, self.by, call)
@@ -152,6 +165,10 @@ class TokenShift(_Shifted):
             return (before - x).mul_(weight if mix is None else mix).add_(x), next_window(window, x)
 
         return step
+
+    def memory(self, tape: Any, p: Any, x: Any, mix: Any = None) -> Any:
+        earlier = shifted_memory(tape, x, 1)
+        return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.add(earlier, x)))
 
     def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         earlier, state = shifted(x, 1, call)

@@ -124,6 +124,20 @@ class SSM(Op):
         summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
         return lambda state: {"h": summary(state["h"])}
 
+    def memory(self, tape: Any, p: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+        from seqblocks.workspace import selective_scan
+
+        rates = tape.cast(p["A_log"], max(p["A_log"].item, 4))
+        A = tape.unary(tape.unary(rates, ["output"]), ())
+        groups = 1 if B is not None and C is not None and self.groups == 1 else self.groups
+        shape = (*x.shape[:2], groups, self.state_size)
+        B, C = (
+            tape.expand(p[name], (*x.shape[:2], *p[name].shape)) if given is None else
+            tape.view(given, shape, dense=given.dense)
+            for name, given in (("B", B), ("C", C))
+        )
+        return selective_scan.scan(tape, x, dt, A, B, C, p.get("D"), z, self.softplus)
+
     def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
         from seqblocks.kernels import selective_scan
 
@@ -156,6 +170,9 @@ class LayerScale(Op):
 
     def macs(self, x: Wire) -> int:
         return x.features
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return tape.multiply(x, p["weight"])
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x * p["weight"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, parameters
+from seqblocks.kernels.attention import alibi_slopes
 from seqblocks.parameters import Init, Parameter
 from seqblocks.runtime.agreement import check_seed
 from seqblocks.runtime.shards import Parts, assign, groups_of
@@ -136,6 +137,10 @@ def _waves(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) 
     return (first + rise + height * z * z.abs()).expand(shape).clone()
 
 
+def _alibi(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return alibi_slopes(shape[-1], torch.device("cpu")).expand(shape).clone()
+
+
 DRAWS: dict[str, Draw] = {
     "zeros": lambda shape, init, fan_in, g: torch.zeros(shape, **PLAIN),
     "ones": lambda shape, init, fan_in, g: torch.ones(shape, **PLAIN),
@@ -149,6 +154,7 @@ DRAWS: dict[str, Draw] = {
     "small": _small,
     "wang": _wang,
     "powerlaw": _powerlaw,
+    "alibi": _alibi,
     "log_of_uniform": _log_of_uniform,
     "ring": _ring,
     "orthogonal": _orthogonal,

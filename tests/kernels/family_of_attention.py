@@ -17,6 +17,7 @@ def attention_inputs(
     """Return inputs. The cache holds 3 tokens for the first row and none for the last; older entries are never read."""
     x = {"q": draw(batch, S, H, D), "k": draw(batch, S, G, D, seed=1), "v": draw(batch, S, G, DV, seed=2)}
     x |= {"cached k": draw(batch, past, G, D, seed=3), "cached v": draw(batch, past, G, DV, seed=4)}
+    x |= {"slopes": 0.3 + 0.1 * torch.arange(H, dtype=torch.float64), "sinks": draw(H, seed=5)}
     return {**x, "length": 3 * (torch.arange(batch) == 0)}
 
 
@@ -51,6 +52,7 @@ def attention_cancellation(
 
 
 WINDOW = {"past": 6}
+EXTRA = ("slopes", "sinks")
 ATTENTION = Kernel(
     name="attention",
     function=kernels.attention,
@@ -61,10 +63,13 @@ ATTENTION = Kernel(
     ranges={"batch": range(4), "S": range(25), "D": (2, 4), "DV": range(1, 5)},
     small={"batch": 1, "S": 5, "H": 2, "G": 1, "D": 2, "DV": 2},
     variants={
-        "full": Variant(),
-        "window of 7": Variant({"window": 7}, WINDOW),
-        "window of 1": Variant({"window": 1}, {"past": 0}),
-        "rotary": Variant({"rotary": 100.0, "scale": 0.3}),
+        "full": Variant(without=EXTRA),
+        "window of 7": Variant({"window": 7}, WINDOW, without=EXTRA),
+        "window of 1": Variant({"window": 1}, {"past": 0}, without=EXTRA),
+        "rotary": Variant({"rotary": 100.0, "scale": 0.3}, without=EXTRA),
+        "soft cap": Variant({"soft_cap": 2.0}, without=EXTRA),
+        "biases, sinks": Variant(),
+        "biases, sinks, window of 7": Variant({"window": 7, "soft_cap": 5.0, "scale": 0.3}, WINDOW),
     },
     implementations=("reference", "torch"),
     reverse=False,
@@ -81,6 +86,9 @@ ATTENTION = Kernel(
         (lambda x: {"window": 200}, "too short for a window of 200"),
         (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
         (lambda x: {"resets": torch.zeros(2, 9)}, r"expects resets bool \[2, 9\]"),
+        (lambda x: {"soft_cap": 0.0}, "soft_cap must be positive"),
+        (lambda x: {"sinks": torch.zeros(3)}, r"expects sinks \[H\] = \[4\]; got \[3\]"),
+        (lambda x: {"slopes": torch.zeros(1, 4)}, r"expects slopes \[H\] = \[4\]; got \[1, 4\]"),
         (lambda x: {"length": x["length"][:1]}, "expects a state of shapes"),
     ),
 )

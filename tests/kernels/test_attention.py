@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqblocks.kernels import attention, use_backend
+from seqblocks.kernels.attention import alibi_slopes
 from seqblocks.kernels.positions import rotary
-from tests.kernels.conformance import marked
+from tests.kernels.conformance import draw, marked
 from tests.kernels.family_of_attention import attention_inputs
 
 # float64: sums of up to 2,000 terms with weights that add to one, of values of order one.
@@ -31,7 +32,8 @@ def inputs(S: int, dtype: Any = torch.float64, **sizes: int) -> list[Tensor]:
 
 
 def by_hand(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None,
+    soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute each query separately."""
     B, S, H, D = q.shape
@@ -52,7 +54,14 @@ def by_hand(
                     pairs = torch.complex(query[: D // 2], query[D // 2 :])
                     others = torch.complex(keys[:, : D // 2], keys[:, D // 2 :])
                     scores = (pairs.conj() * turn * others).real.sum(-1)
-                rows.append(torch.softmax(scores / math.sqrt(D), 0) @ values)
+                scores = scores / math.sqrt(D)
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if slopes is not None:
+                    scores = scores - slopes[h] * torch.tensor([abs(s - t) for s in near])
+                odds = scores.exp()
+                total = odds.sum() if sinks is None else odds.sum() + sinks[h].exp()
+                rows.append(odds / total @ values)
     return torch.stack(rows).view(B, S, H, -1)
 
 
@@ -70,29 +79,51 @@ def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
     base=st.sampled_from([None, 10_000.0]),
     causal=st.booleans(),
     marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 23)), max_size=3),
+    soft_cap=st.sampled_from([None, 1.5]),
+    added=st.sets(st.sampled_from(["slopes", "sinks"])),
 )
 def test_by_hand(
-    backend: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]]
+    backend: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]],
+    soft_cap: float | None, added: set[str],
 ) -> None:
     x = inputs(seq)
+    options: dict[str, Any] = {"soft_cap": soft_cap}
+    options |= {name: draw(4, seed=7).abs().requires_grad_() for name in added}
     resets = marked(seq, marks) if marks else None
-    found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend)
-    expected = by_hand(*x, causal, window, base, resets)
+    found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend, **options)
+    expected = by_hand(*x, causal, window, base, resets, **options)
+    x += [options[name] for name in added]
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
     near([found], [expected])
     near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, expected)))
 
 
-def test_packed_sequences_in_blocks() -> None:
-    """There are more queries than a block has, and no window: the masks are made block by block."""
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None:
+    """There are more queries than a block has, and no window: masks and scores are made block by block."""
     x = inputs(1100, H=2, G=1, D=2)
-    resets = marked(1100, [(0, 3), (0, 700), (1, 600)])
-    for causal in (True, False):
-        near(*(
-            [y, *torch.autograd.grad(y.square().sum(), x)]
-            for backend in ("torch", "reference")
-            for y in [attention(*x, causal=causal, resets=resets, backend=backend)]
-        ))  # fmt: skip
+    resets = marked(1100, [(0, 3), (0, 700), (1, 600)]) if packed else None
+    options: dict[str, Any] = {"soft_cap": 2.0, "slopes": draw(2).abs(), "sinks": draw(2)} if explicit else {}
+    x += [t.requires_grad_() for t in options.values() if isinstance(t, Tensor)]
+    near(*(
+        [y, *torch.autograd.grad(y.square().sum(), x)]
+        for backend in ("torch", "reference")
+        for y in [attention(*x[:3], causal=causal, resets=resets, backend=backend, **options)]
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8, 12])
+def test_the_slopes_of_alibi(heads: int) -> None:
+    """As in the paper: 1/2, 1/4, … for 8 heads, whose ratio is the first slope; for 6 heads, 2 of those of 8 follow."""
+    found = alibi_slopes(heads).tolist()
+    expected = {
+        1: [2**-8], 2: [2**-4, 2**-8], 6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+        8: [2.0**-j for j in range(1, 9)],
+        12: [*(2.0**-j for j in range(1, 9)), *(2.0**-j for j in (0.5, 1.5, 2.5, 3.5))],
+    }[heads]
+    assert found == pytest.approx(expected, rel=1e-15)
 
 
 class Largest(TorchDispatchMode):
@@ -119,6 +150,17 @@ def test_a_window_does_not_square_the_length() -> None:
             attention(*x, window=64).sum().backward()
         found[S] = largest.numel
     assert found[8192] == 4 * found[2048] <= 8192 * 128
+
+
+def test_a_soft_cap_does_not_square_the_length() -> None:
+    """The largest tensor has the products of a block of 512 queries with all keys."""
+    found = {}
+    for S in (1024, 2048):
+        x = inputs(S, H=2, G=1, D=8, DV=8, batch=1, dtype=torch.float32)
+        with Largest() as largest:
+            attention(*x, soft_cap=3.0).sum().backward()
+        found[S] = largest.numel
+    assert found[2048] == 2 * found[1024] == 2 * 512 * 2048
 
 
 @pytest.mark.parametrize("DV", [4, 12])
@@ -175,14 +217,16 @@ def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) 
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 2), (1, 7)])
-def test_a_memory_has_a_length_of_its_own(queries: int, keys: int, backend: str) -> None:
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 2), (1, 7), (530, 3)])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_a_memory_has_a_length_of_its_own(queries: int, keys: int, backend: str, soft_cap: float | None) -> None:
     generator = torch.Generator().manual_seed(queries)
     shapes = ((2, queries, 4, 3), (2, keys, 2, 3), (2, keys, 2, 5))
     q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
-    y = attention(q, k, v, causal=False, backend=backend)
+    y = attention(q, k, v, causal=False, backend=backend, soft_cap=soft_cap)
     wide = [x.repeat_interleave(2, 2) for x in (k, v)]
     scores = torch.einsum("bshd,bthd->bhst", q, wide[0]) / 3**0.5
+    scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
     expected = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), wide[1])
     torch.testing.assert_close(y, expected)
     found = torch.autograd.grad(y.square().sum(), (q, k, v))

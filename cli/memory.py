@@ -1,0 +1,71 @@
+"""`seqblocks memory`: estimate the memory of a training step and of streams, without torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from seqblocks._version import __version__
+from seqblocks.analysis.check import require_model
+from seqblocks.architect.memory import Estimate, largest_batch, memory, read_bytes
+from seqblocks.cli import output
+from seqblocks.cli.check import load
+from seqblocks.errors import visible
+from seqblocks.report.numbers import bytes_of, count
+
+TOO_LARGE = 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate. Status 1: the peak is above the limit of `--fits`."""
+    limit = read_bytes(options.fits) if options.fits else None
+    model = require_model(*load(options.spec, options))
+    given = {
+        "length": options.length, "optimizer": options.optimizer, "dtype": options.dtype,
+        "checkpoint": options.checkpoint,
+    }  # fmt: skip
+    found = memory(model, batch=options.batch, **given)
+    fits = limit is None or found.peak_bytes <= limit
+    best = None if limit is None else largest_batch(limit, model, **given)
+    if options.format == "json":
+        extra: dict[str, Any] = {}
+        if limit is not None:
+            extra = {"limit_bytes": int(limit), "fits": fits, "largest_batch": best.batch if best else 0}
+        output.dump({"version": __version__, "ok": fits, "spec": options.spec} | found.as_data() | extra)
+    elif options.format == "text":
+        if not options.quiet:
+            _write(found, options.depth)
+    else:
+        output.write(found.markdown(options.depth) if options.format == "markdown" else found.csv(options.depth))
+    if limit is not None and best is not None and fits and options.format == "text" and not options.quiet:
+        output.write(f"fits into {bytes_of(limit)}: up to batch {count(best.batch)}, {bytes_of(best.peak_bytes)}")
+    if limit is not None and not fits:
+        output.problem(_too_large(found, limit, best), argparse.Namespace(format="text", color=options.color))
+    return 0 if fits else TOO_LARGE
+
+
+def _write(found: Estimate, depth: int | None) -> None:
+    what = f"batch {found.batch:,}, {found.length:,} tokens, {found.dtype}, {found.optimizer}"
+    layers = ", layers computed again" if found.checkpoint == "blocks" else ""
+    where = f"{found.phase} pass" if found.phase != "optimizer" else "update by the optimiser"
+    at = f" of {visible(found.at)}" if found.at else ""
+    output.write(f"{visible(found.name)}: {what}{layers}")
+    output.write(f"peak of a training step: {bytes_of(found.peak_bytes)}, in the {where}{at}")
+    output.write("")
+    output.write(found.text(depth))
+    output.write("")
+    output.write(f"kept by the forward pass: {bytes_of(found.activations_bytes)}")
+    output.write(
+        f"inference, token by token: {bytes_of(found.inference_bytes)} (weights {bytes_of(found.weights_bytes)}, "
+        f"state {bytes_of(found.state_bytes)})"
+    )
+    for verb in found.undeclared:
+        output.write(f"{visible(verb)} does not declare its memory: its inputs and its output are counted")
+
+
+def _too_large(found: Estimate, limit: float, best: Estimate | None) -> str:
+    over = f"the peak of {bytes_of(found.peak_bytes)} exceeds {bytes_of(limit)}"
+    if best is None:
+        hint = "; try --checkpoint blocks, a shorter --length, or bf16" if found.checkpoint == "none" else ""
+        return f"{over}, and so does a batch of 1{hint}"
+    return f"{over}; the largest batch that fits is {count(best.batch)}, with {bytes_of(best.peak_bytes)}"

@@ -1,0 +1,69 @@
+"""How scores of attention become weights: scale, soft cap, linear biases, sinks.
+
+H query heads, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """The function from products of queries and keys to weights.
+
+    scale: factor of the products. soft_cap: limit of the scores (Gemma 2, arXiv:2408.00118). slopes [H]: subtracted
+    from the scores for each token of distance (ALiBi, arXiv:2108.12409). sinks [H]: score of a further key whose value
+    is 0 (gpt-oss, arXiv:2508.10925).
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the weights are the softmax of the scaled products."""
+        return self.soft_cap is None and self.slopes is None and self.sinks is None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scaled scores of any shape after the soft cap."""
+        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+    def with_heads(self, *shape: int) -> Scores:
+        """Return the same for scores whose heads have this shape, [*shape, S, T]."""
+        slopes, sinks = (None if x is None else x.view(shape) for x in (self.slopes, self.sinks))
+        return self._replace(slopes=slopes, sinks=sinks)
+
+    def weights(self, scores: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
+        """Return the weights of scaled scores [B, H, S, T], of the same shape.
+
+        seen [B or 1, 1, S, T]: whether a query sees a key. distance [S, T]: the number of tokens between them.
+        """
+        scores = self.capped(scores)
+        if self.slopes is not None:
+            scores = scores - self.slopes.to(scores.dtype)[..., None, None] * distance.to(scores.dtype)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is None:
+            return torch.softmax(scores, -1)
+        sink = self.sinks.to(scores.dtype)[..., None, None]
+        # Any number gives the same weights. Unlike a maximum, this one exists without keys.
+        most = torch.maximum(scores.detach().logsumexp(-1, keepdim=True), sink.detach())
+        odds = torch.exp(scores - most)
+        return odds / (odds.sum(-1, keepdim=True) + torch.exp(sink - most))
+
+
+def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
+    """Return ALiBi's slopes [H], float64: 2^(-8 / H), 2^(-16 / H), … (arXiv:2108.12409).
+
+    If H is not a power of two, the slopes of the power below it are followed by every other slope of the power above.
+    """
+    below = 1 << (heads.bit_length() - 1)
+
+    def slopes(count: int) -> Tensor:
+        return 2.0 ** (-8 / count * torch.arange(1, count + 1, dtype=torch.float64, device=device))
+
+    return torch.cat([slopes(below), slopes(2 * below)[: 2 * (heads - below) : 2]])

@@ -1,0 +1,353 @@
+"""A training step of a model on a `Tape`, in the order in which the modules of `seqblocks/runtime` run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from seqblocks import graph
+from seqblocks.cost import BYTES
+from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.op import Op, may_be_matrix
+from seqblocks.ops.dropout import drop_samples_memory
+from seqblocks.ops.embed import Unembed
+from seqblocks.ops.linear import Affine
+from seqblocks.tape import Shape, Tape, Value
+from seqblocks.types import Wire
+
+LARGE_OUTPUT = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
+ID = 8  # bytes of a token id
+MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call: sequences, and tokens of a sequence of open length."""
+
+    batch: int
+    length: int
+
+    def shape(self, wire: Wire) -> Shape:
+        tokens = self.length // wire.rate
+        sizes = {"batch": self.batch}
+        return tuple(axis if isinstance(axis, int) else sizes.get(axis, tokens) for axis in wire.axes)
+
+
+class Replay:
+    """The steps of a model, run on a tape."""
+
+    def __init__(self, spec: ModelSpec, sizes: Sizes, dtype: str, checkpoint: bool) -> None:
+        self.spec, self.sizes, self.dtype, self.checkpoint = spec, sizes, dtype, checkpoint
+        self.item = BYTES[dtype]
+        self.tape = Tape(self.item)
+        self.exact = graph.is_exact(spec.graph)
+        self.undeclared: set[str] = set()
+        self.moments: list[Value] = []
+        self.held: list[Value] = []  # by the model, after its call
+        self.kept_at = 0  # the number of events of the forward pass and the loss
+        self.inside_layer = False
+        self._own_parameters()
+
+    def _own_parameters(self) -> None:
+        self.weights: dict[str, Value] = {}
+        named = list(graph.parameters(self.spec.graph, shared=True))
+        for item in named:
+            if item.tied is None:
+                self.tape.step = item.name.rpartition(".")[0]
+                size = BYTES["float32"] if item.parameter.full_precision else self.item
+                self.weights[item.name] = self.tape.parameter(tuple(item.parameter.shape), size)
+        owners = {item.name: item.tied for item in named if item.tied is not None}
+        for name in owners:
+            owner, seen = name, set[str]()
+            while owner in owners and owner not in seen:
+                seen.add(owner)
+                owner = owners[owner]
+            self.weights[name] = self.weights[owner]
+        self.tape.step = ""
+
+    def train(self, optimizer: str) -> None:
+        """Run a training step."""
+        tape = self.tape
+        for value in tape.parameters.values():
+            tape.step = value.memory.step
+            self.moments += [tape.new(value.shape, value.item, "optimizer") for _ in range(MOMENTS[optimizer])]
+            if optimizer == "adamw":
+                self.moments.append(tape.new((), 4, "optimizer"))  # the number of steps
+        tape.step = ""
+        outputs = self.forward()
+        reads_ids = any(wire.kind == "tokens" for wire in (self.spec.input, *self.spec.inputs.values()))
+        loss = loss_of(tape, outputs, reads_ids)
+        self.kept_at = len(tape.events)
+        tape.backward(loss)
+        if optimizer == "adamw":
+            update_by_adamw(tape)
+
+    def given(self, wire: Wire) -> Value:
+        """Return an input of the model, whose memory is not counted."""
+        value = self.tape.new((0,))
+        value.shape, value.item = self.sizes.shape(wire), ID if wire.kind == "tokens" else self.item
+        return value
+
+    def forward(self) -> dict[str, Value]:
+        """Run all steps. Returns the outputs by name."""
+        wires = list(self.spec.inputs.values()) or [self.spec.input]
+        values = {value: self.given(wire) for value, wire in zip(self.spec.graph.reads, wires, strict=True)}
+        out = self.body(self.spec.graph, values, ("",))
+        return out if isinstance(out, dict) else {"": out}
+
+    # --- bodies ---------------------------------------------------------------------------------------------------
+
+    def body(self, body: Graph, values: dict[int, Value], paths: tuple[str, ...]) -> Any:
+        spent = spent_values(body)
+        for at, node in enumerate(body.nodes):
+            inputs = [values[value] for value in node.reads]
+            y = self.node(node, inputs, tuple(graph.join(path, node.name) for path in paths))
+            if isinstance(y, list):
+                values.update(zip(node.outputs, y, strict=True))
+            elif node.split:
+                axis = node.type.feature_axis if node.type else -1
+                values.update(zip(node.outputs, self.tape.split(y, node.split, axis), strict=True))
+            else:
+                values[node.outputs[0]] = y
+            for value in spent[at]:
+                values.pop(value, None)
+        if body.outputs:
+            return {name: values[value] for name, value in body.outputs.items()}
+        return values[body.result]
+
+    def node(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
+        outer, self.tape.step = self.tape.step, paths[-1]
+        y = getattr(self, f"_{node.kind}")(node, inputs, paths)
+        self.tape.step = outer
+        return y
+
+    def _inside(self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...]) -> Value:
+        found: Value = self.body(body, dict(zip(body.reads, inputs, strict=True)), paths)
+        return found
+
+    def _block(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        return self._inside(node.bodies[""], inputs, paths)
+
+    def _residual(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        y = self._inside(node.bodies[""], inputs, paths)
+        if node.arguments.drop_path:
+            y = drop_samples_memory(self.tape, y)
+        self.tape.step = paths[-1]
+        return self.tape.add(inputs[0], y)
+
+    def _repeat(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
+        recompute = self.checkpoint and not self.inside_layer
+        self.inside_layer = self.inside_layer or recompute
+        for label, body in node.bodies.items():
+            given = [x, *(values[value] for value in body.captures)]
+            below = tuple(graph.join(path, label) for path in paths)
+            if recompute:
+                x = self.tape.layer(lambda body=body, given=given, below=below: self._inside(body, given, below))  # type: ignore[misc]
+            else:
+                x = self._inside(body, given, below)
+        if recompute:
+            self.inside_layer = False
+        return x
+
+    def _parallel(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        values, results = dict(zip(node.reads, inputs, strict=True)), list[Value]()
+        for label, body in node.bodies.items():
+            given = [inputs[0], *(values[value] for value in body.captures)]
+            y = self._inside(body, given, tuple(graph.join(path, label) for path in paths))
+            results.append(y)
+        self.tape.step = paths[-1]
+        axis = node.type.feature_axis if node.type and len(results) > 1 else -1
+        return merged(self.tape, results, node.arguments.merge, axis)
+
+    def _scan(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        (body,), results = node.bodies.values(), list[Value]()
+        in_place = is_reversible(body)
+        for order in node.arguments.orders:
+            tensors = list(inputs)
+            moved = ("columns" in order) + (order.endswith("reverse") and not in_place)
+            for _ in range(moved):
+                tensors = [self.tape.copy(x) if self._is_ordered(value, node) else x
+                           for x, value in zip(tensors, node.reads, strict=True)]
+            below = tuple(p for path in paths for p in (path, graph.join(path, graph.direction_name(order))))
+            y = self._inside(body, tensors, below if node.directions else paths)
+            self.tape.step = paths[-1]
+            for _ in range(moved):
+                y = self.tape.copy(y)
+            results.append(y)
+        return merged(self.tape, results, node.arguments.merge)
+
+    def _is_ordered(self, value: int, node: Node) -> bool:
+        wire = self.spec.types[value]
+        return wire is not None and wire.kind in ("sequence", "tokens") and wire.context == graph.is_context(node)
+
+    def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the router and the experts, each on an equal share of the tokens."""
+        tape, router = self.tape, node.bodies[""].nodes[0]
+        x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
+        logits = self.node(router, [x], tuple(graph.join(path, router.name) for path in paths))
+        tokens, count, top = math.prod(x.shape[:-1]), node.arguments.count, node.arguments.top
+        tape.step = paths[-1]
+        weights, held = self._routed(tape.view(logits, (tokens, count)), node)
+        self.held += held  # the model keeps them for losses of the router
+        order = tape.new((tokens * top,), ID)
+        labels = [label for label in node.bodies if label]
+        captured = (values[value] for value in node.bodies[labels[0]].captures)
+        sizes = [tokens * top // count + (at < tokens * top % count) for at in range(count)]
+        sent = [tape.split(self._sent(each, order, top), sizes, 0) for each in (x, *captured)]
+        results = []
+        for at, label in enumerate(labels):
+            below = tuple(graph.join(path, label) for path in paths)
+            given = [part[at] for part in sent]
+            if len(x.shape) > 2:
+                given = [tape.view(each, (1, *each.shape), dense=each.dense) for each in given]
+            y = self._inside(node.bodies[label], given, below)
+            results.append(tape.view(y, (sizes[at], y.shape[-1])))
+            del given, y
+        del sent
+        tape.step = paths[-1]
+        joined = tape.cat(results, 0)
+        results.clear()
+        y = tape.new(joined.shape, joined.item)
+        tape.function([joined], [y], [order])
+        del joined
+        weighted = tape.multiply(tape.view(y, (tokens, top, y.shape[-1])), tape.view(weights, (tokens, top, 1)))
+        found = tape.cast(tape.sum(weighted, (tokens, y.shape[-1])), y.item)
+        return tape.view(found, (*x.shape[:-1], y.shape[-1]))
+
+    def _routed(self, logits: Value, node: Node) -> tuple[Value, list[Value]]:
+        """Record the choice of experts. Returns the weights [tokens, top], and what the model holds after its call."""
+        tape, (tokens, count) = self.tape, logits.shape
+        scores = tape.unary(logits, ["output"])
+        order, best = tape.new((tokens, count), ID), tape.new((tokens, count), scores.item)
+        tape.function([scores], [best], [order])
+        weights = tape.slice(best, (tokens, node.arguments.top))
+        if node.arguments.normalizes:
+            weights = tape.divide(weights, tape.sum(weights, (tokens, 1)))
+        return weights, [logits.again(), scores.again(), order.again()]
+
+    def _sent(self, x: Value, order: Value, top: int) -> Value:
+        """Record copies of each token for each of its experts, sorted by expert."""
+        tape, whole = self.tape, (math.prod(x.shape[:-1]) * top, x.shape[-1])
+        copies, y = tape.new(whole, x.item), tape.new(whole, x.item)
+        tape.function([x], [copies])
+        tape.function([copies], [y], [order])
+        return y
+
+    # --- primitives -----------------------------------------------------------------------------------------------
+
+    def _op(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
+        assert node.op is not None
+        p = {name: self._parameter(name, paths) for name in node.parameters}
+        inputs = self._at_ports(node, self._narrowed(node, inputs))
+        self.tape.out = self.sizes.shape(node.type) if node.type else ()
+        if type(node.op).memory is Op.memory:
+            self.undeclared.add(node.verb)
+        if node.split and self._is_costly_split(node, inputs):
+            return self.tape.split_product(inputs[0], p["weight"], p.get("bias"), node.split)
+        return node.op.memory(self.tape, p, *inputs)
+
+    def _parameter(self, name: str, paths: tuple[str, ...]) -> Value:
+        found = (self.weights.get(graph.join(path, name)) for path in reversed(paths))
+        return next(value for value in found if value is not None)
+
+    def _narrowed(self, node: Node, inputs: list[Value]) -> list[Value]:
+        """Return the inputs in the dtype of a 16-bit model, which an op with parameters converts them to."""
+        op = node.op
+        plain = any(not parameter.full_precision for parameter in node.parameters.values())
+        if not self.exact or op is None or op.mixed or not plain or self.item > 2:
+            return inputs
+        return [self.tape.copy(x, self.item) if x.item == BYTES["float32"] else x for x in inputs]
+
+    def _at_ports(self, node: Node, inputs: list[Value]) -> list[Any]:
+        assert node.op is not None
+        read = [value for values in node.inputs.values() for value in values]
+        if node.vectors:
+            longer = max((x for x in inputs), key=lambda x: (len(x.shape), x.numbers))
+            inputs = [self.tape.expand(x, longer) if value in node.vectors else x
+                      for x, value in zip(inputs, read, strict=True)]
+        rest, found = iter(inputs), list[Any]()
+        for port in node.op.ports:
+            part = [next(rest) for _ in node.inputs.get(port.name, ())]
+            axis = 1 if part and len(part[0].shape) == 4 else -1
+            found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
+        return found
+
+    def _is_costly_split(self, node: Node, inputs: list[Any]) -> bool:
+        assert node.op is not None
+        x = inputs[0]
+        if self.item < 4 or not may_be_matrix(node.op) or not isinstance(node.op, Affine | Unembed):
+            return False
+        if node.type is None or node.type.feature_axis != -1:
+            return False
+        width, tokens = x.shape[-1], math.prod(x.shape[:-1])
+        return tokens * sum(node.split) >= LARGE_OUTPUT and min(node.split) >= int(width)
+
+
+def spent_values(body: Graph) -> list[list[int]]:
+    """Return for each node the values that no later node reads."""
+    last: dict[int, int] = {}
+    for at, node in enumerate(body.nodes):
+        last |= dict.fromkeys((*node.reads, *node.outputs), at)
+    for value in body.results:
+        last.pop(value, None)
+    spent: list[list[int]] = [[] for _ in body.nodes]
+    for value, at in last.items():
+        spent[at].append(value)
+    return spent
+
+
+def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
+    """Return the sum, mean, product or concat of results."""
+    if len(results) == 1:
+        return results[0]
+    if how == "concat":
+        return tape.cat(results, axis)
+    total = results[0]
+    for y in results[1:]:
+        total = tape.multiply(total, y) if how == "product" else tape.add(total, y)
+    return tape.unary(total, ()) if how == "mean" else total
+
+
+def is_reversible(body: Graph) -> bool:
+    """Return whether all steps support reverse order."""
+    return all(
+        node.kind != "scan" and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
+        for node in graph.walk(body)
+    )
+
+
+def loss_of(tape: Tape, outputs: dict[str, Value], reads_ids: bool) -> Value:
+    """Return the sum of the losses of all outputs: cross-entropy of logits for token ids, else the mean square."""
+    total = None
+    while outputs:
+        y = outputs.pop(next(iter(outputs)))
+        loss = cross_entropy(tape, y) if reads_ids and len(y.shape) == 3 else mean_square(tape, y)
+        del y
+        total = loss if total is None else tape.add(total, loss)
+    assert total is not None
+    return total
+
+
+def cross_entropy(tape: Tape, logits: Value) -> Value:
+    logs = tape.unary(tape.view(logits, (math.prod(logits.shape[:-1]), logits.shape[-1])), ["output"])
+    loss = tape.new((), logs.item)
+    tape.function([logs], [loss], [logs])
+    return loss
+
+
+def mean_square(tape: Tape, y: Value) -> Value:
+    tape.passing(y.bytes)
+    loss = tape.new((), y.item)
+    tape.function([y], [loss], [y])
+    return loss
+
+
+def update_by_adamw(tape: Tape) -> None:
+    """Update all parameters, one after the other (foreach=False). The denominator of the previous one lives on."""
+    tape.phase, before = "optimizer", None
+    for value in tape.parameters.values():
+        tape.step = value.memory.step
+        root = tape.new(value.shape, value.item)
+        before = tape.new(value.shape, value.item)  # noqa: F841 - as torch's variable does
+        del root

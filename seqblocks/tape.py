@@ -1,0 +1,419 @@
+"""A replay of a training step that counts bytes: it records operations on shapes as torch records those on tensors.
+
+An op describes what its `forward` allocates by the same operations in `Op.memory`, on shapes instead of numbers. The
+tape keeps what torch would keep for the backward pass and for as long, and counts the bytes that are in use. Memory is
+in use while some `Value` refers to it, so that a variable of Python has the same effect as in `forward`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Event(NamedTuple):
+    """Memory is allocated (bytes > 0), freed (< 0), or from now on kept for the backward pass (0)."""
+
+    memory: Memory
+    bytes: int
+    phase: str
+
+
+class Memory:
+    """Memory of one tensor and its views. kind: weights, gradients, optimizer or work."""
+
+    __slots__ = ("bytes", "kind", "step", "tape", "uses")
+
+    def __init__(self, tape: Tape, size: int, kind: str) -> None:
+        self.tape, self.bytes, self.kind, self.step, self.uses = tape, size, kind, tape.step, 0
+        tape.note(self, size)
+
+
+class Value:
+    """A tensor without numbers: a shape, the bytes of a number, and the memory it lies in, perhaps with others.
+
+    dense: whether its numbers are contiguous. tracked: whether a gradient of it is needed.
+    """
+
+    __slots__ = ("dense", "item", "memory", "shape", "source", "tracked")
+
+    def __init__(
+        self, memory: Memory, shape: Shape, item: int, *, dense: bool = True, tracked: bool = False,
+        source: tuple[Node | None, int] = (None, 0),
+    ) -> None:
+        self.memory, self.shape, self.item, self.dense = memory, shape, item, dense
+        self.tracked, self.source = tracked, source
+        memory.uses += 1
+
+    def __del__(self) -> None:
+        memory = self.memory
+        memory.uses -= 1
+        if not memory.uses:
+            memory.tape.note(memory, -memory.bytes)
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numbers * self.item
+
+    @property
+    def features(self) -> int:
+        return self.shape[-1]
+
+    def again(self, shape: Shape | None = None, *, dense: bool = True) -> Value:
+        """Return a view that autograd does not know of."""
+        return Value(self.memory, self.shape if shape is None else shape, self.item, dense=dense and self.dense)
+
+
+Keep = Value | int
+Backward = Callable[[list[Value | None]], "list[Value | None]"]
+
+
+class Node:
+    """A recorded operation: what it keeps, and how it returns the gradients of its inputs."""
+
+    __slots__ = ("backward", "grads", "inputs", "kept", "layer", "step")
+
+    def __init__(self, inputs: Sequence[Value], outputs: int, kept: list[Value], backward: Any, step: str) -> None:
+        self.inputs = [value.source if value.tracked else None for value in inputs]
+        self.grads: list[Value | None] = [None] * outputs
+        self.kept, self.backward, self.step = kept, backward, step
+        self.layer: Layer | None = None
+
+
+class Layer:
+    """A layer whose operations are recomputed in the backward pass."""
+
+    def __init__(self, nodes: list[Node], again: Callable[[], list[Node]] | None) -> None:
+        self.nodes, self.again = nodes, again
+
+    def restore(self) -> None:
+        """Compute the layer again, for what its operations keep."""
+        again, self.again = self.again, None
+        if again is not None:
+            for node, anew in zip(self.nodes, again(), strict=True):
+                node.kept = anew.kept
+                anew.kept = []
+
+
+class Tape:
+    """Operations in order, and the bytes in use."""
+
+    def __init__(self, item: int) -> None:
+        self.item = item  # bytes of a number of the model
+        self.events: list[Event] = []
+        self.nodes: list[Node] = []
+        self.live = 0
+        self.step, self.phase = "", "forward"
+        self.out: Shape = ()  # the shape of the present step's output
+        self.gradients: dict[int, Value] = {}  # of parameters, by the parameter's memory
+        self.parameters: dict[int, Value] = {}
+
+    def note(self, memory: Memory, size: int) -> None:
+        self.live += size
+        self.events.append(Event(memory, size, self.phase))
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def new(self, shape: Shape, item: int | None = None, kind: str = "work") -> Value:
+        """Allocate memory for a tensor that autograd does not know of."""
+        item = self.item if item is None else item
+        return Value(Memory(self, math.prod(shape) * item, kind), shape, item)
+
+    def parameter(self, shape: Shape, item: int) -> Value:
+        """Return a parameter."""
+        value = self.new(shape, item, "weights")
+        value.tracked = True
+        self.parameters[id(value.memory)] = value
+        value.source = (None, id(value.memory))
+        return value
+
+    def passing(self, size: float) -> None:
+        """Allocate this many bytes and free them again."""
+        if size:
+            self.new((int(size),), 1)
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def function(
+        self, inputs: Sequence[Value | None], outputs: Sequence[Value], keeps: Iterable[Keep] = (),
+        backward: float | Backward = 0,
+    ) -> Sequence[Value]:
+        """Record an operation with these outputs, new or views of its inputs.
+
+        keeps: values, or bytes of other memory, that are kept for the backward pass. backward: bytes that it needs
+        besides the gradients of the inputs, or a function from the gradients of the outputs to those of the inputs.
+        """
+        given = [value for value in inputs if value is not None]
+        if not any(value.tracked for value in given):
+            return outputs
+        kept = [value.again() if isinstance(value, Value) else self.new((value,), 1) for value in keeps]
+        for value in kept:
+            self.note(value.memory, 0)
+        node = Node(given, len(outputs), kept, self._gradients(given, backward), self.step)
+        self.nodes.append(node)
+        for at, value in enumerate(outputs):
+            value.tracked, value.source = True, (node, at)
+        return outputs
+
+    def _gradients(self, inputs: list[Value], backward: float | Backward) -> Backward:
+        if callable(backward):
+            return backward
+        sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
+
+        def run(grads: list[Value | None]) -> list[Value | None]:
+            found = [None if size is None else self.new(*size) for size in sizes]
+            self.passing(backward)
+            return found
+
+        return run
+
+    def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, forward: float = 0, backward: float = 0) -> Value:
+        """Return f(x), element by element. keeps: `input` and `output`."""
+        self.passing(forward)
+        y = self.new(x.shape, x.item)
+        self.function([x], [y], [x if name == "input" else y for name in keeps], backward)
+        return y
+
+    def pointwise(self, *inputs: Value, keeps: Iterable[Keep] = (), same: bool = False) -> Value:
+        """Return an operation on values that are broadcast. same: their gradients are that of the result."""
+        shape = broadcast(*(value.shape for value in inputs))
+        y = self.new(shape, max(value.item for value in inputs))
+        sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
+
+        def backward(grads: list[Value | None]) -> list[Value | None]:
+            (grad,), found = grads, list[Value | None]()
+            assert grad
+            for size in sizes:
+                if size is None:
+                    found.append(None)
+                elif math.prod(size[0]) == math.prod(shape):
+                    found.append(grad.again() if same and size[1] == grad.item else self.new(*size))
+                else:  # the gradient of what was broadcast is summed
+                    self.passing(0 if same else grad.bytes)
+                    found.append(self.new(*size))
+            return found
+
+        self.function(inputs, [y], keeps, backward)
+        return y
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self.pointwise(a, b, same=True)
+
+    def multiply(self, a: Value, b: Value) -> Value:
+        return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), *([b] if a.tracked else ())])
+
+    def divide(self, a: Value, b: Value) -> Value:
+        return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), b])
+
+    def square(self, x: Value) -> Value:
+        y = self.new(x.shape, x.item)
+        self.function([x], [y], [x], x.bytes)
+        return y
+
+    def inverse(self, x: Value) -> Value:
+        """Return 1 / x."""
+        return self.unary(x, ["output"], backward=x.bytes)
+
+    def where(self, mask: Value, a: Value, b: Value) -> Value:
+        """Return a where a mask, as large as `mask` but of one byte each, is true, else b."""
+        return self.pointwise(a, b, keeps=[self.new(mask.shape, 1)])
+
+    def dropout(self, x: Value) -> Value:
+        mask = self.new(x.shape, 1)
+        y = self.new(x.shape, x.item)
+        self.function([x], [y], [mask])
+        return y
+
+    def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
+        """Normalise the last axis, by torch's layer_norm, which keeps its input and the mean and deviation of each."""
+        x = self.dense(x)
+        y = self.new(x.shape, x.item)
+        rows = [self.new((*x.shape[:-1], 1), max(x.item, 4)) for _ in range(2)]
+        self.function([x, gain, bias], [y], [x, *rows])
+        return y
+
+    def expand(self, x: Value, shape: Shape | Value) -> Value:
+        """Return a view of x with repeated numbers; the gradient is summed."""
+        shape = shape.shape if isinstance(shape, Value) else shape
+        y, size = x.again(shape, dense=False), (x.shape, x.item)
+        self.function([x], [y], (), lambda grads: [self.new(*size)])
+        return y
+
+    def pad(self, x: Value, shape: Shape) -> Value:
+        y, small = self.new(shape, x.item), x.shape
+        self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(small, dense=False)])
+        return y
+
+    def view(self, x: Value, shape: Shape, *, dense: bool = True) -> Value:
+        """Return x with another shape, or with its numbers in another order if not dense, without a copy."""
+        y = x.again(shape, dense=dense)
+        old = x.shape
+        self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(old)])
+        return y
+
+    def copy(self, x: Value, item: int | None = None) -> Value:
+        """Return a contiguous copy, perhaps in another dtype."""
+        y = self.new(x.shape, item or x.item)
+        same, size = y.item == x.item, (x.shape, x.item)
+        self.function([x], [y], (), lambda grads: [grads[0].again() if grads[0] and same else self.new(*size)])
+        return y
+
+    def dense(self, x: Value) -> Value:
+        """Return x, copied if it is not contiguous."""
+        return x if x.dense else self.copy(x)
+
+    def cast(self, x: Value, item: int) -> Value:
+        return x if x.item == item else self.copy(x, item)
+
+    def split(self, x: Value, sizes: Sequence[int], axis: int = -1) -> list[Value]:
+        """Return parts of x as views."""
+        axis = axis % len(x.shape)
+        shapes = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in sizes]
+        whole = (x.shape, x.item)
+
+        def backward(grads: list[Value | None]) -> list[Value | None]:
+            zeros = [self.new(shape, x_item) for shape, grad in zip(shapes, grads, strict=True) if grad is None]
+            y = self.new(*whole)
+            del zeros
+            return [y]
+
+        x_item = x.item
+        parts = [x.again(shape, dense=len(sizes) == 1) for shape in shapes]
+        return [*self.function([x], parts, (), backward)]
+
+    def slice(self, x: Value, shape: Shape) -> Value:
+        """Return a part of x as a view; its gradient is as large as x."""
+        y, whole = x.again(shape, dense=shape == x.shape), (x.shape, x.item)
+        self.function([x], [y], (), lambda grads: [self.new(*whole)])
+        return y
+
+    def cat(self, values: Sequence[Value], axis: int = -1) -> Value:
+        axis = axis % len(values[0].shape)
+        total = sum(value.shape[axis] for value in values)
+        shape = (*values[0].shape[:axis], total, *values[0].shape[axis + 1 :])
+        y, shapes = self.new(shape, values[0].item), [value.shape for value in values]
+
+        def backward(grads: list[Value | None]) -> list[Value | None]:
+            (grad,) = grads
+            return [grad and grad.again(shape, dense=False) for shape in shapes]
+
+        self.function(values, [y], (), backward)
+        return y
+
+    def sum(self, x: Value, shape: Shape) -> Value:
+        """Return sums of x; their gradient is expanded, without memory of its own."""
+        y, whole = self.new(shape, x.item), x.shape
+        self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(whole, dense=False)])
+        return y
+
+    def mean(self, x: Value, shape: Shape) -> Value:
+        """Return means of x; their gradient is divided, and so as large as x."""
+        y = self.new(shape, x.item)
+        self.function([x], [y])
+        return y
+
+    def split_product(self, x: Value, weight: Value, bias: Value | None, sizes: Sequence[int]) -> list[Value]:
+        """Return x W' + b in parts of these sizes, each computed by itself with its rows of W."""
+        weights = self.split(weight, sizes, 0)
+        biases: list[Any] = [None] * len(sizes) if bias is None else self.split(bias, sizes)
+        return [self.product(x, rows, part) for rows, part in zip(weights, biases, strict=True)]
+
+    def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        """Return x W' + b of x [..., I] and W [O, I]."""
+        x = self.dense(x)
+        y = self.new((*x.shape[:-1], weight.shape[0]), x.item)
+        keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
+        sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
+
+        def backward(grads: list[Value | None]) -> list[Value | None]:
+            (grad,) = grads
+            assert grad
+            grad = grad if grad.dense else self.new(grad.shape, grad.item)
+            grads.clear()
+            found = [None if size is None else self.new(*size) for size in sizes]
+            return found if bias_given else found[:2]
+
+        bias_given = bias is not None
+        self.function([x, weight, bias], [y], keeps, backward)
+        return y
+
+    # --- backward pass --------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Value) -> None:
+        """Compute the gradients of all parameters, in the order of torch: the latest operation first."""
+        node, at = loss.source
+        self.phase = "backward"
+        if node is None:
+            return
+        node.grads[at] = self.new(loss.shape, loss.item)
+        while self.nodes:
+            node = self.nodes.pop()
+            self._run(node)
+
+    def _run(self, node: Node) -> None:
+        if not any(node.grads):
+            node.kept.clear()
+            return
+        self.step = node.step
+        if node.layer is not None:
+            node.layer.restore()
+            self.step = node.step
+        grads, node.grads = node.grads, []
+        found = node.backward(grads)
+        node.kept, node.backward = [], None
+        del grads
+        for at, (edge, grad) in enumerate(zip(node.inputs, found, strict=True)):
+            found[at] = None
+            if edge is not None and grad is not None:
+                self._pass(*edge, grad)
+            del grad
+        node.inputs = []
+
+    def _pass(self, node: Node | None, at: int, grad: Value) -> None:
+        """Add a gradient to those that an operation, or a parameter, has received."""
+        if node is None:
+            if at in self.gradients:  # it is added in place
+                return
+            grad.memory.kind = "gradients"
+            if grad.memory.uses > 1:  # a parameter does not share the memory of its gradient
+                grad = self.new(grad.shape, grad.item, "gradients")
+            self.gradients[at] = grad
+            return
+        before = node.grads[at]
+        if before is None:
+            node.grads[at] = grad
+        elif before.memory.uses > 1 or not before.dense:
+            node.grads[at] = self.new(grad.shape, max(grad.item, before.item))
+
+    def layer(self, run: Callable[[], Value]) -> Value:
+        """Run a layer whose operations keep nothing, and are run again in the backward pass."""
+        first, step, phase = len(self.nodes), self.step, self.phase
+        y = run()
+        nodes = self.nodes[first:]
+
+        def again() -> list[Node]:
+            outer, self.nodes, here = self.nodes, [], self.step
+            self.step = step
+            run()
+            nodes, self.nodes, self.step = self.nodes, outer, here
+            return nodes
+
+        layer = Layer(nodes, again)
+        for node in nodes:
+            node.kept, node.layer = [], layer
+        self.phase = phase
+        return y
+
+
+def broadcast(*shapes: Shape) -> Shape:
+    """Return the shape to which shapes are broadcast."""
+    most = max(map(len, shapes))
+    wide = [(1,) * (most - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*wide, strict=True))

@@ -1,0 +1,65 @@
+"""The depthwise causal convolution, part by part (kernels/causal_conv/)."""
+
+from __future__ import annotations
+
+from seqblocks.tape import Tape, Value
+
+FEW = 8
+ROWS = 64
+PART = 1 << 18
+SAVED = 1 << 22  # bytes
+
+
+def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str) -> Value:
+    """Record the convolution of x [B, S, D] with weight [D, 1, K], and the activation."""
+    B, S, D = x.shape
+    K = weight.shape[-1]
+    if S <= FEW or x.item == 8:
+        return _taps(tape, x, weight, bias, activation)
+    rows = max(1, ROWS // B)
+    length = min(S, max(rows, PART // (B * D) // rows * rows))
+    part, state = B * length * D * x.item, tape.new((B, K - 1, D), x.item)
+    whole = length == S
+    y = tape.new(x.shape, x.item)
+    saved = activation == "silu" and x.bytes <= SAVED
+    tape.passing(part if whole and not saved else 2 * part)
+    sums = K * B * rows * D * max(4, x.item)
+    window, size = (B, S + K - 1, D), [(v.shape, v.item) if v is not None else None for v in (weight, bias)]
+    given = x.tracked
+
+    def backward(grads: list[Value | None]) -> list[Value | None]:
+        total = None if whole else tape.new(window, x_item)
+        tape.passing(sums + (2 if whole else 4) * part)
+        total = total or tape.new(window, x_item)
+        found = [None if each is None else tape.new(*each) for each in size]
+        of_x = total.again((B, S, D), dense=False) if given else None
+        return [of_x, *found[: 1 if bias is None else 2]]
+
+    x_item = x.item
+    keeps: list[Value | int] = [x, state, weight, *([x.bytes] if saved else [])]
+    bias_given = bias
+    tape.function([x, weight, bias_given], [y], keeps, backward)
+    return y
+
+
+def _taps(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str) -> Value:
+    B, S, D = x.shape
+    K = weight.shape[-1]
+    window = tape.cat([tape.new((B, K - 1, D), x.item), x], 1) if K > 1 else x
+    y = None
+    for _ in range(K):
+        part = tape.multiply(tape.slice(window, (B, S, D)), tape.slice(weight, (D,)))
+        y = part if y is None else tape.add(y, part)
+    assert y is not None
+    y = y if bias is None else tape.add(y, bias)
+    return tape.unary(y) if activation == "silu" else y
+
+
+def mix(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str) -> Value:
+    """Record the convolution of x [B, S, D] with weight [D, D, K]."""
+    B, S, D = x.shape
+    K = weight.shape[-1]
+    window = tape.cat([tape.new((B, K - 1, D), x.item), x], 1) if K > 1 else x
+    y = tape.new((B, S, weight.shape[0]), x.item)
+    tape.function([window, weight, bias], [y], [window, weight])
+    return tape.unary(y) if activation == "silu" else y

@@ -1,0 +1,166 @@
+"""Options of attention that change scores: soft caps, sinks, linear biases.
+
+The kernel is tested in tests/kernels/test_attention.py, also against an implementation that computes each query alone.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.testing import check_law
+from tests.kernels.test_attention import near
+
+OPTIONS = (
+    "soft_cap: 0.7", "sinks: true", "bias: alibi", "bias: learned_alibi, rotary: 100",
+    "soft_cap: 2, sinks: true, bias: alibi",
+)  # fmt: skip
+
+
+def build(given: str, kv_heads: int = 2, verb: str = "attention", **options: Any) -> Any:
+    """Return a model of one attention with 4 heads of 2 features, with random parameters."""
+    steps = f"[{{linear: {{features: {8 + 4 * kv_heads}, as: {{q: 8, k: {2 * kv_heads}, v: {2 * kv_heads}}}}}}}]"
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: 8}}
+  steps:
+    - {steps[1:-1]}
+    - {verb}: {{q: q, k: k, v: v, heads: 4, kv_heads: {kv_heads}, {given}}}
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64, seed=1, **options)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("sinks"):
+                p.copy_(torch.linspace(-1, 2, 4))
+    return model
+
+
+@pytest.mark.parametrize("window", ["window: 5", "cache: 30"])
+@pytest.mark.parametrize("given", OPTIONS)
+def test_the_law(given: str, window: str) -> None:
+    model = build(f"{given}, {window}")
+    check_law(model, resets=((0, 3), (1, 22)))
+    check_law(model)
+
+
+@pytest.mark.parametrize("given", OPTIONS)
+def test_a_step_is_planned(given: str) -> None:
+    """The function that computes a token of a stream agrees with the whole sequence; gradients would bypass it."""
+    model = build(f"{given}, cache: 9")
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        state, found = model.init_state(2), []
+        for t in range(9):
+            y, state = model.step(x[:, t], state)
+            found.append(y)
+    near([torch.stack(found, 1)], [model(x)])
+
+
+def parts(model: Any, x: Tensor) -> list[Tensor]:
+    """Return q, k and v [B, heads, S, 2] of the model's attention."""
+    made = torch.nn.functional.linear(x, model.linear.weight, model.linear.bias)
+    return [t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in made.split([8, 4, 4], -1)]
+
+
+def causal_mask(S: int) -> Tensor:
+    return torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
+
+
+def test_gemma_2() -> None:
+    """transformers computes this softmax in float32: weights have an error of about 2^-24."""
+    module = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    model = build("soft_cap: 0.7, scale: 1.3")
+    x = 3 * torch.randn(2, 11, 8, dtype=torch.float64)
+    layer = SimpleNamespace(num_key_value_groups=2, training=False, head_dim=2)
+    expected, _ = module.eager_attention_forward(layer, *parts(model, x), causal_mask(11), scaling=1.3, softcap=0.7)
+    near([model(x)], [expected.flatten(2)], bar=1e-6)
+
+
+def test_gpt_oss() -> None:
+    module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    model = build("sinks: true")
+    x = 3 * torch.randn(2, 11, 8, dtype=torch.float64)
+    layer = SimpleNamespace(num_key_value_groups=2, training=False, sinks=model.attention.sinks)
+    expected, _ = module.eager_attention_forward(layer, *parts(model, x), causal_mask(11), scaling=2**-0.5)
+    near([model(x)], [expected.flatten(2)])
+
+
+@pytest.mark.parametrize("heads", [4, 6, 8])
+def test_bloom(heads: int) -> None:
+    """BLOOM adds the slope times the position of the key, which differs by a constant per query."""
+    module = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: {6 * heads}}}
+  steps:
+    - linear: {{from: input, features: {2 * heads}, as: q, name: q}}
+    - linear: {{from: input, features: {2 * heads}, as: k, name: k}}
+    - linear: {{from: input, features: {2 * heads}, as: v, name: v}}
+    - attention: {{q: q, k: k, v: v, heads: {heads}, bias: alibi}}
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    x = torch.randn(2, 40, 6 * heads, dtype=torch.float64)
+    q, k, v = (layer(x).unflatten(-1, (heads, 2)).transpose(1, 2) for layer in (model.q, model.k, model.v))
+    alibi = module.build_alibi_tensor(torch.ones(2, 40), heads, torch.float64).view(2, heads, 1, 40)
+    scores = q @ k.transpose(2, 3) / 2**0.5 + alibi + causal_mask(40)
+    near([model(x)], [(scores.softmax(-1) @ v).transpose(1, 2).flatten(2)])
+
+
+def test_mpt_has_the_same_slopes_for_a_power_of_two() -> None:
+    module = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    slopes = build("bias: learned_alibi").attention.slopes
+    expected = module.build_mpt_alibi_tensor(4, 9)  # [heads, 1, keys], for the last query
+    near([-slopes.detach()[:, None] * torch.arange(8, -1, -1)], [expected[:, 0].double()])
+
+
+def test_learned_slopes_begin_with_those_of_alibi() -> None:
+    fixed, learned = build("bias: alibi"), build("bias: learned_alibi")
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    near([learned(x)], [fixed(x)])
+    learned(x).square().sum().backward()
+    assert (learned.attention.slopes.grad != 0).all()
+    assert seqblocks.summarise(learned).params == seqblocks.summarise(fixed).params + 4
+
+
+def test_a_sink_takes_weight_from_the_tokens() -> None:
+    model = build("sinks: true")
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    _, _, v = parts(model, x)
+    q, k, _ = parts(model, x)
+    score = (q[:, :, 0] * k.repeat_interleave(2, 1)[:, :, 0]).sum(-1) / 2**0.5
+    share = torch.sigmoid(score - model.attention.sinks)  # the first token sees itself and the sink
+    expected = share.unsqueeze(-1) * v.repeat_interleave(2, 1)[:, :, 0]
+    near([model(x)[:, 0]], [expected.flatten(1)])
+
+
+@pytest.mark.parametrize("given", ["soft_cap: 0.7", "sinks: true", "soft_cap: 0.7, sinks: true"])
+def test_attention_to_a_memory(given: str) -> None:
+    """With a memory that is the sequence itself, as attention that is not causal."""
+    over, self = build(given, verb="cross_attention"), build(f"{given}, causal: false")
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    near([over(x)], [self(x)])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["soft_cap: 0.7, sinks: true, cache: 20", "bias: alibi, window: 3"])
+def test_models_compile_and_export(given: str) -> None:
+    model = build(given).eval()
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y, state = compiled(x[:, :6], return_state=True)
+    rest, _ = compiled(x[:, 6:], state=state, return_state=True)
+    near([torch.cat([y, rest], 1)], [model(x)])
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: length}}, strict=False).module()
+    for seq in (2, 3, 37):
+        x = torch.randn(2, seq, 8, dtype=torch.float64)
+        near([program(x)], [model(x)])
