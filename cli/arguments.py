@@ -239,8 +239,9 @@ def _ops(parser: Parser) -> None:
 def _show(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
     parser.add_argument(
-        "--stage", choices=("document", "spec", "graph", "plan"),
+        "--stage", choices=("document", "spec", "graph", "steps", "plan"),
         help="document: the YAML with positions; spec: blocks, arguments, steps; graph: shapes, lookahead, parameters; "
+        "steps: the same without numbers, equal layers as one, for git diff; "
         "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
     )  # fmt: skip
     parser.add_argument("--source", action="store_true", help="print the YAML of a bundled spec")
@@ -296,6 +297,9 @@ VERBS = {
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check), CHECK),
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
+    "diff": Verb(
+        "print how one spec differs from another", (_overrides, _use, _imports, _design("diff")), ("text", "json")
+    ),
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),

@@ -28,6 +28,20 @@ def compare(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help=DESIGN)
+    parser.add_argument("second", metavar="B", help="another, or the same with other overrides")
+    parser.add_argument("--weights", action="store_true", help="also compare the weights of two saved models")
+    parser.add_argument("--exit-code", action="store_true", help="return status 1 if A and B differ")
+    parser.add_argument("--dtype", default="float32", help="dtype in which sizes are counted")
+    parser.epilog = _examples(
+        "diff spec.yaml spec.yaml@dim=128",
+        "diff git:HEAD:spec.yaml spec.yaml --exit-code",
+        "diff runs/a runs/b --weights",
+        "diff mamba_130m mamba_370m --format json",
+    )
+
+
 def fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=DESIGN)
     parser.add_argument(
