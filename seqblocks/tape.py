@@ -190,7 +190,7 @@ class Tape:
     ) -> Value:
         """Return an operation on values that are broadcast.
 
-        """Normalise the last axis by torch's layer_norm, which keeps its input, means and deviations."""
+        same: those whose gradient is that of the result. backward: bytes needed there besides the gradients.
         """
         shape = broadcast(*(value.shape for value in inputs))
         y = self.new(shape, max(value.item for value in inputs))
