@@ -216,13 +216,15 @@ def _print(found: Sweep, rows: list[Row], front: list[str], options: argparse.Na
 
 
 def _table(found: Sweep, rows: list[Row], columns: list[str]) -> tuple[list[str], list[list[str]]]:
-    """Return a table, without columns that follow from others or say nothing."""
+    """Return a table without columns that follow from others or say nothing."""
     figures = [row.figures for row in rows if not row.fault]
     silent = {"six_nd"} | ({"tokens"} if "budget" not in columns else set())
     if all(each.get("active_params") == each["params"] for each in figures):
         silent.add("active_params")
     if not any(each["kv_bytes_per_token"] for each in figures):
         silent.add("kv_bytes_per_token")
+    if found.lengths:
+        silent.add("macs_per_token")
     names = [name for name in columns if name not in silent]
     has_faults = any(row.fault for row in rows)
     header = [*(option.path for option in found.options), *map(title, names), *["fault"] * has_faults]
@@ -235,10 +237,11 @@ def _table(found: Sweep, rows: list[Row], columns: list[str]) -> tuple[list[str]
 
 def _remarks(found: Sweep, rows: list[Row], front: list[str]) -> None:
     invalid = sum(bool(row.fault) for row in rows)
-    lines = [f"{found.points:,} point{'s' * (found.points > 1)}" + (f", {invalid:,} of them invalid" if invalid else "")]
+    wrong = f", {invalid:,} of them invalid" if invalid else ""
+    lines = [f"{found.points:,} point{'s' * (found.points > 1)}{wrong}"]
     lines.append(
         f"train FLOPs: three times a forward pass, for {found.tokens_per_parameter:g} tokens per parameter"
-        + (" (Chinchilla)" if found.tokens_per_parameter == designs_of.CHINCHILLA else "")
+        + " (Chinchilla)" * (found.tokens_per_parameter == designs_of.CHINCHILLA)
     )
     if front:
         lines.append(f"front: no other design is as good in {', '.join(map(title, front))}, and better in one")
