@@ -190,7 +190,7 @@ class Tape:
     ) -> Value:
         """Return an operation on values that are broadcast.
 
-        same: those whose gradient is that of the result. backward: bytes that the backward pass needs besides gradients.
+        same: those whose gradient is that of the result. backward: bytes needed there besides the gradients.
         """
         shape = broadcast(*(value.shape for value in inputs))
         y = self.new(shape, max(value.item for value in inputs))
