@@ -120,7 +120,7 @@ def _kernel(tape: Tape, bank: Bank, S: int) -> Value:
 def _enter(tape: Tape, bank: Bank, x: Value) -> Value:
     """Record the map from features [B, S, H] to channels [N, B, S]."""
     rows = math.prod(x.shape[:2])
-    x = tape.dense(x)
+    x = tape.rows(x)
     N = bank.B.shape[0]
     if len(bank.B.shape) == 2:
         u = tape.matmul(bank.B, tape.view(x, (x.shape[2], rows), dense=False), (N, rows))

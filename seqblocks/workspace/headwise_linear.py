@@ -16,7 +16,7 @@ def product(tape: Tape, x: Value, weight: Value, bias: Value | None) -> Value:
         tiles = tape.new((G // join, join * O, join * I), weight.item)
         tape.function([weight], [tiles])
         weight = tiles
-    x = tape.dense(x)
+    x = tape.rows(x)
     shape = (*x.shape[:-1], G * O)
     y = tape.new(shape, x.item)
     size, of_weight, item = (x.shape, x.item), (weight.shape, weight.item), x.item
