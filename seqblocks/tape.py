@@ -106,8 +106,7 @@ class Layer:
         again, self.again = self.again, None
         if again is not None:
             for node, anew in zip(self.nodes, again(), strict=True):
-                node.kept = anew.kept
-                anew.kept = []
+                node.kept = [value.again() for value in anew.kept]
 
 
 class Tape:
@@ -264,10 +263,8 @@ class Tape:
         return y
 
     def dropout(self, x: Value) -> Value:
-        mask = self.new(x.shape, 1)
-        y = self.new(x.shape, x.item)
-        self.function([x], [y], [mask])
-        return y
+        """Return the product of x and a mask, which on a CPU has the dtype of x."""
+        return self.multiply(x, self.new(x.shape, x.item))
 
     def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
         """Normalise the last axis by torch's layer_norm, which keeps its input, the means and the deviations."""

@@ -226,9 +226,9 @@ class Attention(_Heads):
         q, k, v = self.cut_memory(tape, q, k, v)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
-        if self.window and self.window < q.shape[1]:
-            return tape.view(attention.windowed(tape, q, k, v, self.window, self.causal), tape.out)
-        return tape.view(attention.fused(tape, q, k, v), tape.out)
+        scores = attention.Scores(self.soft_cap > 0, self.bias != "none", p.get("slopes"), p.get("sinks"))
+        y = attention.attend(tape, q, k, v, self.span, self.causal, self.chunk > 0, scores)
+        return tape.view(tape.dense(y), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
@@ -300,7 +300,9 @@ class CrossAttention(_Heads):
     def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.workspace import attention
 
-        return tape.view(attention.fused(tape, *self.cut_memory(tape, q, k, v)), tape.out)
+        scores = attention.Scores(self.soft_cap > 0, sinks=p.get("sinks"))
+        y = attention.attend(tape, *self.cut_memory(tape, q, k, v), 0, False, False, scores)
+        return tape.view(tape.dense(y), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention
