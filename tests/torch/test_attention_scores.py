@@ -191,7 +191,8 @@ def test_attention_to_a_memory(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "length"), [*((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600)]
+    ("given", "length"),
+    [*((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600)],
 )
 def test_the_memory_of_training_is_estimated(given: str, length: int) -> None:
     """Weights of all pairs, or of a block of queries, are most of it."""
