@@ -33,7 +33,7 @@ def rotary(tape: Tape, x: Value, interleaved: bool = False) -> Value:
     cos, sin = (tape.new(angles, item) for _ in range(2))
     del wide
     a, b = tape.slice(x, half), tape.slice(x, half)
-    first = tape.add(tape.multiply(a, cos), tape.multiply(b, sin))
+    first = tape.subtract(tape.multiply(a, cos), tape.multiply(b, sin))
     second = tape.add(tape.multiply(b, cos), tape.multiply(a, sin))
     y = tape.cast(tape.cat([first, second]), x.item)
     del angle
@@ -49,7 +49,8 @@ def fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None = None) -
     y = tape.new((B, S, H, q.shape[-1]), v.item)
     sums = tape.new((B, H, S), max(q.item, 4))
     keeps = [q, k, v, y, sums, *([] if mask is None else [mask])]
-    tape.function([q, k, v], [y], keeps)
+    queries = 256 if S >= 768 else 64 if S >= 192 else 32
+    tape.function([q, k, v], [y], keeps, 2 * queries * min(512, k.shape[1]) * sums.item)
     return y if width == D else tape.slice(y, (B, S, H, width))
 
 
@@ -128,7 +129,7 @@ def windowed(
     block = max(2, window)
     blocks = -(-S // block)
     span = (2 if causal else 3) * block
-    mask = tape.new((B * blocks, block, span), 1)
+    seen = tape.new((B * blocks, block, span), 1)
 
     def cut(x: Value, length: int) -> Value:
         """Return blocks of keys, which overlap, as copies [B * blocks, length, heads, width]."""
@@ -137,9 +138,11 @@ def windowed(
 
     queries = q if blocks * block == S else tape.pad(q, (B, blocks * block, *q.shape[2:]))
     queries = tape.view(queries, (B * blocks, block, *q.shape[2:]))
+    keys, values = cut(k, span), cut(v, span)
     if scores is None or scores.plain:
-        y = fused(tape, queries, cut(k, span), cut(v, span), mask)
+        mask = tape.new(seen.shape, q.item)  # torch adds it to the scores
+        y = fused(tape, queries, keys, values, mask)
     else:
-        y = explicit(tape, queries, cut(k, span), cut(v, span), scores)
+        y = explicit(tape, queries, keys, values, scores)
     y = tape.view(y, (B, blocks * block, H, v.shape[-1]))
     return y if blocks * block == S else tape.slice(y, (B, S, H, v.shape[-1]))

@@ -14,9 +14,7 @@ from seqblocks.cost import tokens_of
 TOLERANCE = 0.1
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
 UNKNOWN = {  # they have verbs that do not declare their memory yet
-    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice", "kimi_linear_small",
-    "memoroid_actor_critic", "memoroid_agent", "qwen3_next_small", "slstm_forecaster", "vil2_small_block",
-    "vil_segmenter", "xlstm_deltanet_small", "zamba2_small",
+    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice",
 }
 
 
