@@ -315,6 +315,7 @@ VERBS = {
     "serve": Verb(
         "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
+    "sweep": Verb("check a spec at every point of a grid", (_use, _imports, _design("sweep")), (*TABLES, "html")),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(
         "explain an error code, or show which kernels a model would use", (_overrides, _use, _imports, _explain)
