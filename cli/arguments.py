@@ -66,7 +66,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     first = words[0] if words else ""
     for name in [first] if first in VERBS else VERBS:  # creating the parsers of all verbs is slow
         verb = VERBS[name]
-        _declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
+        declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
     options, extra = top.parse_known_args(words)
     several = next((key for key in ("spec", "task") if isinstance(getattr(options, key, None), list)), None)
     if several and not any(word.startswith("-") for word in extra):
@@ -76,7 +76,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _declare(parser: Parser, verb: Verb) -> None:
+def declare(parser: Parser, verb: Verb) -> None:
+    """Add the arguments of a verb to a parser."""
     for add in verb.arguments:
         add(parser)
     _common(parser, verb.formats)
@@ -239,8 +240,9 @@ def _ops(parser: Parser) -> None:
 def _show(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
     parser.add_argument(
-        "--stage", choices=("document", "spec", "graph", "plan"),
+        "--stage", choices=("document", "spec", "graph", "steps", "plan"),
         help="document: the YAML with positions; spec: blocks, arguments, steps; graph: shapes, lookahead, parameters; "
+        "steps: the same without numbers, equal layers as one, for git diff; "
         "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
     )  # fmt: skip
     parser.add_argument("--source", action="store_true", help="print the YAML of a bundled spec")
@@ -249,6 +251,16 @@ def _show(parser: Parser) -> None:
 def _schema(parser: Parser) -> None:
     parser.add_argument(
         "--for", dest="spec", metavar="SPEC", help="include the blocks of this spec and of the files it uses"
+    )
+
+
+def _completion(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks completion bash > ~/.local/share/bash-completion/completions/seqblocks\n"
+        "  seqblocks completion zsh > ~/.zfunc/_seqblocks  # a folder of $fpath\n"
+        "  seqblocks completion fish > ~/.config/fish/completions/seqblocks.fish"
     )
 
 
@@ -279,12 +291,12 @@ TABLES = ("text", "json", "markdown", "csv")
 def _design(verb: str) -> Arguments:
     """Return what declares the arguments of a tool for choosing among designs; it imports their module when it runs."""
 
-    def declare(parser: Parser) -> None:
+    def add(parser: Parser) -> None:
         from seqblocks.cli import design_arguments
 
         getattr(design_arguments, verb)(parser)
 
-    return declare
+    return add
 
 
 VERBS = {
@@ -295,7 +307,11 @@ VERBS = {
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check), CHECK),
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
+    "completion": Verb("print a script that completes commands in a shell", (_completion,), ("text",)),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
+    "diff": Verb(
+        "print how one spec differs from another", (_overrides, _use, _imports, _design("diff")), ("text", "json")
+    ),
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
@@ -311,6 +327,7 @@ VERBS = {
     "serve": Verb(
         "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
+    "sweep": Verb("check a spec at every point of a grid", (_use, _imports, _design("sweep")), (*TABLES, "html")),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(
         "explain an error code, or show which kernels a model would use", (_overrides, _use, _imports, _explain)
@@ -391,7 +408,7 @@ def _unknown_option(verb: str, word: str) -> str:
 def _options(verb: str) -> list[str]:
     """Return the long options of a verb."""
     parser = Parser()
-    _declare(parser, VERBS[verb])
+    declare(parser, VERBS[verb])
     return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
 
 

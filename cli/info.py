@@ -151,6 +151,8 @@ def show(options: argparse.Namespace) -> int:
     if options.source:
         return _source(options)
     found: Any = None
+    if options.format == "json" and options.stage == "steps":
+        raise UsageError("--stage steps is text for git diff; --stage graph has the steps as JSON")
     if options.format == "json" and options.stage in (None, "graph"):
         found = analysed(options.spec, options, overrides(options), references=True)
         file, model = valid(found)
@@ -180,6 +182,11 @@ def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) 
 
     if stage == "document":
         return document.show(file.root)
+    if stage == "steps":
+        from seqblocks.architect import steps
+
+        found = check.require_model(file, model)
+        return "\n".join(steps.lines(steps.steps_of(found.graph, found.labels)))
     return outline.text(file, visible(name)) if stage == "spec" else listing.text(check.require_model(file, model))
 
 

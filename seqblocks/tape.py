@@ -8,10 +8,12 @@ in use while some `Value` refers to it, so that a variable of Python has the sam
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
+LARGE_PRODUCT = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
 class Event(NamedTuple):
@@ -76,9 +78,12 @@ Backward = Callable[[list[Value | None]], "list[Value | None]"]
 
 
 class Node:
-    """A recorded operation: what it keeps, and how it returns the gradients of its inputs."""
+    """A recorded operation: what it keeps, and how it returns the gradients of its inputs.
 
-    __slots__ = ("backward", "grads", "inputs", "kept", "layer", "step")
+    Like torch's, it exists as long as some value was computed by it, or from that.
+    """
+
+    __slots__ = ("__weakref__", "backward", "grads", "inputs", "kept", "layer", "step")
 
     def __init__(self, inputs: Sequence[Value], outputs: int, kept: list[Value], backward: Any, step: str) -> None:
         self.inputs = [value.source if value.tracked else None for value in inputs]
@@ -108,7 +113,7 @@ class Tape:
     def __init__(self, item: int) -> None:
         self.item = item  # bytes of a number of the model
         self.events: list[Event] = []
-        self.nodes: list[Node] = []
+        self._nodes: list[weakref.ref[Node]] = []
         self.live = 0
         self.step, self.phase = "", "forward"
         self.out: Shape = ()  # the shape of the present step's output
@@ -129,10 +134,13 @@ class Tape:
     def parameter(self, shape: Shape, item: int) -> Value:
         """Return a parameter."""
         value = self.new(shape, item, "weights")
-        value.tracked = True
+        self.track(value)
         self.parameters[id(value.memory)] = value
-        value.source = (None, id(value.memory))
         return value
+
+    def track(self, value: Value) -> None:
+        """Make a value one whose gradient is needed, like a parameter."""
+        value.tracked, value.source = True, (None, id(value.memory))
 
     def passing(self, size: float) -> None:
         """Allocate this many bytes and free them again."""
@@ -157,7 +165,7 @@ class Tape:
         for value in kept:
             self.note(value.memory, 0)
         node = Node(given, len(outputs), kept, self._gradients(given, backward), self.step)
-        self.nodes.append(node)
+        self._nodes.append(weakref.ref(node))
         for at, value in enumerate(outputs):
             value.tracked, value.source = True, (node, at)
         return outputs
@@ -181,49 +189,76 @@ class Tape:
         self.function([x], [y], [x if name == "input" else y for name in keeps], backward)
         return y
 
-    def pointwise(self, *inputs: Value, keeps: Iterable[Keep] = (), same: bool = False) -> Value:
-        """Return an operation on values that are broadcast. same: their gradients are that of the result."""
+    def pointwise(
+        self, *inputs: Value, keeps: Iterable[Keep] = (), same: Sequence[int] = (), backward: float = 0
+    ) -> Value:
+        """Return an operation on values that are broadcast.
+
+        same: those whose gradient is that of the result. backward: bytes needed there besides the gradients.
+        """
         shape = broadcast(*(value.shape for value in inputs))
         y = self.new(shape, max(value.item for value in inputs))
         sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
 
-        def backward(grads: list[Value | None]) -> list[Value | None]:
-            (grad,), found = grads, list[Value | None]()
+        def run(grads: list[Value | None]) -> list[Value | None]:
+            (grad,), whole = grads, list[Value | None]()
             assert grad
-            for size in sizes:
-                if size is None:
-                    found.append(None)
-                elif math.prod(size[0]) == math.prod(shape):
-                    found.append(grad.again() if same and size[1] == grad.item else self.new(*size))
-                else:  # the gradient of what was broadcast is summed
-                    self.passing(0 if same else grad.bytes)
-                    found.append(self.new(*size))
-            return found
+            for at, size in enumerate(sizes):
+                alike = at in same and size is not None and size[1] == grad.item
+                whole.append(None if size is None else grad.again() if alike else self.new(shape, size[1]))
+            self.passing(backward)
+            del grad
+            for at, size in enumerate(sizes):
+                if size is not None and math.prod(size[0]) != math.prod(shape):
+                    whole[at] = self.new(*size)  # the gradient of what was broadcast is summed
+            return whole
 
-        self.function(inputs, [y], keeps, backward)
+        self.function(inputs, [y], keeps, run)
         return y
 
     def add(self, a: Value, b: Value) -> Value:
-        return self.pointwise(a, b, same=True)
+        return self.pointwise(a, b, same=(0, 1))
+
+    def subtract(self, a: Value, b: Value) -> Value:
+        return self.pointwise(a, b, same=(0,))
 
     def multiply(self, a: Value, b: Value) -> Value:
         return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), *([b] if a.tracked else ())])
 
     def divide(self, a: Value, b: Value) -> Value:
-        return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), b])
+        y = broadcast(a.shape, b.shape)
+        temporaries = 2 * math.prod(y) * a.item if b.tracked else 0
+        return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), b], backward=temporaries)
 
     def square(self, x: Value) -> Value:
         y = self.new(x.shape, x.item)
-        self.function([x], [y], [x], x.bytes)
+        self.function([x], [y], [x], 2 * x.bytes)
         return y
 
     def inverse(self, x: Value) -> Value:
         """Return 1 / x."""
-        return self.unary(x, ["output"], backward=x.bytes)
+        return self.unary(x, ["output"], backward=2 * x.bytes)
+
+    def logsigmoid(self, x: Value) -> Value:
+        """Return the logarithm of the sigmoid, which keeps its input and a buffer."""
+        y = self.new(x.shape, x.item)
+        self.function([x], [y], [x, x.bytes])
+        return y
 
     def where(self, mask: Value, a: Value, b: Value) -> Value:
         """Return a where a mask, as large as `mask` but of one byte each, is true, else b."""
         return self.pointwise(a, b, keeps=[self.new(mask.shape, 1)])
+
+    def wave(self, x: Value) -> Value:
+        """Return a sine or cosine, whose derivative is the other one."""
+        return self.unary(x, backward=x.bytes)
+
+    def convolution(self, x: Value, weight: Value, bias: Value | None, shape: Shape) -> Value:
+        """Return a convolution of x, with this shape."""
+        y = self.new(shape, x.item)
+        self.passing(2 * weight.bytes)  # copies in the layout of the kernel
+        self.function([x, weight, bias], [y], [x, weight], 3 * weight.bytes)
+        return y
 
     def dropout(self, x: Value) -> Value:
         mask = self.new(x.shape, 1)
@@ -232,12 +267,26 @@ class Tape:
         return y
 
     def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
-        """Normalise the last axis, by torch's layer_norm, which keeps its input and the mean and deviation of each."""
+        """Normalise the last axis by torch's layer_norm, which keeps its input, the means and the deviations."""
         x = self.dense(x)
         y = self.new(x.shape, x.item)
         rows = [self.new((*x.shape[:-1], 1), max(x.item, 4)) for _ in range(2)]
         self.function([x, gain, bias], [y], [x, *rows])
         return y
+
+    def matmul(self, a: Value, b: Value, shape: Shape) -> Value:
+        """Return a product of matrices, with this shape."""
+        y = self.new(shape, a.item)
+        self.function([a, b], [y], [*([a] if b.tracked else ()), *([b] if a.tracked else ())])
+        return y
+
+    def most(self) -> int:
+        """Return the most bytes that were in use at a time."""
+        live = most = 0
+        for event in self.events:
+            live += event.bytes
+            most = max(most, live)
+        return most
 
     def expand(self, x: Value, shape: Shape | Value) -> Value:
         """Return a view of x with repeated numbers; the gradient is summed."""
@@ -307,6 +356,13 @@ class Tape:
         self.function(values, [y], (), backward)
         return y
 
+    def stack(self, values: Sequence[Value]) -> Value:
+        """Return values of one shape side by side."""
+        y, shape = self.new((len(values), *values[0].shape), values[0].item), values[0].shape
+        count = len(values)
+        self.function(values, [y], (), lambda grads: [grads[0] and grads[0].again(shape, dense=False)] * count)
+        return y
+
     def sum(self, x: Value, shape: Shape) -> Value:
         """Return sums of x; their gradient is expanded, without memory of its own."""
         y, whole = self.new(shape, x.item), x.shape
@@ -338,9 +394,11 @@ class Tape:
             grad = grad if grad.dense else self.new(grad.shape, grad.item)
             grads.clear()
             found = [None if size is None else self.new(*size) for size in sizes]
+            if grad.item == 4 and grad.numbers * width >= LARGE_PRODUCT:
+                self.passing(grad.bytes)
             return found if bias_given else found[:2]
 
-        bias_given = bias is not None
+        bias_given, width = bias is not None, x.shape[-1]
         self.function([x, weight, bias], [y], keeps, backward)
         return y
 
@@ -353,9 +411,14 @@ class Tape:
         if node is None:
             return
         node.grads[at] = self.new(loss.shape, loss.item)
-        while self.nodes:
-            node = self.nodes.pop()
-            self._run(node)
+        del node
+        nodes, self._nodes = self._existing(0), []
+        while nodes:
+            self._run(nodes.pop())
+
+    def _existing(self, first: int) -> list[Node]:
+        """Return the operations from the index `first` on that still exist."""
+        return [node for node in (reference() for reference in self._nodes[first:]) if node is not None]
 
     def _run(self, node: Node) -> None:
         if not any(node.grads):
@@ -394,21 +457,20 @@ class Tape:
 
     def layer(self, run: Callable[[], Value]) -> Value:
         """Run a layer whose operations keep nothing, and are run again in the backward pass."""
-        first, step, phase = len(self.nodes), self.step, self.phase
+        first, step = len(self._nodes), self.step
         y = run()
-        nodes = self.nodes[first:]
 
         def again() -> list[Node]:
-            outer, self.nodes, here = self.nodes, [], self.step
-            self.step = step
-            run()
-            nodes, self.nodes, self.step = self.nodes, outer, here
+            outer, self._nodes, here, self.step = self._nodes, [], self.step, step
+            result = run()
+            nodes, self._nodes, self.step = self._existing(0), outer, here
+            del result
             return nodes
 
+        nodes = self._existing(first)
         layer = Layer(nodes, again)
         for node in nodes:
             node.kept, node.layer = [], layer
-        self.phase = phase
         return y
 
 

@@ -176,7 +176,8 @@ class Mixers(Tokens):
             body, "attention", replace(now, width=heads * values),
             q=self.project(body, source, now, heads * width), k=self.project(body, source, now, shared * width),
             v=self.project(body, source, now, shared * values), heads=heads, kv_heads=shared,
-            window=self.chance.choice([0, 0, 1, 2, 5]), rotary=self.chance.choice([0, 10000]),
+            rotary=self.chance.choice([0, 10000]),
+            **self.chance.choice([{}, {}, {"window": 1}, {"window": 2}, {"window": 5}, {"chunk": 3}]),
             causal=causal, cache=self.chance.choice([40, 100]), soft_cap=self.chance.choice([None, None, 2]),
             sinks=self.chance.choice([None, True]), bias=self.chance.choice([None, None, "alibi", "learned_alibi"]),
         )  # fmt: skip

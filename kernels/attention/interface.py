@@ -6,7 +6,7 @@ DV width of the values, K cached tokens.
     y[t] = sum_s p[t, s] v[s]      p[t, :] = softmax of scale q[t] . k[s] over the s visible to t
 
 With a causal mask, a token sees itself and earlier tokens. It sees its own sequence only (resets), and only tokens
-within the window if there is one. Scores may have a soft cap, linear biases and sinks (scores.py).
+within its window or chunk if there is one. Scores may have a soft cap, linear biases and sinks (scores.py).
 
 Implementations: `reference.py` (all pairs, explicitly), `torch.py` (torch's fused attention, windows block by block).
 """
@@ -47,6 +47,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     rotary: float | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -61,20 +62,22 @@ def attention(
     """Attend over a sequence.
 
     q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: number of visible tokens, the current
-    one included (not causal: that many to either side, the current one included in each). rotary: base of the rotary
-    positions, which count from the last reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become
-    soft_cap tanh(s / soft_cap). slopes [H]: subtracted from a score for each token between query and key (see
-    `alibi_slopes`). sinks [H]: score of a further key with the value 0, which every query sees; the weights of the
-    others then add up to less than 1. state: the state that the previous call returned. keep: number of tokens in the
-    returned state (default: window - 1 with a window, else as many as in the given state, else all tokens).
+    one included (not causal: that many to either side, the current one included in each). chunk: a sequence is cut into
+    chunks of so many tokens, and a token sees only its own chunk. rotary: base of the rotary positions, which count
+    from the last reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become soft_cap tanh(s / soft_cap). slopes
+    [H]: subtracted from a score for each token between query and key (see `alibi_slopes`). sinks [H]: score of a
+    further key with the value 0, which every query sees; the weights of the others then add up to less than 1. state:
+    the state that the previous call returned. keep: number of tokens in the returned state (default: window - 1 with a
+    window, chunk - 1 with chunks, else as many as in the given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
-    If not causal and without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
+    If not causal and without window, chunk, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
     Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. Tokens dropped from the state are no
     longer visible: without a window, the caller must set `keep` to the final length of the sequence.
     The torch implementation has first derivatives only.
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """
+    window = _narrower(window, chunk)
     _check(q, k, v, causal, window, rotary, state, return_state, resets)
     _check_scores(q.shape[2], soft_cap, slopes, sinks)
     B, S, _, _ = q.shape
@@ -88,7 +91,7 @@ def attention(
     if state is not None:
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
-    sequence = _sequences(before, past, resets, B, S, q.device)
+    sequence = _sequences(before, past, index, resets, chunk)
     over = None  # keys of sequences that a reset ended: the next call must not read them
     if resets is not None and sequence is not None and S:
         over = sequence != sequence[:, -1:]
@@ -118,7 +121,7 @@ def attention(
 
 
 def attention_state(
-    k: Tensor, v: Tensor, *, state: AttentionState, keep: int, rotary: float | None = None,
+    k: Tensor, v: Tensor, *, state: AttentionState, keep: int, chunk: int | None = None, rotary: float | None = None,
     resets: Tensor | None = None,
 ) -> AttentionState:
     """Return the state that `attention` would return after k [B, S, G, D], v [B, S, G, DV], without computing y."""
@@ -126,7 +129,7 @@ def attention_state(
     index, length = running_positions(B, S, state.length, resets, k.device)
     k = k if rotary is None else turned(k, index, rotary)
     keys, values = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
-    sequence = _sequences(state.length, state.k.shape[1], resets, B, S, k.device)
+    sequence = _sequences(state.length, state.k.shape[1], index, resets, chunk)
     keys, values = _last_tokens(keys, keep), _last_tokens(values, keep)
     if resets is not None and sequence is not None and S:
         over = _last_tokens(sequence != sequence[:, -1:], keep)
@@ -172,16 +175,33 @@ def _visible(sequence: Tensor, past: int, causal: bool, window: int | None) -> t
 
 
 def _sequences(
-    before: Tensor | None, past: int, resets: Tensor | None, B: int, S: int, device: torch.device
+    before: Tensor | None, past: int, index: Tensor, resets: Tensor | None, chunk: int | None
 ) -> Tensor | None:
-    """Return the sequence index of each key [B, past + S], -1 for unused slots; None if there is one sequence."""
-    if before is None and resets is None:
+    """Return the sequence of each key [B, past + S], -1 for unused slots; None if there is one sequence.
+
+    index [B, S]: position of each token in its sequence. Chunks count as sequences.
+    """
+    if before is None and resets is None and chunk is None:
         return None
-    now = torch.zeros(B, S, dtype=torch.long, device=device) if resets is None else resets.long().cumsum(1)
+    if chunk is not None:
+        now = (index % chunk == 0).long().cumsum(1)  # a reset also begins a chunk
+    else:
+        now = torch.zeros_like(index) if resets is None else resets.long().cumsum(1)
     if before is None:
         return now
-    age = torch.arange(past, 0, -1, device=device)
+    if chunk is not None:  # count the tokens of the last chunk only, which may be complete
+        before = before - (before - 1).clamp(min=0) // chunk * chunk
+    age = torch.arange(past, 0, -1, device=index.device)
     return torch.cat([torch.where(age <= before[:, None], 0, -1), now], 1)
+
+
+def _narrower(window: int | None, chunk: int | None) -> int | None:
+    """Return the number of tokens that a token sees at most, itself included, or None."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"attention: chunk must be at least 1; got {chunk}")
+    if window is None or chunk is None:
+        return chunk if window is None else window
+    return min(window, chunk)
 
 
 def _last_tokens(x: Tensor, keep: int, own: bool = True) -> Tensor:

@@ -41,7 +41,8 @@ class Scores(NamedTuple):
     def weights(self, scores: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
         """Return the weights of scaled scores [B, H, S, T], of the same shape.
 
-        seen [B or 1, 1, S, T]: whether a query sees a key. distance [S, T]: the number of tokens between them.
+        seen, of a shape that can be expanded to it: whether a query sees a key. distance [S, T]: the number of tokens
+        between them.
         """
         scores = self.capped(scores)
         if self.slopes is not None:
@@ -50,8 +51,9 @@ class Scores(NamedTuple):
         if self.sinks is None:
             return torch.softmax(scores, -1)
         sink = self.sinks.to(scores.dtype)[..., None, None]
-        # Any number gives the same weights. Unlike a maximum, this one exists without keys.
-        most = torch.maximum(scores.detach().logsumexp(-1, keepdim=True), sink.detach())
+        if scores.shape[-1] == 0:  # nothing has a maximum
+            return scores * sink
+        most = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()  # any number gives the same weights
         odds = torch.exp(scores - most)
         return odds / (odds.sum(-1, keepdim=True) + torch.exp(sink - most))
 

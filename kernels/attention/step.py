@@ -17,13 +17,13 @@ from seqblocks.kernels.positions import prepare_turning, rotary_rates
 
 def prepare(
     heads: int, shared: int, rotary: float | None, scale: float | None, window: bool,
-    soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    chunk: int | None = None, soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v [B, G * DV]).
 
     f returns y [B, H * DV] and the next keys, values and length, with the same values as `attention` for one token.
-    With `window`, the token sees itself and the whole cache. Otherwise the cache has room for all tokens, including
-    the current one. The other arguments are those of `attention`.
+    With `window`, the token sees itself and the whole cache (with `chunk`, what belongs to its chunk). Otherwise the
+    cache has room for all tokens, including the current one. The other arguments are those of `attention`.
     """
     made: dict[tuple[int, int], tuple[Callable[..., Tensor] | None, Tensor]] = {}  # by D and the number of visible keys
 
@@ -43,12 +43,13 @@ def prepare(
             both = torch.cat([q, k], 1).view(B, heads + shared, -1)
             q, k = turn(both, length).split([heads, shared], 1)
         latest, all_values = (_appended(*each, K if window else K - 1) for each in ((keys, k), (values, v)))
+        earlier = length if chunk is None else length % chunk  # visible tokens
         scores = Scores(width**-0.5 if scale is None else scale, soft_cap, slopes, sinks)
         y = _attend(
             q.reshape(B, shared, heads // shared, -1),
             latest.view(B, len(age), shared, -1).transpose(1, 2),
             all_values.view(B, len(age), shared, -1).transpose(1, 2),
-            (age <= length.unsqueeze(1)).view(B, 1, 1, -1),
+            (age <= earlier.unsqueeze(1)).view(B, 1, 1, -1),
             age,
             scores,
         )

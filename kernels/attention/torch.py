@@ -62,17 +62,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, seen: T
         return _fused(q, k, v, seen, False, scores.scale)
     # A power of two as factor of q prevents overflow of products in float16, and rounds nothing.
     rest, exponent = math.frexp(scores.scale)
-    B, S, H, D = q.shape
-    T, G, DV = v.shape[1:]
-    R = H // G
+    H, G = q.shape[2], k.shape[2]
+    if G != H:
+        k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
     # Heads before the batch, which may have an open size: exporters cannot divide by it.
-    queries = (q * 2.0**exponent).view(B, S, G, R, D).permute(2, 0, 3, 1, 4).reshape(G, B, R * S, D)
-    products = (queries @ k.permute(2, 0, 3, 1)).view(G, B, R, S, T)
-    scaled = rest * products.to(torch.promote_types(q.dtype, torch.float32))
-    by_group = scores.with_heads(G, 1, R)
-    p = by_group.weights(scaled, seen.unsqueeze(1), (key - query.unsqueeze(-1)).abs())
-    y = p.to(v.dtype).view(G, B, R * S, T) @ v.permute(2, 0, 1, 3)
-    return y.view(G, B, R, S, DV).permute(1, 3, 0, 2, 4).reshape(B, S, H, DV).to(v.dtype)
+    queries, keys, values = (x.movedim(2, 0) for x in (q * 2.0**exponent, k, v))
+    distance, wide = (key - query.unsqueeze(-1)).abs(), torch.promote_types(q.dtype, torch.float32)
+    # no names for products of queries and keys: they would stay alive
+    p = scores.with_heads(H, 1).weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
+    return (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -140,7 +140,7 @@ class Lerp(Op):
         return x.features
 
     def memory(self, tape: Any, p: Any, x: Any, to: Any, by: Any = None) -> Any:
-        return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.add(to, x)))
+        return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.subtract(to, x)))
 
     def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
         return x + (p["weight"] if by is None else by) * (to - x)

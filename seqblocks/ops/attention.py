@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
@@ -75,8 +76,8 @@ class Attention(_Heads):
     `soft_cap` is that of Gemma 2, `sinks` those of gpt-oss. With `bias: alibi`, each token of distance subtracts a
     head's slope from a score: 2^(-8 / H), 2^(-16 / H), …; with `learned_alibi`, `slopes` [H] begins with these.
 
-    State per sequence: keys and values of the last `window` - 1 tokens (without a window, of up to `cache` tokens), in
-    the model's dtype, and the number of tokens.
+    State per sequence: keys and values of the last `window` - 1 or `chunk` - 1 tokens (without these, of up to `cache`
+    tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4).
     """
 
     ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
@@ -84,12 +85,13 @@ class Attention(_Heads):
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
     )
+    chunk: int = argument(0, "cut sequences into chunks of this many tokens: a token sees its own (0: no chunks)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
     bias: Literal["none", "alibi", "learned_alibi"] = argument(
         "none", "what is added to the scores: nothing, or -slope times the distance of query and key"
     )
     causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
-    cache: int = argument(2048, "maximum number of tokens of a stream, if there is no window", ge=1)
+    cache: int = argument(2048, "maximum number of tokens of a stream, if there is neither window nor chunk", ge=1)
     source = (
         "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864); soft_cap: Gemma 2 "
         "(arXiv:2408.00118); sinks: gpt-oss (arXiv:2508.10925); alibi: arXiv:2108.12409"
@@ -103,6 +105,9 @@ class Attention(_Heads):
                 "E209", "the base of rotary positions must be 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
                 hint="rotary: 10000",
             )
+        if self.window and self.chunk:
+            hint = "remove `window:` or `chunk:`"
+            raise Fault("E210", "the visible tokens are limited twice: by `window` and `chunk`", at="chunk", hint=hint)
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         return v.with_features(found.features)
@@ -122,16 +127,21 @@ class Attention(_Heads):
 
         return alibi_slopes(self.heads, device) if self.bias == "alibi" else p.get("slopes")
 
+    @property
+    def span(self) -> int:
+        """Return the number of tokens that a token sees at most, itself included (0: all)."""
+        return self.window or self.chunk
+
     def cache_size(self) -> int:
         """Return the number of tokens in the state."""
-        return self.window - 1 if self.window else self.cache
+        return self.span - 1 if self.span else self.cache
 
     def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
         if not self.causal:
             return {}
         return {
-            "k": State((self.cache_size(), k.features), "model", per_token=not self.window),
-            "v": State((self.cache_size(), v.features), "model", per_token=not self.window),
+            "k": State((self.cache_size(), k.features), "model", per_token=not self.span),
+            "v": State((self.cache_size(), v.features), "model", per_token=not self.span),
             "length": State((), "int64"),
         }
 
@@ -141,10 +151,10 @@ class Attention(_Heads):
     def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
         if self.causal:
             return 0
-        return (self.window - 1) * q.rate if self.window else math.inf
+        return (self.span - 1) * q.rate if self.span else math.inf
 
     def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
-        return (self.window - 1) * q.rate if self.window else math.inf
+        return (self.span - 1) * q.rate if self.span else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
@@ -152,20 +162,28 @@ class Attention(_Heads):
         Without `causal`, a window reaches as far to the other side, and all of the cache counts.
         """
         width = self.pair(q, v)
-        if not isinstance(q.length, int):
-            if self.causal:
-                return (self.window or self.cache // 2) * width
-            return (2 * self.window - 1 if self.window else self.cache) * width
-        return self.seen(q.length) * width // q.length
+        if isinstance(q.length, int):
+            return self.seen(q.length) * width // q.length
+        if self.chunk:
+            return self.seen(self.chunk) * width // self.chunk
+        if self.causal:
+            return (self.window or self.cache // 2) * width
+        return (2 * self.window - 1 if self.window else self.cache) * width
 
     def seen(self, tokens: int) -> int:
         """Return the number of pairs of a query and a visible key in a sequence of `tokens`."""
-        most = min(self.window or tokens, tokens)
+        if self.chunk:
+            whole, rest = divmod(tokens, self.chunk)
+            return whole * self.pairs(self.chunk, self.chunk) + self.pairs(rest, rest)
+        return self.pairs(tokens, min(self.window or tokens, tokens))
+
+    def pairs(self, tokens: int, most: int) -> int:
+        """Return the number of pairs of a query and one of `most` visible keys, itself included."""
         causal = most * tokens - most * (most - 1) // 2  # the first tokens have fewer visible keys
         return causal if self.causal else 2 * causal - tokens
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
-        return "attention", {"window": self.window or None}
+        return "attention", {"window": self.span or None}
 
     def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels.attention import AttentionState, attention_state
@@ -175,9 +193,9 @@ class Attention(_Heads):
         def move(state: Any) -> Any:
             keys, values = (state[name].unflatten(-1, (self.shared, -1)) for name in ("k", "v"))
             before = AttentionState(keys, values, state["length"])
-            keep = self.window - 1 if self.window else keys.shape[1] + k.shape[1]
+            keep = self.span - 1 if self.span else keys.shape[1] + k.shape[1]
             after = attention_state(
-                k, v, state=before, keep=keep, rotary=self.rotary or None, resets=call.resets
+                k, v, state=before, keep=keep, chunk=self.chunk or None, rotary=self.rotary or None, resets=call.resets
             )  # fmt: skip
             return {"k": after.k.flatten(-2), "v": after.v.flatten(-2), "length": after.length}
 
@@ -189,10 +207,11 @@ class Attention(_Heads):
         from seqblocks.kernels.attention.step import prepare
 
         run = prepare(
-            self.heads, self.shared, self.rotary or None, self.scale or None, window=self.window > 0,
+            self.heads, self.shared, self.rotary or None, self.scale or None, window=self.span > 0,
+            chunk=self.chunk or None,
             soft_cap=self.soft_cap or None, slopes=self.slopes(p, torch.device("cpu")), sinks=p.get("sinks"),
         )
-        if self.window:
+        if self.span:
             return run
 
         def step(*inputs: Any) -> Any:
@@ -208,9 +227,12 @@ class Attention(_Heads):
         q, k, v = self.cut_memory(tape, q, k, v)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
-        if self.window and self.window < q.shape[1]:
-            return tape.view(attention.windowed(tape, q, k, v, self.window, self.causal), tape.out)
-        return tape.view(attention.fused(tape, q, k, v), tape.out)
+        slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
+        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"))
+        if self.span and self.span < q.shape[1]:
+            return tape.view(attention.windowed(tape, q, k, v, self.span, self.causal, scores), tape.out)
+        run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
+        return tape.view(run(tape, q, k, v), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
@@ -227,6 +249,7 @@ class Attention(_Heads):
             v,
             causal=self.causal,
             window=self.window or None,
+            chunk=self.chunk or None,
             rotary=self.rotary or None,
             scale=self.scale or None,
             soft_cap=self.soft_cap or None,
@@ -240,7 +263,7 @@ class Attention(_Heads):
         if not call.return_state:
             return out.flatten(-2), {}
         y, last = out
-        if not self.window:
+        if not self.span:
             self.must_hold(last.length, call.compiling)
         return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
 
@@ -248,7 +271,7 @@ class Attention(_Heads):
         """Raise RunError if the cache is too small for a sequence; in a compiled model, fail an assertion."""
         import torch
 
-        advice = f"tokens, but its cache has room for {self.cache}; set a larger `cache:` or a `window:`"
+        advice = f"tokens, but its cache has room for {self.cache}; set a larger `cache:`, or a `window:` or `chunk:`"
         if compiling:
             torch._assert_async((length <= self.cache).all(), f"attention has seen more {advice}")
         elif length.numel() and int(length.max()) > self.cache:
@@ -281,7 +304,9 @@ class CrossAttention(_Heads):
     def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.workspace import attention
 
-        return tape.view(attention.fused(tape, *self.cut_memory(tape, q, k, v)), tape.out)
+        scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+        run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
+        return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention

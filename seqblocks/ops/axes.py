@@ -289,7 +289,14 @@ class Rearrange(_Axes):
         return x.facts.range
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
-        return tape.unary(x, ())
+        left, right = parse(self.pattern)
+        if [*names(left)] == [*names(right)]:
+            return tape.view(x, tape.out)
+        if all(len(axis) == 1 for axis in right):
+            return tape.view(x, tape.out, dense=False)
+        y = tape.new(tape.out, x.item)
+        tape.function([x], [y])
+        return y
 
 
 
@@ -327,3 +334,17 @@ class Reduce(_Axes):
         if x.shape[1] == 0 and x.dim() == 3:
             raise RunError(f"reduce needs at least one value, but the sequence is empty: {list(x.shape)}")
         return reduce(x, pattern, self.deviation if self.by == "std" else self.by, **self.lengths)
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        match self.by:
+            case "mean":
+                return tape.mean(x, tape.out)
+            case "sum":
+                return tape.sum(x, tape.out)
+            case "std":
+                variance = tape.new(tape.out, x.item)
+                tape.function([x], [variance], [x], 2 * x.bytes)
+                return tape.unary(tape.add(variance, tape.new(())), ["output"])
+        y = tape.new(tape.out, x.item)
+        tape.function([x], [y], [x, y], 2 * x.bytes)
+        return y

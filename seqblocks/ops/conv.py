@@ -121,6 +121,10 @@ class Conv2d(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return "it reads neighbouring tokens of an image"
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), x.shape), x.shape, dense=False)
+        return tape.unary(y) if self.activation == "silu" else y
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange
         from torch.nn.functional import conv2d, silu

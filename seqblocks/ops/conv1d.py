@@ -7,7 +7,7 @@ from typing import Any
 
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
-from seqblocks.ops.shift import lagged, window_after, with_past
+from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.types import Wire
@@ -121,6 +121,16 @@ class Conv1d(_Conv):
             return "a window may span two sequences"
         return "it reads tokens on both sides" if self.later() else None
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        later, earlier, (batch, tokens, _) = self.later(), self.earlier(), x.shape
+        if later:
+            x = tape.pad(x, (batch, tokens + earlier, x.shape[2]))
+        elif earlier:
+            x = with_past_memory(tape, x, earlier)
+        elif self.stride > self.span():
+            x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
+        return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import pad
 
@@ -218,6 +228,14 @@ class ConvTranspose1d(_Conv):
 
     def ignores_resets(self, x: Wire) -> str | None:
         return "a token contributes to several outputs"
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        if self.earlier() and not self.later():
+            x = with_past_memory(tape, x, self.earlier())
+        batch, tokens, _ = x.shape
+        made = (tokens - 1) * self.stride + max(self.kernel, self.stride)
+        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features))
+        return tape.slice(y, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import conv_transpose2d

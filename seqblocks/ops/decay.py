@@ -48,7 +48,8 @@ class TimeStep(Op):
         return {"bias": Parameter((x.features,), init, decay=False, full_precision=True)}
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
-        return tape.unary(tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"])))
+        steps = tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"]))
+        return tape.unary(steps, backward=2 * steps.numbers)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import softplus
@@ -139,12 +140,13 @@ class LogDecay(Op):
                 return tape.unary(tape.unary(x, ["output"]), ())
             case "rg_lru":
                 return tape.multiply(tape.unary(tape.unary(p["rate"]), ()), tape.unary(x, ["output"]))
-        alone = tape.unary(x, forward=x.bytes)  # it keeps its input and a buffer
+        alone = tape.logsigmoid(x)
         if lower is None:
             return tape.unary(alone, ())
         lower = tape.cast(lower, x.item)
-        safe = tape.where(lower, lower, tape.new(()))
-        both = tape.pointwise(tape.unary(safe), tape.add(tape.unary(tape.unary(lower, ())), alone))
+        first = tape.unary(tape.where(lower, lower, tape.new(())))
+        second = tape.add(tape.unary(tape.unary(lower, ())), alone)
+        both = tape.pointwise(first, second, keeps=[first, second], backward=2 * x.bytes)
         small = tape.unary(tape.unary(tape.unary(x, ())), ["output"])
         return tape.where(both, both, tape.add(alone, tape.multiply(lower, small)))
 

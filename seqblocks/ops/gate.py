@@ -50,6 +50,7 @@ def activate(name: str, x: Any) -> Any:
 
 def activation_memory(tape: Any, name: str, x: Any) -> Any:
     """Record an activation by name on a tape, like `activate`."""
+    one = tape.new(())
     match name:
         case "none":
             return x
@@ -58,13 +59,13 @@ def activation_memory(tape: Any, name: str, x: Any) -> Any:
         case "squared_relu":
             return tape.square(tape.unary(x, ["output"]))
         case "one_minus_exp":
-            return tape.unary(tape.unary(x, ["output"]), ())
+            return tape.unary(tape.unary(x, ["output"], backward=x.bytes), ())
         case "positive":
-            return tape.where(x, tape.add(x, tape.new(())), tape.unary(x, ["output"]))
+            return tape.where(x, tape.add(x, one), tape.unary(x, ["output"]))
         case "elu_plus_one":
-            return tape.where(x, tape.add(x, tape.new(())), tape.unary(tape.unary(x), ["output"]))
+            return tape.where(x, tape.add(x, one), tape.unary(tape.unary(x), ["output"]))
         case "rational_exp":
-            return tape.where(x, tape.add(x, tape.new(())), tape.inverse(tape.add(tape.unary(x), tape.new(()))))
+            return tape.where(x, tape.add(x, one), tape.inverse(tape.add(tape.unary(x, backward=x.bytes), one)))
     return tape.unary(x)
 
 

@@ -177,6 +177,35 @@ class LinearAttention(Op):
         summary = of_linear_attention(k, values, self.decays(v, decay), call.resets)
         return lambda state: {"S": summary(state["S"])}
 
+    def memory(
+        self, tape: Any, p: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
+        b: Any = None,
+    ) -> Any:
+        from seqblocks.workspace import linear_attention
+
+        def cut(x: Any, heads: int) -> Any:
+            return None if x is None else tape.view(x, (*x.shape[:2], heads, x.shape[-1] // heads), dense=x.dense)
+
+        q, k = (self._normed_memory(tape, cut(x, n)) for x, n in ((q, self.heads), (k, self.writes * self.heads)))
+        v, a, b = cut(v, self.writes * self.of_values), cut(a, self.of_values), cut(b, self.of_values)
+        if self.fixed_decay != "none":
+            decay = tape.new((*v.shape[:2], self.of_values), 4)
+        elif decay is not None and decay.shape[-1] != self.of_values:
+            decay = cut(decay, self.of_values)
+        if self.writes > 1:
+            q, k, v, decay, beta = spread_memory(tape, self.writes, q, k, v, decay, beta)
+        o = linear_attention.scan(tape, q, k, v, decay, beta, a, b, p.get("u"), self.normalize)
+        if self.writes > 1:
+            o = tape.slice(o, (o.shape[0], o.shape[1] // self.writes, *o.shape[2:]))
+        return tape.view(o, tape.out)
+
+    def _normed_memory(self, tape: Any, x: Any) -> Any:
+        """Record `normed` on a tape."""
+        if self.qk_norm == "none":
+            return x
+        exact = tape.cast(x, max(x.item, 4))
+        return tape.multiply(exact, tape.unary(tape.sum(tape.square(exact), (*x.shape[:-1], 1)), ["output"]))
+
     def forward(
         self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
         b: Any = None,
@@ -256,6 +285,21 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
         return o, S
 
     return step
+
+
+def spread_memory(tape: Any, writes: int, *given: Any) -> list[Any]:
+    """Record `spread` on a tape, for q, k, v, decay and beta."""
+    found: list[Any] = []
+    for at, x in enumerate(given):
+        if x is None:
+            found.append(None)
+            continue
+        shape = (x.shape[0], x.shape[1] * writes, *x.shape[2:])
+        if at in (0, 3):  # the tokens in between get zeros
+            found.append(tape.pad(x, shape))
+        else:
+            found.append(tape.view(x, (*shape[:2], x.shape[2] // writes, *x.shape[3:])))
+    return found
 
 
 def spread(

@@ -44,6 +44,12 @@ class MLSTMMemoroid(MLSTM):
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently
 
+    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+        from seqblocks.workspace import associative_scan
+
+        q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
+        return tape.view(associative_scan.mlstm(tape, q, k, v, i, f), tape.out)
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import mlstm_memoroid
 

@@ -37,6 +37,16 @@ class Phase(Op):
 
         return step
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        from seqblocks.workspace import gated_recurrence
+
+        exact = tape.cast(x, 8)
+        zeros = tape.new(x.shape, 8)
+        angle = gated_recurrence.scan(tape, exact, zeros)
+        turns = tape.new(x.shape, 8)  # 2 pi times the number of whole turns
+        tape.passing(turns.bytes)
+        return tape.cast(tape.subtract(angle, turns), max(x.item, 4))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 
@@ -80,6 +90,20 @@ class Rotate(Op):
 
     def macs(self, x: Wire, by: Wire) -> int:
         return 4 * by.features
+
+    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+        heads = (*x.shape[:-1], self.heads)
+        width, angles = x.shape[-1] // self.heads, by.shape[-1] // self.heads
+        x, by = tape.view(x, (*heads, width)), tape.view(by, (*heads, angles))
+        turned = tape.slice(x, (*heads, 2 * angles))
+        rest = tape.slice(x, (*heads, width - 2 * angles))
+        a, b = tape.split(tape.view(turned, (*heads, angles, 2)), [1, 1])
+        a, b = tape.view(a, by.shape, dense=False), tape.view(b, by.shape, dense=False)
+        first = tape.subtract(tape.multiply(a, tape.wave(by)), tape.multiply(b, tape.wave(by)))
+        second = tape.add(tape.multiply(a, tape.wave(by)), tape.multiply(b, tape.wave(by)))
+        pairs = tape.cast(tape.stack([first, second]), x.item)
+        y = tape.cat([tape.view(pairs, (*heads, 2 * angles)), rest])
+        return tape.view(y, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         import torch

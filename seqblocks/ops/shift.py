@@ -168,7 +168,7 @@ class TokenShift(_Shifted):
 
     def memory(self, tape: Any, p: Any, x: Any, mix: Any = None) -> Any:
         earlier = shifted_memory(tape, x, 1)
-        return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.add(earlier, x)))
+        return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.subtract(earlier, x)))
 
     def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         earlier, state = shifted(x, 1, call)

@@ -67,6 +67,12 @@ class SLSTM(Op):
             return None
         return prepare_of_maps(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"], maps)
 
+    def memory(self, tape: Any, p: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
+        from seqblocks.workspace import slstm
+
+        bias = tape.stack([p[f"{gate}_bias"] for gate in "ifzo"])
+        return tape.cast(slstm.scan(tape, [i, f, z, o], p["recurrent"], bias), i.item)
+
     def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
         import torch
 

@@ -29,8 +29,10 @@ def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation
 
     def backward(grads: list[Value | None]) -> list[Value | None]:
         total = None if whole else tape.new(window, x_item)
-        tape.passing(sums + (2 if whole else 4) * part)
+        held = tape.new((sums + (part if activation == "silu" else 0),), 1)
+        tape.passing(part if whole else 2 * part)
         total = total or tape.new(window, x_item)
+        del held
         found = [None if each is None else tape.new(*each) for each in size]
         of_x = total.again((B, S, D), dense=False) if given else None
         return [of_x, *found[: 1 if bias is None else 2]]
@@ -60,6 +62,5 @@ def mix(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str
     B, S, D = x.shape
     K = weight.shape[-1]
     window = tape.cat([tape.new((B, K - 1, D), x.item), x], 1) if K > 1 else x
-    y = tape.new((B, S, weight.shape[0]), x.item)
-    tape.function([window, weight, bias], [y], [window, weight])
+    y = tape.convolution(window, weight, bias, (B, S, weight.shape[0]))
     return tape.unary(y) if activation == "silu" else y

@@ -21,5 +21,6 @@ def scan(tape: Tape, x: Value, decay: Value) -> Value:
     blocks = 1 if B * E >= WIDE else span // max(1, math.isqrt(span))
     products = 0 if blocks <= 1 else part
     tape.passing(part + products)
-    tape.function([x, decay], [y], [y, decay, state], 3 * part + products)
+    unused = 0 if decay.tracked else decay.bytes  # its gradient is computed in any case
+    tape.function([x, decay], [y], [y, decay, state], 3 * part + products + unused)
     return y

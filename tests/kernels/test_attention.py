@@ -33,7 +33,7 @@ def inputs(S: int, dtype: Any = torch.float64, **sizes: int) -> list[Tensor]:
 
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None,
-    soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    chunk: int | None = None, soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute each query separately."""
     B, S, H, D = q.shape
@@ -44,6 +44,8 @@ def by_hand(
         for t in range(S):
             near = [s for s in range(S) if owner[s] == owner[t] and (s <= t or not causal)]
             near = [s for s in near if window is None or abs(s - t) < window]
+            begin = owner.index(owner[t])
+            near = [s for s in near if chunk is None or (s - begin) // chunk == (t - begin) // chunk]
             for h in range(H):
                 query, keys, values = q[b, t, h], k[b, near, h // group], v[b, near, h // group]
                 if base is None:
@@ -79,15 +81,16 @@ def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
     base=st.sampled_from([None, 10_000.0]),
     causal=st.booleans(),
     marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 23)), max_size=3),
+    chunk=st.sampled_from([None, None, 1, 3, 5]),
     soft_cap=st.sampled_from([None, 1.5]),
     added=st.sets(st.sampled_from(["slopes", "sinks"])),
 )
 def test_by_hand(
     backend: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]],
-    soft_cap: float | None, added: set[str],
+    chunk: int | None, soft_cap: float | None, added: set[str],
 ) -> None:
     x = inputs(seq)
-    options: dict[str, Any] = {"soft_cap": soft_cap}
+    options: dict[str, Any] = {"chunk": chunk, "soft_cap": soft_cap}
     options |= {name: draw(4, seed=7).abs().requires_grad_() for name in added}
     resets = marked(seq, marks) if marks else None
     found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend, **options)

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from benchmarks.memory import measure
+from seqblocks.kernels.positions import rotary
+from seqblocks.ops.attention import Attention
 from seqblocks.testing import check_law
+from seqblocks.types import Wire
 from tests.kernels.test_attention import near
 
 OPTIONS = (
@@ -49,10 +53,48 @@ def test_the_law(given: str, window: str) -> None:
     check_law(model)
 
 
-@pytest.mark.parametrize("given", OPTIONS)
+@pytest.mark.parametrize("given", ["chunk: 1", "chunk: 4", "chunk: 5, rotary: 100, sinks: true, bias: alibi"])
+def test_the_law_of_chunks(given: str) -> None:
+    model = build(given)
+    check_law(model, resets=((0, 3), (1, 22)))
+    check_law(model)
+
+
+@pytest.mark.parametrize("causal", ["true", "false"])
+def test_a_chunk_is_a_sequence_of_its_own(causal: str) -> None:
+    """Without positions, chunks give the same result as resets at their starts; with resets, chunks start there."""
+    chunked, whole = build(f"chunk: 4, causal: {causal}"), build(f"causal: {causal}")
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    near([chunked(x)], [whole(x, cu_seqlens=torch.tensor([0, 4, 8, 11]))])
+    near([chunked(x, cu_seqlens=torch.tensor([0, 3, 11]))], [whole(x, cu_seqlens=torch.tensor([0, 3, 7, 11]))])
+
+
+def test_llama_4() -> None:
+    """transformers masks chunks by the index of the token, while rotary positions count on."""
+    masks = pytest.importorskip("transformers.masking_utils")
+    model = build("chunk: 4, rotary: 100")
+    whole = build("rotary: 100")
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    sees = masks.chunked_overlay(4, torch.zeros(1, dtype=torch.long))
+    mask = torch.tensor([[bool(sees(0, 0, q, k)) and k <= q for k in range(11)] for q in range(11)])
+    q, k, v = (t.transpose(1, 2) for t in parts(whole, x))
+    q, k = (rotary(t, torch.arange(11)[None], 100.0) for t in (q, k))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    near([model(x)], [expected.transpose(1, 2).flatten(2)])
+
+
+@pytest.mark.parametrize(("length", "pairs"), [(4, 10), (11, 26), (3, 6)])
+def test_costs_of_chunks(length: int, pairs: int) -> None:
+    """Each visible pair costs a product of 2 and a sum of 2 for each of 4 heads; 11 tokens have 10 + 10 + 6 pairs."""
+    q, k = (Wire("sequence", width, length=length) for width in (8, 4))
+    assert Attention(heads=4, kv_heads=2, chunk=4).macs(q, k, k) == pairs * 16 // length
+
+
+@pytest.mark.parametrize("given", [*OPTIONS, "chunk: 4, rotary: 100"])
 def test_a_step_is_planned(given: str) -> None:
     """The function that computes a token of a stream agrees with the whole sequence; gradients would bypass it."""
-    model = build(f"{given}, cache: 9")
+    model = build(f"{given}, cache: 9" if "chunk" not in given else given)
     x = torch.randn(2, 9, 8, dtype=torch.float64)
     with torch.no_grad():
         state, found = model.init_state(2), []
@@ -146,6 +188,18 @@ def test_attention_to_a_memory(given: str) -> None:
     over, self = build(given, verb="cross_attention"), build(f"{given}, causal: false")
     x = torch.randn(2, 11, 8, dtype=torch.float64)
     near([over(x)], [self(x)])
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [*((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600)],
+)
+def test_the_memory_of_training_is_estimated(given: str, length: int) -> None:
+    """Weights of all pairs, or of a block of queries, are most of it."""
+    torch.set_num_threads(1)
+    spec = build(given).spec
+    found = seqblocks.memory(spec, batch=2, length=length)
+    assert found.peak_bytes == pytest.approx(measure(seqblocks.build_model(spec), 2, length).peak, rel=0.1)
 
 
 @pytest.mark.slow

@@ -13,12 +13,6 @@ from seqblocks.cost import tokens_of
 # sizes of its largest ones.
 TOLERANCE = 0.1
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
-UNKNOWN = {  # they have verbs that do not declare their memory yet
-    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice", "kimi_linear_small",
-    "memoroid_actor_critic", "memoroid_agent", "qwen3_next_small", "slstm_forecaster", "vil2_small_block",
-    "vil_segmenter", "xlstm_deltanet_small", "zamba2_small",
-}
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -43,8 +37,6 @@ def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoi
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in small_models()
 ])
 def test_small_models(name: str) -> None:
-    if name in UNKNOWN:
-        pytest.skip("some verbs do not declare their memory yet")
     check(name, 4, 128)
 
 

@@ -1,0 +1,41 @@
+"""`seqblocks diff`: print how one spec differs from another."""
+
+from __future__ import annotations
+
+import argparse
+
+from seqblocks._version import __version__
+from seqblocks.architect.designs import Design, find_design
+from seqblocks.architect.diff import TensorChange, diff
+from seqblocks.cli import output
+from seqblocks.cli.check import overrides
+from seqblocks.cli.compare import designs
+from seqblocks.cli.imports import import_torch
+from seqblocks.errors import UsageError, quote
+
+DIFFERENT = 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the differences. Status 1 with --exit-code: there are some."""
+    pair = [find_design(each) for each in designs([options.first, options.second], options)]
+    found = diff(*pair, set=overrides(options), dtype=options.dtype, allow_use=options.allow_use)
+    if options.weights:
+        found = found._replace(tensors=_tensors(pair))
+    if options.format == "json":
+        output.dump({"version": __version__, "specs": [*found.labels]} | found.as_data())
+    elif found or not options.quiet:
+        output.write(found.text())
+    return DIFFERENT if found and options.exit_code else 0
+
+
+def _tensors(pair: list[Design]) -> list[TensorChange]:
+    for design in pair:
+        if design.folder is None:
+            label = quote(design.label)
+            raise UsageError(f"--weights compares two folders written by seqblocks.save, and {label} is none")
+    import_torch("comparing weights requires torch")
+    from seqblocks.checkpoint.values import differences
+
+    first, second = (str(design.folder) for design in pair)
+    return differences(first, second)

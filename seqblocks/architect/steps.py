@@ -1,0 +1,109 @@
+"""The steps of a model as a tree without numbers of values: what two models are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.graph import Graph, Node
+from seqblocks.record import Record
+
+PREVIOUS = "the step before"  # what a port reads unless the spec says otherwise
+
+
+class Step(Record):
+    """One step of a model.
+
+    own: what defines the step itself, as texts by name: its arguments, the type of its output, the shapes and the
+    initialisers of its parameters. reads: for each port, the names by which the wires that it reads are known in its
+    body. bodies: its own steps by namespace. params: of the step and its bodies.
+    """
+
+    name: str
+    verb: str
+    own: dict[str, str]
+    reads: dict[str, tuple[frozenset[str], ...]]
+    bodies: dict[str, list[Step]]
+    params: int
+    named: bool  # whether its name is a part of names in state_dict
+
+    def key(self) -> tuple[Any, ...]:
+        """What equal steps have in common, whatever their names and the wires they read."""
+        bodies = tuple((label, tuple(step.key() for step in steps)) for label, steps in self.bodies.items())
+        return self.verb, tuple(self.own.items()), bodies
+
+
+def steps_of(body: Graph, labels: dict[int, str]) -> list[Step]:
+    """Return the steps of a body. labels: the names of all values of the model."""
+    steps, current = [], body.input
+    for node in body.nodes:
+        steps.append(_step(node, labels, current))
+        current = node.outputs[0] if node.outputs else current
+    return steps
+
+
+def _step(node: Node, labels: dict[int, str], current: int) -> Step:
+    def names(value: int) -> frozenset[str]:
+        own = {labels[value]} if value in labels else set()
+        return frozenset(own | {PREVIOUS} if value == current else own)
+
+    params = graph.count_node(node)
+    return Step(
+        node.name, node.verb, dict(_own(node)),
+        {port: tuple(map(names, values)) for port, values in node.inputs.items()},
+        {label: steps_of(inner, labels) for label, inner in node.bodies.items()},
+        params, bool(params or node.shared),
+    )  # fmt: skip
+
+
+def _own(node: Node) -> Iterator[tuple[str, str]]:
+    given = node.op if node.op is not None else node.arguments
+    arguments = given.model_dump() if hasattr(given, "model_dump") else {}
+    for name, value in arguments.items():
+        if name != "steps" and (value is None or isinstance(value, str | int | float | list | tuple | dict)):
+            yield name, _shown(value)
+    if node.type is not None:
+        yield "output", str(node.type) + (f" split {[*node.split]}" if node.split else "")
+    for name, parameter in node.parameters.items():
+        yield f"{name} shape" if name in arguments else name, str([*parameter.shape])
+        yield f"initial {name}", str(parameter.init)
+        if name in node.ties:
+            yield f"{name} tied to", node.ties[name]
+    if node.owner_name:
+        yield "shares with", node.owner_name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_shown(each)}' for key, each in value.items())}}}"
+    return str(value)
+
+
+def lines(steps: list[Step], depth: int = 0) -> Iterator[str]:
+    """Yield the steps as indented text, equal bodies of a step as one. It changes only where the model does."""
+    space = "  " * depth
+    for step in steps:
+        title = step.name if step.name == step.verb else f"{step.name}: {step.verb}"
+        own = "".join(f" {name}={value}" for name, value in step.own.items() if name != "output")
+        reads = "".join(
+            f" {port}<-{'+'.join(min(names) for names in wires)}" for port, wires in step.reads.items()
+            if not all(PREVIOUS in names for names in wires)
+        )  # fmt: skip
+        yield f"{space}{title}{own}{reads} -> {step.own.get('output', 'unknown')}"
+        for labels, body in _alike(step.bodies):
+            if labels != [""]:
+                yield f"{space}  {labels[0] if len(labels) == 1 else f'{labels[0]} to {labels[-1]}'}:"
+            yield from lines(body, depth + 1 + (labels != [""]))
+
+
+def _alike(bodies: dict[str, list[Step]]) -> Iterator[tuple[list[str], list[Step]]]:
+    """Yield runs of equal bodies by their namespaces."""
+    for _, run in groupby(bodies.items(), lambda item: tuple((step.name, step.key()) for step in item[1])):
+        same = list(run)
+        yield [label for label, _ in same], same[0][1]

@@ -1,0 +1,89 @@
+"""The mLSTM by an associative scan, whose operations autograd records (kernels/mlstm/memoroid.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from seqblocks.tape import Tape, Value
+
+
+class Element(NamedTuple):
+    """f and m together [B, S, 2, H], C [B, S, H, DK, DV], n [B, S, H, DK]."""
+
+    gates: Value
+    C: Value
+    n: Value
+
+
+def mlstm(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
+    """Record the scan of q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; return h [B, S, H, DV]."""
+    (B, S, H, DK), DV, out = q.shape, v.shape[-1], v.item
+    item = max(4, *(x.item for x in (q, k, v, i, f)))
+    q, k, v, i, f = (tape.cast(x, item) for x in (q, k, v, i, f))
+    decay = tape.logsigmoid(f)
+    outer = tape.multiply(tape.view(k, (B, S, H, DK, 1), dense=k.dense), tape.view(v, (B, S, H, 1, DV), dense=v.dense))
+    gates = tape.stack([decay, i])
+    first = Element(
+        tape.new((B, 1, 2 * H), item), tape.new((B, 1, H, DK, DV), item), tape.new((B, 1, H, DK), item)
+    )
+    given = Element(tape.view(gates, (B, S, 2 * H)), outer, k)
+    del gates
+    joined = Element(*(tape.cat([a, b], 1) for a, b in zip(first, given, strict=True)))
+    found = scan(tape, joined)
+    del joined, outer
+    last = [tape.copy(tape.slice(x, (B, 1, *x.shape[2:]))) for x in found]
+    states = Element(*(tape.slice(x, (B, S, *x.shape[2:])) for x in found))
+    del found
+    asked = tape.unary(q, ())
+    top = tape.sum(tape.multiply(tape.view(asked, (B, S, H, DK, 1)), states.C), (B, S, H, DV))
+    size = tape.sum(tape.multiply(asked, states.n), (B, S, H))
+    floor = tape.unary(tape.unary(tape.new((B, S, H), item), ()), ["output"])
+    size = tape.add(tape.pointwise(tape.unary(size), floor, keeps=[size, floor]), tape.new((), item))
+    h = tape.divide(top, tape.view(size, (B, S, H, 1)))
+    del last
+    return tape.cast(h, out)
+
+
+def scan(tape: Tape, x: Element) -> Element:
+    """Record `associative_scan.torch.run`."""
+    S = x.C.shape[1]
+    if S == 1:
+        return x
+    half = S // 2
+    odd = scan(tape, combined(tape, _part(tape, x, half), _part(tape, x, half)))
+    if S == 2:
+        return Element(*(tape.cat([_tokens(tape, a, 1), b], 1) for a, b in zip(x, odd, strict=True)))
+    count = (S - 1) // 2
+    even = combined(tape, _part(tape, odd, count), _part(tape, x, count))
+    return Element(*(_interleaved(tape, *each) for each in zip(x, even, odd, strict=True)))
+
+
+def combined(tape: Tape, a: Element, b: Element) -> Element:
+    """Record the operator."""
+    gates = tape.pointwise(a.gates, b.gates, keeps=[a.gates, b.gates])
+    weights = (*a.C.shape[:3],)
+    old, new = (tape.unary(tape.slice(gates, weights), ["output"]) for _ in range(2))
+    wide = [tape.view(x, (*weights, 1)) for x in (old, new)]
+    square = [tape.view(x, (*weights, 1, 1)) for x in wide]
+    C = tape.add(tape.multiply(square[0], a.C), tape.multiply(square[1], b.C))
+    n = tape.add(tape.multiply(wide[0], a.n), tape.multiply(wide[1], b.n))
+    return Element(gates, C, n)
+
+
+def _tokens(tape: Tape, x: Value, count: int) -> Value:
+    return tape.slice(x, (x.shape[0], count, *x.shape[2:]))
+
+
+def _part(tape: Tape, x: Element, count: int) -> Element:
+    return Element(*(_tokens(tape, leaf, count) for leaf in x))
+
+
+def _interleaved(tape: Tape, elements: Value, even: Value, odd: Value) -> Value:
+    """Record the states in order, after the first element."""
+    count, left = even.shape[1], odd.shape[1] - even.shape[1]
+    both = tape.stack([_tokens(tape, odd, count), even])
+    both = tape.view(both, (elements.shape[0], 2 * count, *elements.shape[2:]))
+    parts = [_tokens(tape, elements, 1), both]
+    if left:
+        parts.append(_tokens(tape, odd, left))
+    return tape.cat(parts, 1)

@@ -1,0 +1,256 @@
+"""`seqblocks diff`: known edits of a spec, and nothing else, are reported."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import seqblocks
+from seqblocks.architect.changes import Change, ranges
+from seqblocks.architect.designs import Design
+from seqblocks.architect.diff import Difference, diff
+from seqblocks.language.files import bundled
+from tests.spec.texts import GOOD
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+MODELS = [name for name, path in bundled().items() if path.parent.name == "models"]
+
+
+def design(steps: list[Any], label: str = "spec.yaml") -> Design:
+    spec = {"seqblocks": 1, "model": {"input": {"features": 8}, "steps": steps}}
+    return Design(label, json.dumps(spec), label)
+
+
+def difference(a: list[Any], b: list[Any]) -> Difference:
+    return diff(design(a), design(b))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_spec_does_not_differ_from_itself(name: str) -> None:
+    found = diff(name, name)
+    assert not found
+    assert (found.facts, found.structure) == ({}, [])
+    assert str(found) == f"{name} has the figures, the steps and the names of weights of {name}"
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("mamba_130m", "mamba_370m"), ("vil_tiny", "vil_small"), ("mamba2_130m", "mamba2_780m")]
+)
+def test_sizes_of_a_family_differ_in_shapes_and_layers_alone(a: str, b: str) -> None:
+    found = diff(a, b)
+    assert {change.kind for change in found.structure} <= {"changed", "added"}
+    for change in found.structure:
+        assert change.kind == "changed" or change.path.split(".")[0] in ("layers", "blocks"), change
+        assert "verb" not in [what for what, _, _ in change.details]
+    assert found.checkpoint is not None
+    assert not found.checkpoint.unused
+
+
+def test_an_argument_changes_what_depends_on_it_and_layers_are_one() -> None:
+    found = diff("mlstm_small", "mlstm_small@heads=8")
+    changes = {change.path: change.details for change in found.structure}
+    cell = "layers.0-4.mlstm_block.residual.mlstm_layer.cell"
+    assert changes.keys() == {f"{cell}.{name}" for name in ("i", "f", "mlstm", "head_norm")}
+    assert ("heads", "4", "8") in changes[f"{cell}.mlstm"]
+    assert ("weight", "[4, 768]", "[8, 768]") in changes[f"{cell}.i"]
+    assert found.facts["params"][1] - found.facts["params"][0] == 5 * 2 * 4 * (768 + 1)
+
+
+def test_layers_of_one_pattern_are_ranges() -> None:
+    assert ranges([3, 0, 1, 2, 7, 9, 10]) == "0-3,7,9-10"
+    found = diff("mlstm_small", "mlstm_small@depth=7")
+    (added,) = [change for change in found.structure if change.kind == "added"]
+    assert (added.path, added.verb) == ("layers.5-6", "mlstm_block")
+    assert found.checkpoint is not None
+    assert {name.split(".")[1] for name in found.checkpoint.missing} == {"5", "6"}
+    assert "layers.5-6.* (14 tensors each) only in the second" in str(found)
+
+
+WIRES = [
+    {"linear": {"features": 8, "as": "a"}}, "silu", {"linear": {"features": 8, "name": "second", "as": "b"}},
+    {"add": {"with": "a"}},
+]  # fmt: skip
+
+
+def test_a_step_that_reads_another_wire_is_changed() -> None:
+    other = copy.deepcopy(WIRES)
+    other[3] = {"add": {"with": "b"}}
+    (change,) = difference(WIRES, other).structure
+    assert (change.kind, change.path, change.details) == ("changed", "add", (("reads with", "a", "b"),))
+
+
+def test_a_name_for_the_wire_that_a_step_reads_anyway_changes_nothing() -> None:
+    other = copy.deepcopy(WIRES)
+    other[1] = {"silu": {"from": "a"}}
+    assert not difference(WIRES, other)
+
+
+def test_a_step_between_others_changes_no_other() -> None:
+    """Not even the numbers that steps without parameters have, nor the wire that the next step reads."""
+    other = [WIRES[0], "silu", {"linear": {"features": 8, "name": "new"}}, *WIRES[1:]]
+    found = difference(WIRES, other).structure
+    assert sorted((each.kind, each.path.removesuffix("_2")) for each in found) == [("added", "new"), ("added", "silu")]
+
+
+def test_a_renamed_step_takes_its_weights_under_another_name() -> None:
+    other = copy.deepcopy(WIRES)
+    other[2]["linear"]["name"] = "third"
+    found = difference(WIRES, other)
+    assert found.structure == [Change("renamed", "third", "linear", (("name", "second", "third"),))]
+    assert found.checkpoint is not None
+    assert found.checkpoint.missing == ["third.weight", "third.bias"]
+    assert found.checkpoint.unused == ["second.weight", "second.bias"]
+
+
+def test_another_verb_under_the_same_name() -> None:
+    (change,) = difference([{"layer_norm": {"name": "norm"}}], [{"rms_norm": {"name": "norm"}}]).structure
+    assert change.kind == "changed"
+    assert ("verb", "layer_norm", "rms_norm") in change.details
+
+
+# --- random single edits ----------------------------------------------------------------------------------------------
+
+PLAIN = ("silu", "gelu", "relu", "tanh")
+
+
+def random_steps(chance: random.Random, count: int) -> list[Any]:
+    """Return steps of 8 features, no two of which are equal neighbours: moving one would then change nothing."""
+    steps: list[Any] = []
+    for number in range(count):
+        kind = chance.randrange(3)
+        if kind == 0:
+            step: Any = chance.choice([each for each in PLAIN if not steps or each != steps[-1]])
+        elif kind == 1:
+            step = {"linear": {"features": 8, "bias": chance.random() < 0.5, "name": f"l{number}"}}
+        else:
+            step = {"causal_conv": {"kernel": chance.randint(2, 6), "name": f"c{number}"}}
+        steps.append(step)
+    return steps
+
+
+def edited(steps: list[Any], chance: random.Random) -> tuple[list[Any], Callable[[list[Change]], bool]]:
+    """Return steps with one edit, and whether changes are that edit."""
+    steps = copy.deepcopy(steps)
+    at = chance.randrange(len(steps))
+    kind = chance.choice(["insert", "remove", "argument", "rename", "move"])
+    if kind == "insert":
+        steps.insert(at, {"linear": {"features": 8, "name": "new"}})
+        return steps, lambda found: [(each.kind, each.path) for each in found] == [("added", "new")]
+    named = [place for place, step in enumerate(steps) if isinstance(step, dict)]
+    if not named:
+        return edited([*steps, {"linear": {"features": 8, "bias": True, "name": "last"}}], chance)
+    at = chance.choice(named)
+    ((verb, arguments),) = steps[at].items()
+    name = arguments["name"]
+    if kind == "remove":
+        del steps[at]
+        return steps, lambda found: [(each.kind, each.path) for each in found] == [("removed", name)]
+    if kind == "rename":
+        arguments["name"] = "other"
+        return steps, lambda found: [(each.kind, each.path) for each in found] == [("renamed", "other")]
+    if kind == "argument":
+        key, value = ("bias", not arguments["bias"]) if verb == "linear" else ("kernel", arguments["kernel"] + 1)
+        arguments[key] = value
+        expected = ("changed", name, key)
+        return steps, lambda found: [(each.kind, each.path, each.details[0][0]) for each in found] == [expected]
+    to = chance.choice([place for place in range(len(steps)) if place != at] or [at])
+    steps.insert(to, steps.pop(at))
+    neighbours = abs(to - at) == 1  # then either of the two has moved
+
+    def moved(found: list[Change]) -> bool:
+        return [each.kind for each in found] == ["moved"] and (neighbours or found[0].path == name)
+
+    return steps, moved if to != at else lambda found: not found
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_exactly_one_edit_is_reported(seed: int) -> None:
+    chance = random.Random(seed)
+    steps = random_steps(chance, chance.randint(2, 9))
+    if not any(isinstance(step, dict) for step in steps):
+        steps.append({"linear": {"features": 8, "bias": True, "name": "last"}})
+    changed, is_reported = edited(steps, chance)
+    depth = chance.choice([0, 3])
+    a, b = ([{"repeat": {"times": depth, "steps": each}}] if depth else each for each in (steps, changed))
+    found = difference(a, b).structure
+    if depth:
+        assert all(change.path.startswith("repeat.0-2.") for change in found), found
+        found = [each._replace(path=each.path.removeprefix("repeat.0-2.")) for each in found]
+    assert is_reported(found), (steps, changed, found)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    return tmp_path
+
+
+def test_the_command(run_main: Run, folder: Path) -> None:
+    same = run_main("diff", "good.yaml", "good.yaml", "--exit-code", cwd=folder)
+    assert (same.returncode, same.stderr) == (0, "")
+    assert run_main("diff", "good.yaml", "good.yaml", "--quiet", cwd=folder).stdout == ""
+    done = run_main("diff", "good.yaml", "good.yaml@dim=16", "--exit-code", cwd=folder)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "parameters" in done.stdout
+    assert run_main("diff", "good.yaml", "good.yaml@dim=16", cwd=folder).returncode == 0
+    data = json.loads(run_main("diff", "good.yaml", "good.yaml@dim=16", "--format", "json", cwd=folder).stdout)
+    assert data["different"] is True
+    assert data["specs"] == ["good.yaml", "good.yaml@dim=16"]
+    assert data["facts"]["params"] == {"before": 36, "after": 68}
+    assert data["checkpoint"]["reshaped"]["linear.weight"] == {"before": [4, 8], "after": [4, 16]}
+
+
+def test_a_spec_with_faults_is_compared_as_far_as_it_is_known(run_main: Run, folder: Path) -> None:
+    (folder / "bad.yaml").write_text(GOOD.replace("linear", "linaer", 1))
+    done = run_main("diff", "good.yaml", "bad.yaml", "--exit-code", cwd=folder)
+    assert done.returncode == 1
+    assert done.stdout.startswith("bad.yaml has faults, so that not all of it is compared: E")
+    assert run_main("diff", "bad.yaml", "bad.yaml", "--exit-code", cwd=folder).returncode == 0
+    data = json.loads(run_main("diff", "bad.yaml", "good.yaml", "--format", "json", cwd=folder).stdout)
+    assert [len(each) > 0 for each in data["faults"]] == [True, False]
+    assert data["facts"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["good.yaml"], "required: B"),
+        (["good.yaml", "absent.yaml"], "cannot be read"),
+        (["good.yaml", "good.yaml", "--weights"], "two folders written by seqblocks.save, and 'good.yaml' is none"),
+        (["good.yaml", "good.yaml", "--dtype", "int7"], "not a supported dtype"),
+        (["-", "-"], "can be read only once"),
+        (["good.yaml", "good.yaml", "--format", "csv"], "invalid choice"),
+    ],
+)
+def test_wrong_commands(words: list[str], message: str, run_main: Run, folder: Path) -> None:
+    done = run_main("diff", *words, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_steps_as_text_change_only_where_the_model_does(run_main: Run, folder: Path) -> None:
+    show = ("show", "mlstm_small", "--stage", "steps")
+    lines = [run_main(*show, *more).stdout.splitlines() for more in ((), ("--set", "heads=8"))]
+    before, after = (set(each) for each in lines)
+    assert len(lines[0]) == len(lines[1]) < 25  # one layer stands for all five
+    assert len(before - after) == len(after - before) == 4
+    refused = run_main("show", "mlstm_small", "--stage", "steps", "--format", "json")
+    assert refused.returncode == 2
+    assert "--stage graph" in json.loads(refused.stdout)["error"]
+
+
+def test_python(folder: Path) -> None:
+    found = diff(seqblocks.load_model("mlstm_small"), "mlstm_small", set={"depth": 3})
+    assert not found  # overrides of both
+    with pytest.raises(seqblocks.UsageError, match="expected a path"):
+        diff(3, "mlstm_small")
