@@ -66,7 +66,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     first = words[0] if words else ""
     for name in [first] if first in VERBS else VERBS:  # creating the parsers of all verbs is slow
         verb = VERBS[name]
-        _declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
+        declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
     options, extra = top.parse_known_args(words)
     several = next((key for key in ("spec", "task") if isinstance(getattr(options, key, None), list)), None)
     if several and not any(word.startswith("-") for word in extra):
@@ -76,7 +76,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _declare(parser: Parser, verb: Verb) -> None:
+def declare(parser: Parser, verb: Verb) -> None:
+    """Add the arguments of a verb to a parser."""
     for add in verb.arguments:
         add(parser)
     _common(parser, verb.formats)
@@ -253,6 +254,16 @@ def _schema(parser: Parser) -> None:
     )
 
 
+def _completion(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks completion bash > ~/.local/share/bash-completion/completions/seqblocks\n"
+        "  seqblocks completion zsh > ~/.zfunc/_seqblocks  # a folder of $fpath\n"
+        "  seqblocks completion fish > ~/.config/fish/completions/seqblocks.fish"
+    )
+
+
 def _explain(parser: Parser) -> None:
     parser.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
     parser.add_argument("--dtype", default="float32", help="dtype of the model")
@@ -280,12 +291,12 @@ TABLES = ("text", "json", "markdown", "csv")
 def _design(verb: str) -> Arguments:
     """Return what declares the arguments of a tool for choosing among designs; it imports their module when it runs."""
 
-    def declare(parser: Parser) -> None:
+    def add(parser: Parser) -> None:
         from seqblocks.cli import design_arguments
 
         getattr(design_arguments, verb)(parser)
 
-    return declare
+    return add
 
 
 VERBS = {
@@ -296,6 +307,7 @@ VERBS = {
     "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check), CHECK),
     "compare": Verb("compare the figures of specs", (_overrides, _use, _imports, _design("compare")), TABLES),
+    "completion": Verb("print a script that completes commands in a shell", (_completion,), ("text",)),
     "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
     "diff": Verb(
         "print how one spec differs from another", (_overrides, _use, _imports, _design("diff")), ("text", "json")
@@ -316,6 +328,7 @@ VERBS = {
     "serve": Verb(
         "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
+    "sweep": Verb("check a spec at every point of a grid", (_use, _imports, _design("sweep")), (*TABLES, "html")),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(
         "explain an error code, or show which kernels a model would use", (_overrides, _use, _imports, _explain)
@@ -396,7 +409,7 @@ def _unknown_option(verb: str, word: str) -> str:
 def _options(verb: str) -> list[str]:
     """Return the long options of a verb."""
     parser = Parser()
-    _declare(parser, VERBS[verb])
+    declare(parser, VERBS[verb])
     return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
 
 

@@ -67,6 +67,56 @@ def fit(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=DESIGN)
+    parser.add_argument(
+        "--set", dest="grid", action="append", required=True, metavar="PATH=VALUES",
+        help="an option with its values: FIRST..LAST:STEP or a list; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="LIMIT",
+        help="leave out designs that do not meet it, as in 'params<200M'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--length", dest="lengths", type=_lengths, default=(), metavar="N[,N…]",
+        help="count MACs per token in sequences of these lengths; training FLOPs at the first",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="float32", help="dtype in which sizes are counted")
+    parser.add_argument(
+        "--tokens-per-parameter", type=_positive, default=20.0, metavar="N",
+        help="tokens of a training run for each parameter (default: 20, as for Chinchilla)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ladder", type=_budgets, default=(), metavar="FLOPS[,FLOPS…]",
+        help="show only the designs nearest to these budgets of training FLOPs, with the tokens that they afford",
+    )  # fmt: skip
+    parser.add_argument(
+        "--probe", action="append", default=[], metavar="TASK", help="train each design on a task of `seqblocks probe`"
+    )
+    parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each probe (default: 1)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
+    parser.add_argument("--bench", choices=("forward", "train", "step"), help="time each design, as `seqblocks bench`")
+    parser.add_argument(
+        "--seconds", type=_positive, default=1.0, metavar="S", help="how long to time each design (default: 1)"
+    )
+    parser.add_argument(
+        "--pareto", metavar="COLUMN,COLUMN…",
+        help="mark designs that none beats in these columns (default: params and what is measured)",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="keep rows as JSON lines; a sweep that was interrupted continues")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    parser.add_argument(
+        "--stdin-filename", default="<stdin>", metavar="NAME", help="name shown for standard input in messages"
+    )
+    parser.set_defaults(set=[])
+    parser.epilog = _examples(
+        "sweep transformer_small --set dim=64..256:64 --set depth=2,4,8 --length 1024",
+        "sweep spec.yaml --set dim=256..2048:64 --where 'params<200M' --out sweep.jsonl --format csv > sweep.csv",
+        "sweep spec.yaml --set dim=128..2048:64 --length 1024 --ladder 1e16,1e17,1e18",
+        "sweep spec.yaml --set heads=1,2,4 --probe recall --bench step",
+    )
+
+
 def memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
     parser.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences of a step (default: 1)")
@@ -100,6 +150,20 @@ def _examples(*lines: str, figures: bool = False) -> str:
     names = [name for name in FACTS if name != "streams"]
     half = len(names) // 2
     return f"figures:\n  {', '.join(names[:half])},\n  {', '.join(names[half:])}\n\n{text}"
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{visible(text)}' is not a positive number")
+    return value
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    return tuple(map(_positive, text.split(",")))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

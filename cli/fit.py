@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the best points of the grid, and write the best spec on request. Status 1: a target is out of reach."""
     with progress(options, f"fitting {visible(options.spec)}") as advance:
         found = fit(
-            designs([options.spec], options)[0], _pairs(options.solve), options.to, set=overrides(options),
+            designs([options.spec], options)[0], pairs(options.solve), options.to, set=overrides(options),
             top=options.top, length=options.length, dtype=options.dtype, exhaustive=options.exhaustive,
             allow_use=options.allow_use, strict=options.strict, advance=advance,
         )  # fmt: skip
@@ -58,7 +58,7 @@ def _kind(found: Fit) -> str:
     return "best" if found.reached else "nearest"
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
+def pairs(texts: list[str]) -> dict[str, str]:
     """Return `PATH=VALUES` options as a mapping."""
     found: dict[str, str] = {}
     for text in texts:

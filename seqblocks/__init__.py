@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from seqblocks.architect.diff import diff
     from seqblocks.architect.fit import fit
     from seqblocks.architect.memory import memory
+    from seqblocks.architect.sweep import sweep
     from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.model.builder import build, build_model, build_text
     from seqblocks.model.layer import block, block_text
@@ -52,7 +53,7 @@ _LAZY |= {"quantize": "seqblocks.model.quantize"}
 _LAZY |= dict.fromkeys(("block", "block_text"), "seqblocks.model.layer")
 _LAZY |= dict.fromkeys(("Analysis", "analyse"), "seqblocks.analysis.analyse")
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
-_LAZY |= {name: f"seqblocks.architect.{name}" for name in ("compare", "diff", "fit", "memory")}
+_LAZY |= {name: f"seqblocks.architect.{name}" for name in ("compare", "diff", "fit", "memory", "sweep")}
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Drawing", "draw"), "seqblocks.picture.drawing")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
@@ -98,6 +99,7 @@ __all__ = [
     "quantize",
     "save",
     "summarise",
+    "sweep",
     "yaml",
 ]
 

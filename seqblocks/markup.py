@@ -18,18 +18,19 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]], numbers: Iterabl
 
 def titled(title: str, content: str) -> str:
     """Return content below a line of bold text."""
-    return f"<b>{_text(title)}</b>{content}"
+    return f"<b>{text(title)}</b>{content}"
 
 
 def lines(entries: Iterable[tuple[str, str]]) -> str:
     """Return a line for each label and its value."""
-    return "<br>".join(f"<b>{_text(label)}</b> {_text(value)}" for label, value in entries)
+    return "<br>".join(f"<b>{text(label)}</b> {text(value)}" for label, value in entries)
 
 
 def _row(tag: str, cells: Iterable[str], sides: list[str]) -> str:
-    made = (f"<{tag} {side}>{_text(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
+    made = (f"<{tag} {side}>{text(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
     return f"<tr>{''.join(made)}</tr>"
 
 
-def _text(value: str) -> str:
+def text(value: str) -> str:
+    """Return text as HTML."""
     return escape(visible(value))

@@ -8,6 +8,7 @@ in use while some `Value` refers to it, so that a variable of Python has the sam
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,9 +78,12 @@ Backward = Callable[[list[Value | None]], "list[Value | None]"]
 
 
 class Node:
-    """A recorded operation: what it keeps, and how it returns the gradients of its inputs."""
+    """A recorded operation: what it keeps, and how it returns the gradients of its inputs.
 
-    __slots__ = ("backward", "grads", "inputs", "kept", "layer", "step")
+    Like torch's, it exists as long as some value was computed by it, or from that.
+    """
+
+    __slots__ = ("__weakref__", "backward", "grads", "inputs", "kept", "layer", "step")
 
     def __init__(self, inputs: Sequence[Value], outputs: int, kept: list[Value], backward: Any, step: str) -> None:
         self.inputs = [value.source if value.tracked else None for value in inputs]
@@ -109,7 +113,7 @@ class Tape:
     def __init__(self, item: int) -> None:
         self.item = item  # bytes of a number of the model
         self.events: list[Event] = []
-        self.nodes: list[Node] = []
+        self._nodes: list[weakref.ref[Node]] = []
         self.live = 0
         self.step, self.phase = "", "forward"
         self.out: Shape = ()  # the shape of the present step's output
@@ -161,7 +165,7 @@ class Tape:
         for value in kept:
             self.note(value.memory, 0)
         node = Node(given, len(outputs), kept, self._gradients(given, backward), self.step)
-        self.nodes.append(node)
+        self._nodes.append(weakref.ref(node))
         for at, value in enumerate(outputs):
             value.tracked, value.source = True, (node, at)
         return outputs
@@ -407,9 +411,14 @@ class Tape:
         if node is None:
             return
         node.grads[at] = self.new(loss.shape, loss.item)
-        while self.nodes:
-            node = self.nodes.pop()
-            self._run(node)
+        del node
+        nodes, self._nodes = self._existing(0), []
+        while nodes:
+            self._run(nodes.pop())
+
+    def _existing(self, first: int) -> list[Node]:
+        """Return the operations from the index `first` on that still exist."""
+        return [node for node in (reference() for reference in self._nodes[first:]) if node is not None]
 
     def _run(self, node: Node) -> None:
         if not any(node.grads):
@@ -448,21 +457,20 @@ class Tape:
 
     def layer(self, run: Callable[[], Value]) -> Value:
         """Run a layer whose operations keep nothing, and are run again in the backward pass."""
-        first, step, phase = len(self.nodes), self.step, self.phase
+        first, step = len(self._nodes), self.step
         y = run()
-        nodes = self.nodes[first:]
 
         def again() -> list[Node]:
-            outer, self.nodes, here = self.nodes, [], self.step
-            self.step = step
-            run()
-            nodes, self.nodes, self.step = self.nodes, outer, here
+            outer, self._nodes, here, self.step = self._nodes, [], self.step, step
+            result = run()
+            nodes, self._nodes, self.step = self._existing(0), outer, here
+            del result
             return nodes
 
+        nodes = self._existing(first)
         layer = Layer(nodes, again)
         for node in nodes:
             node.kept, node.layer = [], layer
-        self.phase = phase
         return y
 
 

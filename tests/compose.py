@@ -150,8 +150,16 @@ class Composer(Mixers, Rates, Contexts):
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
-            corrected=self.chance.choice([None, None, True]),
+            corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
+            **self.chance.choice(self.groupings(count, top)),
         )  # fmt: skip
+
+    @staticmethod
+    def groupings(count: int, top: int) -> list[dict[str, int]]:
+        """Return the ways to choose `top` of `count` experts in groups, and that without groups."""
+        sizes = [(groups, some) for groups in range(2, count + 1) for some in range(1, groups + 1)]
+        fit = [each for each in sizes if count % each[0] == 0 and top <= each[1] * (count // each[0])]
+        return [{}, *({"groups": groups, "top_groups": some} for groups, some in fit)]
 
     def repeat(self, body: Body) -> None:
         now = body.now

@@ -26,6 +26,7 @@ class Tokens(Writer):
         heads = self.divisor(now.width)
         normed = heads if heads < now.width else 1
         shared = {"shared": self.maybe(0.4)}
+        general: dict[str, Any] = chance.choice([{}, {}, {"limit": 2}, {"slope": 1.7, "offset": 1}])
         choices: list[tuple[str, dict[str, Any]]] = [
             ("identity", {}),
             ("scale", {"by": chance.choice([0.5, -1, 2])}),
@@ -41,7 +42,7 @@ class Tokens(Writer):
             ("rms_norm", {**gain, **shared, "groups": heads}),
             ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
             ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
-            ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
+            ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5), **general}),
         ]
         verb, arguments = chance.choice(choices)
         self.add_maybe(body, verb, now, **arguments)

@@ -151,6 +151,12 @@ class Centaurus(Op):
 
         return prepare(discretised(*self.bank(p), p["B"], p["C"], p.get("E"), self.kernel_mode, self.hold))
 
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        from seqblocks.workspace import centaurus
+
+        bank = centaurus.bank_of(tape, p, self.kernel_mode, self.hold, self.stable)
+        return tape.cast(centaurus.run(tape, bank, x), x.item)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import centaurus
 

@@ -360,7 +360,7 @@ def test_ops_lists_the_blocks_of_a_file(run_main: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ((), 2, "  check    check specs, without importing torch\n"),
+        ((), 2, "check specs, without importing torch\n"),
         (("explain", "mlstm"), 2, "mlstm is a verb, and explain takes a spec or a code: `seqblocks ops mlstm`"),
         (("explain", "repeat"), 2, "`seqblocks ops repeat` describes it"),
         (("explain", "mlstm_block"), 2, "`seqblocks ops mlstm_block` describes it"),

@@ -13,10 +13,6 @@ from seqblocks.cost import tokens_of
 # sizes of its largest ones.
 TOLERANCE = 0.1
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
-UNKNOWN = {  # they have verbs that do not declare their memory yet
-    "centaurus_denoiser", "centaurus_keywords", "centaurus_mlstm", "centaurus_voice",
-}
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -41,8 +37,6 @@ def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoi
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in small_models()
 ])
 def test_small_models(name: str) -> None:
-    if name in UNKNOWN:
-        pytest.skip("some verbs do not declare their memory yet")
     check(name, 4, 128)
 
 

@@ -1,0 +1,33 @@
+"""`seqblocks sweep` with trainings and times of each design."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path) -> None:
+    command = ("sweep", "mlstm_small", "--set", "dim=8,16", "--probe", "parity", "--steps", "3", "--bench", "step")
+    done = run_main(*command, "--seconds", "0.02", "--format", "json", "--out", "rows.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads(done.stdout)["rows"]
+    for row in rows:
+        assert 0 <= row["accuracy of parity"] <= 1
+        assert row["seconds"] > 0
+    again = run_main(*command, "--seconds", "0.02", "--format", "json", "--out", "rows.jsonl", cwd=tmp_path)
+    assert json.loads(again.stdout)["rows"] == rows  # kept, not measured again
+    best = max(rows, key=lambda row: row["accuracy of parity"])
+    assert best["front"] is True
+
+
+def test_faults(run_main: Run) -> None:
+    done = run_main("sweep", "mlstm_small", "--set", "dim=8", "--probe", "partiy")
+    assert done.returncode == 2
+    assert "did you mean 'parity'?" in done.stderr
+    done = run_main("sweep", "vil_tiny", "--set", "dim=192", "--probe", "parity")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
