@@ -296,6 +296,7 @@ def _step_keys(verb: Verb) -> list[str]:
             left_out = {"from"}
     else:
         left_out = {"tie"} if verb.takes_init else {"init", "tie"}
+        left_out |= {"as", "name", "share"} if verb.in_line else set()
     return [key for key in STEP_KEYS if key not in left_out]
 
 
