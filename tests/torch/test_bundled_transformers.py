@@ -11,8 +11,6 @@ import torch
 import seqblocks
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.weight_files import weights_in
-from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.testing import check_law
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
@@ -67,9 +65,3 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected, found = theirs(ids, use_cache=False).logits, ours(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_law(name: str) -> None:
-    model: SequenceModel = seqblocks.build(name, set=CASES[name][1], dtype=torch.float64)
-    check_law(model, resets=((0, 3), (1, 22)))
