@@ -44,7 +44,7 @@ def measure(
 ) -> Measured:
     """Measure a training step of a built model."""
     torch.manual_seed(seed)
-    inputs = inputs_of(model.spec, batch, length, next(model.parameters()).dtype)
+    inputs = inputs_of(model.spec, batch, length, next((x.dtype for x in model.parameters()), torch.float32))
     call = partial(model, **inputs) if model.spec.inputs else partial(model, inputs[""])
     targets = targets_of(model.spec, call)
     if checkpoint == "blocks":

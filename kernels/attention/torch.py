@@ -67,9 +67,9 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, seen: T
         k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
     # Heads before the batch, which may have an open size: exporters cannot divide by it.
     queries, keys, values = (x.movedim(2, 0) for x in (q * 2.0**exponent, k, v))
-    products = queries @ keys.transpose(2, 3)
-    scaled = rest * products.to(torch.promote_types(q.dtype, torch.float32))
-    p = scores.with_heads(H, 1).weights(scaled, seen, (key - query.unsqueeze(-1)).abs())
+    distance, wide = (key - query.unsqueeze(-1)).abs(), torch.promote_types(q.dtype, torch.float32)
+    # no names for products of queries and keys: they would stay alive
+    p = scores.with_heads(H, 1).weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
     return (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
 
 

@@ -15,8 +15,10 @@ class Experts(Combinator):
     Scores are softmax(W x), or sigmoid(W x), with `router.weight` W [C, I], in float32. A token goes to the `top`
     experts with the highest scores, without a limit on the tokens per expert, and the result is the sum of their
     outputs, each multiplied by its score. Each expert has separate parameters: `0.…`, `1.…`. The steps process tokens
-    one by one. The correction of `corrected` has no gradient; a training loop updates it by its own rule (DeepSeek-V3,
-    arXiv:2412.19437). After a call in training mode, `model.auxiliary_losses()` returns the load-balancing losses.
+    one by one. With `groups`, a token goes to experts of its `top_groups` best groups only; the score of a group is its
+    highest one (DeepSeek-V2), with `corrected` the sum of its two highest (DeepSeek-V3). The correction of `corrected`
+    has no gradient; a training loop updates it by its own rule (DeepSeek-V3, arXiv:2412.19437). After a call in
+    training mode, `model.auxiliary_losses()` returns the load-balancing losses.
     """
 
     count: int = argument(..., "number of experts, C", ge=1, le=MAX_REPEATS)
@@ -30,6 +32,9 @@ class Experts(Combinator):
         False,
         "whether to choose experts by their scores plus `router.correction` [C], which does not affect their weights",
     )
+    bias: bool = argument(False, "whether the router adds `router.bias` [C] to W x")
+    groups: int = argument(1, "number of groups of consecutive experts; must divide count", ge=1)
+    top_groups: int = argument(1, "groups per token", ge=1)
     main_kinds = ("sequence", "vector")
     takes_init = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
@@ -226,9 +227,12 @@ class Attention(_Heads):
         q, k, v = self.cut_memory(tape, q, k, v)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
-        scores = attention.Scores(self.soft_cap > 0, self.bias != "none", p.get("slopes"), p.get("sinks"))
-        y = attention.attend(tape, q, k, v, self.span, self.causal, self.chunk > 0, scores)
-        return tape.view(tape.dense(y), tape.out)
+        slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
+        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"))
+        if self.span and self.span < q.shape[1]:
+            return tape.view(attention.windowed(tape, q, k, v, self.span, self.causal, scores), tape.out)
+        run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
+        return tape.view(run(tape, q, k, v), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
@@ -300,9 +304,9 @@ class CrossAttention(_Heads):
     def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.workspace import attention
 
-        scores = attention.Scores(self.soft_cap > 0, sinks=p.get("sinks"))
-        y = attention.attend(tape, *self.cut_memory(tape, q, k, v), 0, False, False, scores)
-        return tape.view(tape.dense(y), tape.out)
+        scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+        run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
+        return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention

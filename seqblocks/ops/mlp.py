@@ -11,13 +11,20 @@ from seqblocks.types import Wire
 
 @primitive("swiglu")
 class SwiGLU(Op):
-    """Gated feed-forward network: W_down(silu(W_gate x) * W_up x)."""
+    """Gated feed-forward network: W_down(silu(W_gate x) * W_up x).
+
+    With g = W_gate x at most `limit` and u = W_up x between -`limit` and `limit`, the general formula is
+    W_down(g sigmoid(slope g) * (u + offset)). gpt-oss has limit: 7, slope: 1.702, offset: 1.
+    """
 
     ports = (ANY,)
     matrix_names = ("gate_weight", "up_weight", "down_weight")
     hidden: int = argument(..., "hidden width, F", ge=1)
     bias: bool = argument(False, "whether to add biases to the three maps")
-    source = "Shazeer 2020 (arXiv:2002.05202)"
+    limit: float = argument(0.0, "limit of the two factors before their product (0: none)", ge=0)
+    slope: float = argument(1.0, "factor in the sigmoid of the gate", gt=0)
+    offset: float = argument(0.0, "added to the second factor")
+    source = "Shazeer 2020 (arXiv:2002.05202); limit, slope and offset: gpt-oss (arXiv:2508.10925)"
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         sizes = {"gate": (self.hidden, x.features), "up": (self.hidden, x.features), "down": (x.features, self.hidden)}
@@ -37,6 +44,20 @@ class SwiGLU(Op):
     def macs(self, x: Wire) -> int:
         return 3 * x.features * self.hidden
 
+    @property
+    def general(self) -> bool:
+        """Whether the factors are others than silu(W_gate x) and W_up x."""
+        return bool(self.limit or self.offset or self.slope != 1)
+
+    def product(self, gate: Any, up: Any) -> Any:
+        """Return the product of the two factors, given W_gate x and W_up x."""
+        import torch
+
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        opening = torch.nn.functional.silu(gate) if self.slope == 1 else gate * torch.sigmoid(self.slope * gate)
+        return opening * (up + self.offset) if self.offset else opening * up
+
     def prepare_step(self, p: Any) -> Any:
         import torch
 
@@ -44,28 +65,33 @@ class SwiGLU(Op):
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu
+        product = self.product if self.general else lambda gate, up: silu(gate).mul_(up)
         # a compiled step would copy them at each token
         if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
             to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
             def joined(x: Any) -> Any:
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)
-                return to_output(silu(opening).mul_(y))
+                return to_output(product(opening, y))
 
             return joined
         to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
-        return lambda x: to_output(silu(to_gate(x)).mul_(to_up(x)))
+        return lambda x: to_output(product(to_gate(x), to_up(x)))
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         gate = tape.product(x, p["gate_weight"], p.get("gate_bias"))
         up = tape.product(x, p["up_weight"], p.get("up_bias"))
-        return tape.product(tape.multiply(tape.unary(gate), up), p["down_weight"], p.get("down_bias"))
+        if self.limit:
+            gate, up = tape.unary(gate), tape.unary(up)
+        opening = tape.unary(gate)
+        if self.slope != 1:
+            opening = tape.multiply(gate, tape.unary(tape.unary(gate, []), ["output"]))
+        up = tape.unary(up, []) if self.offset else up
+        return tape.product(tape.multiply(opening, up), p["down_weight"], p.get("down_bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from torch.nn.functional import silu
-
         from seqblocks.kernels.products import linear
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))
         up = linear(x, p["up_weight"], p.get("up_bias"))
-        return linear(silu(gate) * up, p["down_weight"], p.get("down_bias"))
+        return linear(self.product(gate, up), p["down_weight"], p.get("down_bias"))

@@ -10,12 +10,13 @@ from seqblocks.types import Wire
 
 
 class Router(Op):
-    """Linear map to a score per expert, without bias, in at least float32. Created by `experts`; not a verb itself."""
+    """Linear map to a score per expert, in at least float32. Created by `experts`; not a verb itself."""
 
     verb = "router"
     builtin = True
     ports = (ANY,)
     count: int = argument(..., "number of experts, C", ge=1)
+    bias: bool = argument(False, "whether to add a bias per expert")
     corrected: bool = argument(False, "whether to add a correction per expert when choosing experts")
 
     def shape(self, x: Wire) -> Wire:
@@ -23,6 +24,8 @@ class Router(Op):
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         out = {"weight": Parameter((self.count, x.features), Init("fan_in_uniform"))}
+        if self.bias:
+            out["bias"] = Parameter((self.count,), Init("zeros"), decay=False)
         if self.corrected:
             out["correction"] = Parameter((self.count,), Init("zeros"), decay=False, full_precision=True)
         return out
@@ -42,5 +45,6 @@ class Router(Op):
         from seqblocks.kernels.numerics import without_autocast
 
         precise = torch.promote_types(x.dtype, torch.float32)
+        bias = p["bias"].to(precise) if self.bias else None
         with without_autocast(x.device.type):
-            return linear(x.to(precise), p["weight"].to(precise))
+            return linear(x.to(precise), p["weight"].to(precise), bias)

@@ -101,12 +101,23 @@ class Experts(StepModule):
     def _choose(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return scores and indices [tokens, top] of the chosen experts. Ties go to the first expert."""
         if not self._arguments.corrected:
-            best = scores.sort(dim=-1, descending=True, stable=True)
+            best = self._grouped(scores).sort(dim=-1, descending=True, stable=True)
             return best.values[:, : self._arguments.top], best.indices[:, : self._arguments.top]
         correction: Tensor = self._router.parameters_by_name(call)["correction"].to(scores.dtype)
-        ranked = (scores + correction).sort(dim=-1, descending=True, stable=True)
+        ranked = self._grouped(scores + correction).sort(dim=-1, descending=True, stable=True)
         chosen = ranked.indices[:, : self._arguments.top]
         return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # so that the gradient is 0, not None
+
+    def _grouped(self, scores: Tensor) -> Tensor:
+        """Return scores [tokens, experts] with -inf for experts that are not in the best groups of a token."""
+        groups, top = self._arguments.groups, self._arguments.top_groups
+        if top == groups:
+            return scores
+        parts = scores.unflatten(-1, (groups, -1))
+        few = min(2, parts.shape[-1]) if self._arguments.corrected else 1
+        best = parts.detach().topk(few, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True)
+        allowed = torch.zeros_like(best.values, dtype=torch.bool).scatter(-1, best.indices[:, :top], True)
+        return parts.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _on_all(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
         """Compute each expert on all tokens, so that no sizes depend on values."""

@@ -1,12 +1,27 @@
-"""Torch's fused attention, whole or in blocks of a window (kernels/attention/), and rotary positions."""
+"""Torch's fused attention, attention with explicit weights, both also in blocks (kernels/attention/), and rotary
+positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from seqblocks.tape import Tape, Value
 
-PART = 512  # queries that are computed at a time if not by the fused kernel
+ID = 8
+BLOCK = 512  # queries whose weights are computed at once
+
+
+class Scores(NamedTuple):
+    """What weights are computed from, besides products; `slopes` and `sinks` [H]."""
+
+    capped: bool = False
+    slopes: Value | None = None
+    sinks: Value | None = None
+
+    @property
+    def plain(self) -> bool:
+        return not self.capped and self.slopes is None and self.sinks is None
 
 
 def rotary(tape: Tape, x: Value, interleaved: bool = False) -> Value:
@@ -39,87 +54,75 @@ def fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None = None) -
     return y if width == D else tape.slice(y, (B, S, H, width))
 
 
-class Scores(NamedTuple):
-    """What scores have besides a scale: a soft cap, linear biases (with slopes that may be a parameter), and sinks."""
-
-    soft_cap: bool = False
-    alibi: bool = False
-    slopes: Value | None = None
-    sinks: Value | None = None
-
-    @property
-    def plain(self) -> bool:
-        return not (self.soft_cap or self.alibi or self.sinks)
-
-
-def attend(
-    tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, separate: bool, scores: Scores
-) -> Value:
-    """Record the attention of q [B, S, H, D], k and v. separate: whether chunks of a sequence are separate ones."""
-    S, T = q.shape[1], k.shape[1]
-    if window and window < S:
-        return windowed(tape, q, k, v, window, causal, scores)
-    if scores.plain and not separate:
-        return fused(tape, q, k, v)
-    if S <= PART:
-        return masked(tape, q, k, v, tape.new((1, S, T), 1), scores)
-    parts = []
-    for first in range(0, S, PART):
-        rows, keys = min(PART, S - first), min(first + PART, S) if causal else T
-        query = tape.slice(q, (q.shape[0], rows, *q.shape[2:]))
-
-        def block(query: Value = query, keys: int = keys) -> Value:
-            some = [tape.slice(x, (x.shape[0], keys, *x.shape[2:])) for x in (k, v)]
-            return masked(tape, query, *some, tape.new((1, query.shape[1], keys), 1), scores)
-
-        parts.append(tape.layer(block))
-    return tape.cat(parts, 1)
-
-
-def masked(tape: Tape, q: Value, k: Value, v: Value, seen: Value, scores: Scores) -> Value:
-    """Record attention with a mask; all pairs of queries and keys are computed unless scores are plain."""
-    if scores.plain:
-        return fused(tape, q, k, v, tape.new(seen.shape, q.item))
-    (B, S, H, _), T, item = q.shape, k.shape[1], max(q.item, 4)
+def explicit(tape: Tape, q: Value, k: Value, v: Value, scores: Scores) -> Value:
+    """Record attention whose weights [H, B, S, T] are computed explicitly."""
+    (B, S, H, _), T, width = q.shape, k.shape[1], v.shape[-1]
+    queries = tape.unary(q, [])
     if k.shape[2] != H:
-        k, v = (_repeated(tape, x, H) for x in (k, v))
-    q = tape.unary(q, ())
-    # The heads become the first axis of a batch of products.
-    queries, keys, values = (
-        tape.copy(tape.view(x, (H * B, x.shape[1], x.shape[3]), dense=False)) for x in (q, k, v)
-    )
-    pairs = tape.cast(tape.matmul(queries, keys, (H * B, S, T)), item)
-    pairs = tape.unary(pairs, ())
-    if scores.soft_cap:
-        pairs = tape.unary(tape.unary(tape.unary(pairs, ()), ["output"]), ())
-    pairs = tape.view(pairs, (H, B, S, T))
-    if scores.alibi:
-        distance = tape.new((S, T), item)
-        slopes = scores.slopes or tape.new((H,), item)
-        pairs = tape.subtract(pairs, tape.multiply(tape.view(slopes, (H, 1, 1, 1)), distance))
-    hidden = tape.new(seen.shape, 1)
-    pairs = tape.pointwise(pairs, keeps=[hidden])
-    if scores.sinks is None:
-        p = tape.unary(pairs, ["output"])
-    else:
-        sink = tape.view(scores.sinks, (H, 1, 1, 1))
-        most = tape.new((H, B, S, 1), item)
-        odds = tape.unary(tape.subtract(pairs, most), ["output"])
-        total = tape.add(tape.sum(odds, most.shape), tape.unary(tape.subtract(sink, most), ["output"]))
-        p = tape.divide(odds, total)
-    p = tape.view(tape.cast(p, v.item), (H * B, S, T))
-    y = tape.matmul(p, values, (H * B, S, v.shape[-1]))
-    return tape.view(y, (B, S, H, v.shape[-1]), dense=False)
+        k, v = (tape.copy(tape.expand(x, (B, T, H, x.shape[-1]))) for x in (k, v))
+    if B > 1:  # products of matrices need heads before the batch
+        queries, k, v = (tape.copy(x) for x in (queries, k, v))
+    mask = tape.new((S, T), 1)
+    p = tape.cast(_weights(tape, tape.unary(_products(tape, queries, k), []), scores, mask), v.item)
+    y = tape.new((H, B, S, width), v.item)
+    tape.function([p, v], [y], [p, v])
+    return tape.view(y, (B, S, H, width), dense=False)
 
 
-def _repeated(tape: Tape, x: Value, heads: int) -> Value:
-    y = tape.new((*x.shape[:2], heads, x.shape[3]), x.item)
-    tape.function([x], [y])
+def _products(tape: Tape, q: Value, k: Value) -> Value:
+    """Record the products of queries and keys [H, B, S, T]."""
+    (B, S, H, _), T = q.shape, k.shape[1]
+    y = tape.new((H, B, S, T), q.item)
+    tape.function([q, k], [y], [q, k])
     return y
 
 
+def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
+    """Record the weights of scaled scores x [H, B, S, T]."""
+    if scores.capped:
+        x = tape.unary(tape.unary(tape.unary(x, []), ["output"]), [])
+    if scores.slopes is not None:
+        distance = tape.new((1, 1, *x.shape[2:]), x.item)
+        slopes = tape.cast(tape.view(scores.slopes, (x.shape[0], 1, 1, 1)), x.item)
+        x = tape.add(x, tape.multiply(slopes, distance))
+    y = tape.new(x.shape, x.item)
+    tape.function([x], [y], [mask])
+    if scores.sinks is None:
+        return tape.unary(y, ["output"])
+    each = (*y.shape[:-1], 1)
+    odds = tape.unary(tape.unary(y, []), ["output"])
+    sink = tape.expand(tape.view(scores.sinks, (x.shape[0], 1, 1, 1)), each)
+    total = tape.add(tape.sum(odds, each), tape.unary(sink, ["output"]))
+    found = tape.new(odds.shape, odds.item)
+    tape.function([odds, total], [found], [odds, total], 3 * odds.bytes)
+    return found
+
+
+def blocks(tape: Tape, q: Value, k: Value, v: Value, scores: Scores, causal: bool) -> Value:
+    """Record attention in blocks of queries, whose weights are computed again in the backward pass."""
+    S, extra = q.shape[1], k.shape[1] - q.shape[1]
+    if S <= BLOCK:
+        return explicit(tape, q, k, v, scores)
+    parts = []
+    for a in range(0, S, BLOCK):
+        b = min(a + BLOCK, S)
+        parts.append(tape.layer(_block(tape, q, k, v, scores, a, b, b + extra if causal else k.shape[1])))
+    return tape.cat(parts, 1)
+
+
+def _block(
+    tape: Tape, q: Value, k: Value, v: Value, scores: Scores, a: int, b: int, last: int
+) -> Callable[[], Value]:
+    def run() -> Value:
+        query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
+        keys, values = (tape.slice(x, (x.shape[0], last, *x.shape[2:])) for x in (k, v))
+        return explicit(tape, query, keys, values, scores)
+
+    return run
+
+
 def windowed(
-    tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores
+    tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores | None = None
 ) -> Value:
     """Record attention in blocks of `window` queries, with the keys of the neighbouring blocks."""
     B, S, H, _ = q.shape
@@ -136,6 +139,11 @@ def windowed(
 
     queries = q if blocks * block == S else tape.pad(q, (B, blocks * block, *q.shape[2:]))
     queries = tape.view(queries, (B * blocks, block, *q.shape[2:]))
-    y = masked(tape, queries, cut(k, span), cut(v, span), seen, scores)
-    y = tape.view(tape.dense(y), (B, blocks * block, H, v.shape[-1]))
+    keys, values = cut(k, span), cut(v, span)
+    if scores is None or scores.plain:
+        mask = tape.new(seen.shape, q.item)  # torch adds it to the scores
+        y = fused(tape, queries, keys, values, mask)
+    else:
+        y = explicit(tape, queries, keys, values, scores)
+    y = tape.view(y, (B, blocks * block, H, v.shape[-1]))
     return y if blocks * block == S else tape.slice(y, (B, S, H, v.shape[-1]))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from benchmarks.memory import measure
 from seqblocks.kernels.positions import rotary
 from seqblocks.ops.attention import Attention
 from seqblocks.testing import check_law
@@ -187,6 +188,18 @@ def test_attention_to_a_memory(given: str) -> None:
     over, self = build(given, verb="cross_attention"), build(f"{given}, causal: false")
     x = torch.randn(2, 11, 8, dtype=torch.float64)
     near([over(x)], [self(x)])
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [*((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600)],
+)
+def test_the_memory_of_training_is_estimated(given: str, length: int) -> None:
+    """Weights of all pairs, or of a block of queries, are most of it."""
+    torch.set_num_threads(1)
+    spec = build(given).spec
+    found = seqblocks.memory(spec, batch=2, length=length)
+    assert found.peak_bytes == pytest.approx(measure(seqblocks.build_model(spec), 2, length).peak, rel=0.1)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from seqblocks.checkpoint import load_official
 from seqblocks.errors import RunError
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.report.summary import summarise
+from seqblocks.runtime.call import Call
 from seqblocks.testing import check_law
 
 ROUTES = [
@@ -28,6 +29,10 @@ ROUTES = [
     "count: 6, top: 1, score: sigmoid",
     "count: 6, top: 2, score: sigmoid, corrected: true",
     "count: 5, top: 2, corrected: true",
+    "count: 4, top: 2, bias: true",
+    "count: 6, top: 3, groups: 3, top_groups: 2",
+    "count: 8, top: 3, groups: 2, score: sigmoid, corrected: true",
+    "count: 4, top: 2, groups: 4, top_groups: 2, score: sigmoid, corrected: true",
 ]
 STEPS = "[{linear: {features: 7, name: up}}, silu, {linear: {features: 6, name: down}}]"
 
@@ -36,20 +41,31 @@ def build(route: str, dtype: Any = torch.float64, steps: str = STEPS, head: str 
     text = f"seqblocks: 1\nmodel: {{input: {head}, steps: [{{experts: {{{route}, steps: {steps}}}}}]}}\n"
     model = seqblocks.build_text(text, dtype=dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith("correction"):
+        if name.endswith(("correction", "router.bias")):
             nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
     return model
 
 
-def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: bool) -> Tensor:
+def in_groups(ranked: list[float], arguments: Any) -> list[int]:
+    """Return the experts of a token's best groups."""
+    size = arguments.count // arguments.groups
+    groups = [range(at * size, at * size + size) for at in range(arguments.groups)]
+    few = 2 if arguments.corrected else 1
+    best = sorted(groups, key=lambda group: -sum(sorted((ranked[each] for each in group), reverse=True)[:few]))
+    return [each for group in best[: arguments.top_groups] for each in group]
+
+
+def by_loops(model: SequenceModel, x: Tensor, arguments: Any) -> Tensor:
     """Apply every expert to every token, by the definition."""
+    top, score, normalize = arguments.top, arguments.score, arguments.normalizes
     weights = dict(model.named_parameters())
     rows = []
     for token in x.flatten(0, -2):
-        logits = weights["experts.router.weight"] @ token
+        logits = weights["experts.router.weight"] @ token + weights.get("experts.router.bias", 0)
         scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
         ranked = (scores + weights.get("experts.router.correction", 0)).detach()
-        chosen = sorted(range(len(scores)), key=lambda each, ranked=ranked: -float(ranked[each]))[:top]
+        allowed = in_groups(ranked.tolist(), arguments)
+        chosen = sorted(allowed, key=lambda each, ranked=ranked: -float(ranked[each]))[:top]
         total = sum(scores[each] for each in chosen) if normalize else 1.0
         made: Any = 0
         for each in range(len(scores)):
@@ -87,7 +103,7 @@ def test_values_and_gradients(route: str, training: bool) -> None:
     arguments = model.graph.nodes[0].arguments
     x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     leaves = [x, *model.parameters()]
-    y, expected = model(x), by_loops(model, x, arguments.top, arguments.score, arguments.normalizes)
+    y, expected = model(x), by_loops(model, x, arguments)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
     weights = torch.randn_like(y)
     found = torch.autograd.grad((y * weights).sum(), leaves)  # of experts without tokens too
@@ -100,6 +116,67 @@ def test_values_and_gradients(route: str, training: bool) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_law(route: str) -> None:
     check_law(build(route))
+
+
+def test_groups_of_deepseek_v3() -> None:
+    """The experts and weights of a token are those of transformers' router."""
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    route = "count: 12, top: 4, groups: 4, top_groups: 2, score: sigmoid, corrected: true, bias: false"
+    model = build(route, torch.float32)
+    config = module.DeepseekV3Config(
+        hidden_size=4, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.0,
+    )  # fmt: skip
+    router = module.DeepseekV3TopkRouter(config)
+    router.weight.data.copy_(model.experts.router.weight.data)
+    router.e_score_correction_bias.copy_(model.experts.router.correction.data)
+    x = torch.randn(50, 4)
+    _, expected, theirs = router(x)
+    model(x[None])
+    _, weights, chosen = model.experts.route(x @ model.experts.router.weight.T, Call(False))
+    found = torch.zeros(50, 12).scatter(1, chosen, weights)
+    torch.testing.assert_close(found, torch.zeros(50, 12).scatter(1, theirs, expected), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_deepseek_v2() -> None:
+    module = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    model = build("count: 12, top: 4, groups: 4, top_groups: 2, normalize: false", torch.float32)
+    config = module.DeepseekV2Config(
+        hidden_size=4, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.0,
+        topk_method="group_limited_greedy", num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    router = module.DeepseekV2TopkRouter(config)
+    router.weight.data.copy_(model.experts.router.weight.data)
+    x = torch.randn(50, 4)
+    _, expected, theirs = router(x)
+    _, weights, chosen = model.experts.route(x @ model.experts.router.weight.T, Call(False))
+    found = torch.zeros(50, 12).scatter(1, chosen, weights)
+    torch.testing.assert_close(found, torch.zeros(50, 12).scatter(1, theirs, expected), rtol=1e-5, atol=1e-6)
+
+
+def test_experts_of_gpt_oss() -> None:
+    """A bias of the router, and networks with clamped factors: the same as transformers with the same weights."""
+    module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    network = "[{swiglu: {hidden: 5, bias: true, limit: 0.7, slope: 1.702, offset: 1}}]"
+    model = build("count: 3, top: 2, bias: true", torch.float32, network)
+    config = module.GptOssConfig(
+        hidden_size=4, intermediate_size=5, num_local_experts=3, num_experts_per_tok=2, swiglu_limit=0.7,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    theirs = module.GptOssMLP(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+        theirs.router.weight.copy_(model.experts.router.weight)
+        theirs.router.bias.copy_(model.experts.router.bias)
+        for at in range(3):
+            own = model.get_submodule(f"experts.{at}.swiglu")
+            both = [(own.gate_weight.T, own.up_weight.T), (own.gate_bias, own.up_bias)]
+            weight, bias = (torch.stack(pair, -1).flatten(-2) for pair in both)
+            theirs.experts.gate_up_proj[at], theirs.experts.gate_up_proj_bias[at] = weight, bias
+            theirs.experts.down_proj[at], theirs.experts.down_proj_bias[at] = own.down_weight.T, own.down_bias
+        x = torch.randn(2, 7, 4)
+        expected = theirs(x)
+    torch.testing.assert_close(model(x), expected[0] if isinstance(expected, tuple) else expected)
 
 
 def test_the_law_in_a_stack_with_state() -> None:
@@ -170,7 +247,7 @@ def test_experts_in_experts_and_in_both_directions() -> None:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [route for route in ROUTES if "groups" not in route and "bias" not in route])
 def test_the_losses(route: str) -> None:
     model = build(route)
     arguments = model.graph.nodes[0].arguments

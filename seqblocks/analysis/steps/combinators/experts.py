@@ -13,15 +13,13 @@ from seqblocks.combinators.experts import Experts
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire
+from seqblocks.widths import must_divide
 
 
 @combines(Experts)
 def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
     """Return the node. Raises Fault (E209) if routing fails; reports steps mixing tokens (E417, E418)."""
-    if arguments.top > arguments.count:
-        message = "a token cannot go to more experts than there are"
-        expected = f"at most {arguments.count}, the count"
-        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+    _check_choice(arguments)
     if caution := _untrained(arguments):
         ctx.report(caution, step)
     wire = ctx.run.types[x]
@@ -36,6 +34,23 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
     return make_node(
         ctx, step, "experts", {"x": (x,)}, result, bodies={"": router, **bodies}, arguments=arguments
     )  # fmt: skip
+
+
+def _check_choice(arguments: Experts) -> None:
+    """Raise Fault (E209, E401) unless there are enough experts, and groups of equal size."""
+    count, groups, chosen = arguments.count, arguments.groups, arguments.top_groups
+    if arguments.top > count:
+        message, expected = "a token cannot go to more experts than there are", f"at most {count}, the count"
+        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+    must_divide(groups, count, "groups", "count", at="groups")
+    if chosen > groups:
+        message, expected = "a token cannot go to more groups than there are", f"at most {groups}, the groups"
+        raise Fault("E209", message, at="top_groups", expected=expected, found=str(chosen))
+    most = chosen * count // groups
+    if arguments.top > most:
+        message = "a token cannot go to more experts than its groups have"
+        expected = f"at most {most}: {chosen} of {groups} groups of {count // groups}"
+        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
 
 
 def _untrained(arguments: Experts) -> Fault | None:
@@ -55,7 +70,7 @@ def _untrained(arguments: Experts) -> Fault | None:
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
     """Return the body with the router as its only step."""
-    run, op = ctx.run, Router(count=arguments.count, corrected=arguments.corrected)
+    run, op = ctx.run, Router(count=arguments.count, bias=arguments.bias, corrected=arguments.corrected)
     kind = op.shape(wire) if wire else None
     value = run.value(kind, "scores")
     parameters = op.parameters(wire) if wire else {}
