@@ -271,8 +271,8 @@ class Replay:
         assert node.op is not None
         read = [value for values in node.inputs.values() for value in values]
         if node.vectors:
-            longer = max((x for x in inputs), key=lambda x: (len(x.shape), x.numbers))
-            inputs = [self.tape.expand(x, longer) if value in node.vectors else x
+            longer = max((x for x in inputs), key=lambda x: len(x.shape))
+            inputs = [self._at_tokens(x, longer) if value in node.vectors else x
                       for x, value in zip(inputs, read, strict=True)]
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
@@ -280,6 +280,13 @@ class Replay:
             axis = 1 if part and len(part[0].shape) == 4 else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
+
+    def _at_tokens(self, x: Value, longer: Value) -> Value:
+        """Return a vector [batch, features] at each token of a sequence, or place of an image."""
+        batch, features = x.shape
+        image = len(longer.shape) == 4
+        shape = (batch, features, *longer.shape[2:]) if image else (batch, longer.shape[1], features)
+        return self.tape.expand(x, shape)
 
     def _is_costly_split(self, node: Node, inputs: list[Any]) -> bool:
         assert node.op is not None

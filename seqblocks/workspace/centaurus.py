@@ -271,7 +271,8 @@ def _between(tape: Tape, given: Value, now: Value, through: Value, chunks: int) 
     for part in parts:
         befores.append(now)
         flipped = tape.unary(now, ())
-        first = tape.pointwise(tape.view(part, one), through, now, keeps=[now, through])
-        now = tape.pointwise(first, through, flipped, keeps=[flipped, through])
+        matrix = [through] if now.tracked else []  # for the gradient of the state
+        first = tape.pointwise(tape.view(part, one), through, now, keeps=[now, *matrix])
+        now = tape.pointwise(first, through, flipped, keeps=[flipped, *matrix])
     before = tape.view(befores[0], given.shape) if chunks == 1 else tape.stack(befores)
     return before, now
