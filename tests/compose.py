@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -184,6 +185,23 @@ class Composer(Mixers, Rates, Contexts):
             **{word: inside.steps for word, inside in words.items()},
         )  # fmt: skip
 
+    def aside(self, body: Body) -> None:
+        """Compute a wire on the side, and combine it with the current one."""
+        own: dict[str, Any] = {"wires": dict(body.wires), "linears": list(body.linears), "owners": list(body.owners)}
+        made = replace(body, fixed=True, steps=[{"identity": {}}], depth=body.depth + 1, **own)
+        self.fill(made, self.chance.randint(1, 2))
+        self.restore(made, replace(body.now, width=made.now.width))
+        name, source = self.named(made), self.chance.choice([None, self.named(body)])
+        when = self.condition(body) if made.now == body.now and self.maybe(0.4) else None
+        keys = {key: value for key, value in (("from", source), ("when", when)) if value is not None}
+        body.steps.append({"aside": {**keys, "steps": made.steps} if keys else made.steps})
+        body.wires[name] = made.now
+        if made.now == body.now and self.maybe(0.5):
+            self.add(body, "gate", body.now, by=name)
+        else:
+            width, now = self.width(), self.named(body)
+            self.add(body, "linear", replace(body.now, width=width), **{"from": [now, name], "features": width})
+
     def block(self, body: Body) -> None:
         """Call a block that fits the current wire: an existing one, or a new one."""
         now = body.now
@@ -257,25 +275,32 @@ class Composer(Mixers, Rates, Contexts):
     def move(self, body: Body) -> Callable[[Body], None]:
         """Append a random step that the current wire allows."""
         deep = body.depth > 3
-        nested = [] if deep else [self.residual, self.parallel, self.repeat, self.block, self.experts]
+        nested = [] if deep else [
+            self.residual, self.parallel, self.repeat, self.block, self.experts, self.aside,
+        ]  # fmt: skip
         if body.alone:
-            nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts]
+            nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts, self.aside]
             nested += [self.scan] if nested and body.now.name == "sequence" else []
-            return self.chance.choice([self.pointwise, self.pointwise, self.linear, self.split, self.join, *nested])
+            return self.chance.choice([
+                self.pointwise, self.pointwise, self.linear, self.split, self.join, self.formulas, *nested,
+            ])  # fmt: skip
         match body.now.name:
             case "tokens":
                 return self.chance.choice([self.embed] * 4 + ([self.same_tokens] if not deep else []))
             case "vector":
                 reads = [self.context] * 2 if self.has_context(body) else []
-                return self.chance.choice([self.pointwise, self.linear, self.split, self.join, *nested, *reads])
+                return self.chance.choice([
+                    self.pointwise, self.linear, self.split, self.join, self.formulas, *nested, *reads,
+                ])  # fmt: skip
             case "image":
                 if body.fixed:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested[:4]])
         moves = [
-            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
-            self.shares, self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory,
-            self.rotation, self.slstm, self.attention, self.positions, *nested, *nested[:2],
+            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
+            self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
+            self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
+            self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
         moves += [self.context] * 4 if self.has_context(body) else []
@@ -361,7 +386,7 @@ class Composer(Mixers, Rates, Contexts):
             case "sequence" if kind.name == "tokens" and self.maybe(0.6):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
         text = json.dumps([body.steps, self.blocks])
-        others = {name: each for name, each in others.items() if f'"{name}"' in text}
+        others = {name: each for name, each in others.items() if re.search(rf"\b{name}\b", text)}
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}

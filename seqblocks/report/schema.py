@@ -45,6 +45,8 @@ STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
 NUMBER: Schema = {"type": ["number", "string"]}
 SIZE: Schema = {"type": ["integer", "string"], "description": "the size of an axis of the pattern"}
+FORMULA: Schema = {"type": ["string", "number"], "description": "a formula over wires, learned scalars and numbers"}
+LEARNED: Schema = {"additionalProperties": NUMBER}
 PAIR: Schema = {"type": ["number", "string", "array"]}
 _TRUTHS = "|".join("".join(f"[{c.upper()}{c}]" for c in word) for word in ("yes", "no", "on", "off", "true", "false"))
 FLAG: Schema = {
@@ -240,8 +242,9 @@ def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
 
 
 def _bundled_blocks() -> dict[str, Block]:
+    """Return the blocks of bundled files by name. One of a file of blocks takes precedence over a model's own."""
     found: dict[str, Block] = {}
-    for name in bundled():
+    for name in sorted(bundled(), key=lambda each: bundled()[each].parent.name, reverse=True):
         found |= check.load_spec(name)[0].blocks
     return found
 
@@ -270,9 +273,20 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
             required.append(port.name)
     properties |= {key: STEP_KEYS[key] for key in _step_keys(verb) if key not in properties}
     out = _takes(about(verb), properties, required)
+    if issubclass(verb, Op) and verb.names_results:
+        return _formulas(out)
     if issubclass(verb, Op):
         return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), required)
     return _combinator(verb, out)
+
+
+def _formulas(out: Schema) -> Schema:
+    """Return the schema of a verb whose undeclared keys are names of results: with their formulas, or one formula."""
+    properties = {**out["properties"], "formula": FORMULA, "learned": {**LEARNED, **out["properties"]["learned"]}}
+    properties["learned"]["type"] = "object"
+    return _takes(out["description"], properties, []) | {
+        "type": ["object", "string"], "minProperties": 1, "additionalProperties": FORMULA,
+    }  # fmt: skip
 
 
 def _step_keys(verb: Verb) -> list[str]:
@@ -283,6 +297,7 @@ def _step_keys(verb: Verb) -> list[str]:
             left_out = {"from"}
     else:
         left_out = {"tie"} if verb.takes_init else {"init", "tie"}
+        left_out |= {"as", "name", "share"} if verb.in_line else set()
     return [key for key in STEP_KEYS if key not in left_out]
 
 

@@ -10,6 +10,7 @@ from seqblocks.op import Op, field_infos, find_primitive
 from seqblocks.record import Record
 
 BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
+IN_LINE_STEP_KEYS = ("from", "when")
 
 
 class Verb(Record):
@@ -44,7 +45,8 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
         combinator = find_combinator(verb)
         infos, holds = field_infos(combinator), combinator.holds[0]
         required = tuple(key for key, info in infos.items() if info.is_required())
-        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None)
+        keys = IN_LINE_STEP_KEYS if combinator.in_line else STEP_KEYS
+        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None, common=keys)
     op = find_primitive(verb)
     if op is None:
         return None
@@ -77,7 +79,7 @@ class Step:
     """
 
     __slots__ = (
-        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span",
+        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span", "part_of",
         "possible_wires", "span", "unreadable", "verb",
     )  # fmt: skip
 
@@ -102,6 +104,7 @@ class Step:
         self.unreadable = unreadable  # whether it cannot be lowered, for a reason already reported
         self.alias = alias  # span of the alias `*anchor` that repeats it, if any
         self.misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for: these are unknown too
+        self.part_of: Step | None = None  # the step with several results, of which it computes one
         self.effort = 1  # effort of reading its arguments once, see `values.effort`
         self.name, self.name_span = verb, span  # its namespace: `name:`, else a single `as:`, else the verb
         for key in ("as", "name"):
