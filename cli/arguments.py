@@ -316,6 +316,7 @@ VERBS = {
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
     "list": Verb("list the bundled specs"),
+    "lsp": Verb("serve an editor, which starts this command itself", (_use, _imports)),
     "memory": Verb(
         "estimate the memory of training and inference", (_overrides, _use, _imports, _design("memory")), TABLES
     ),

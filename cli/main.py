@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if hasattr(options, "imports"):
-        table = _project()
+        # An editor opens folders that nobody has vetted yet: only the user's own configuration imports code there.
+        table = b"" if options.verb == "lsp" else _project()
         if table or options.imports or os.environ.get("SEQBLOCKS_IMPORT"):
             from seqblocks.cli import imports
 

@@ -122,6 +122,8 @@ class Op(BaseModel):
     """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized."""
     open_keys: ClassVar[bool] = False
     """Whether undeclared keys are whole numbers (`model_config` must then allow extra keys)."""
+    names_results: ClassVar[bool] = False
+    """Whether undeclared keys are names of results with their formulas; the analysis then lowers the verb by itself."""
     exact: ClassVar[bool] = False
     """Whether it returns float32 in a 16-bit model."""
     mixed: ClassVar[bool] = False

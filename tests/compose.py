@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -262,21 +263,26 @@ class Composer(Mixers, Rates, Contexts, Sequences):
         if body.alone:
             nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts]
             nested += [self.scan] if nested and body.now.name == "sequence" else []
-            return self.chance.choice([self.pointwise, self.pointwise, self.linear, self.split, self.join, *nested])
+            return self.chance.choice([
+                self.pointwise, self.pointwise, self.linear, self.split, self.join, self.formulas, *nested,
+            ])  # fmt: skip
         match body.now.name:
             case "tokens":
                 return self.chance.choice([self.embed] * 4 + ([self.same_tokens] if not deep else []))
             case "vector":
                 reads = [self.context] * 2 if self.has_context(body) else []
-                return self.chance.choice([self.pointwise, self.linear, self.split, self.join, *nested, *reads])
+                return self.chance.choice([
+                    self.pointwise, self.linear, self.split, self.join, self.formulas, *nested, *reads,
+                ])  # fmt: skip
             case "image":
                 if body.fixed:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested[:4]])
         moves = [
-            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
-            self.shares, self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory,
-            self.rotation, self.slstm, self.attention, self.positions, *nested, *nested[:2],
+            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
+            self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
+            self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
+            self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
@@ -363,7 +369,7 @@ class Composer(Mixers, Rates, Contexts, Sequences):
             case "sequence" if kind.name == "tokens" and self.maybe(0.6):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
         text = json.dumps([body.steps, self.blocks])
-        others = {name: each for name, each in others.items() if f'"{name}"' in text}
+        others = {name: each for name, each in others.items() if re.search(rf"\b{name}\b", text)}
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from tests.composed import Body, Kind, Writer
+from tests.composed import Body, Kind, Step, Writer
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
@@ -16,6 +17,12 @@ INITS = (
     "fan_in_uniform", "xavier_uniform", "wang(4, 2)", "powerlaw(0.5)", "ramp(0.1)", "log_range", "inverse_softplus",
     "log_of_uniform(1, 16)", "ring", "orthogonal", "falling(0.5)", "waves(-1, 1)",
 )  # fmt: skip
+# Formulas of the current wire `x`, another one `w` as wide, and the learned scalar `s`, whose values are bounded.
+FORMULAS = (
+    "x - s * w", "w * sigmoid(x) + 0.5", "tanh(x) / (1 + abs(w))", "max(x, s) - min(w, 1, x)", "2 ** -abs(x) * w",
+    "s ** 2 + sin(x) * cos(w)", "exp(min(x, 0)) - log(1 + w ** 2)", "softplus(-w) + sqrt(1 + x * x) / (2 * sqrt(2))",
+)  # fmt: skip
+
 
 class Tokens(Writer):
     """Write maps, norms, activations, splits and joins."""
@@ -111,6 +118,30 @@ class Tokens(Writer):
         else:
             part = self.chance.randrange(2)
             self.add(body, self.chance.choice(ACTIVATIONS), kinds[part], **{"from": names[part]})
+
+    def formulas(self, body: Body) -> None:
+        """Compute one or two formulas of the current wire and another one, or of the current one alone."""
+        now, scalar = body.now, self.fresh("s")
+        wide = [name for name in self.like(body) if now.width == 1 or body.wires[name].width in (1, now.width)]
+        other = self.chance.choice(wide) if wide else "x"
+        width = body.wires[other].width if other != "x" else 1
+        letters, step = {"w": other, "s": scalar}, Step()
+        made, results = now, dict[str, Kind]()
+        for at in range(self.chance.randint(1, 2)):
+            formula = self.chance.choice(FORMULAS)
+            if "w" in formula:
+                made = replace(made, width=max(made.width, width))
+            written = re.sub(r"\b[ws]\b", lambda found: letters[found[0]], formula)
+            name = self.fresh("w")
+            step[name] = f"{written} + {next(iter(results))}" if at else written
+            results[name] = made
+        if scalar in " ".join(step.values()):
+            step = {"learned": {scalar: self.chance.choice([0.5, "normal(0, 0.1)", "1 / 2"])}} | step
+        if made == now and self.maybe(0.15):
+            step["when"] = self.condition(body)
+        body.steps.append({"calc": step})
+        body.wires |= results
+        body.now = made
 
     def join(self, body: Body) -> None:
         """Combine the current wire with another one."""

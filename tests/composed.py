@@ -146,7 +146,9 @@ class Writer:
         """Return a name for the input of the next step."""
         if not body.steps:
             return "input"
-        ((_, inside),) = body.steps[-1].items()
+        ((verb, inside),) = body.steps[-1].items()
+        if verb == "calc":
+            return str([key for key in inside if key not in ("learned", "when")][-1])
         if isinstance(inside.get("as"), str):
             return str(inside["as"])
         inside["as"] = self.fresh("w")

@@ -56,6 +56,7 @@ ROOMS = """
     report/*
     picture/*
     serve/*
+    editor/*
     architect/*
     ------ torch begins
     state
@@ -93,8 +94,13 @@ REQUIREMENTS = {
     "transformers": "transformers",  # see below
     "onnx_ir": "onnxscript",
     "gguf": "gguf",
+    "pygls": "pygls",
+    "lsprotocol": "pygls",
 }
-ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported only on request: also at the top of a file
+ROOMS_OF_EXTRAS = {  # imported only on request: also at the top of a file
+    "hf/*": {"transformers"},
+    "editor/*": {"pygls", "lsprotocol"},  # in server.py
+}
 
 TABLE = [line.strip() for line in ROOMS.strip().splitlines()]
 LINE = next(place for place, name in enumerate(TABLE) if name.startswith("---"))

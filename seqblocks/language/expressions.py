@@ -70,6 +70,20 @@ def _log2(value: Number) -> float:
     return math.log2(value)
 
 
+def _log(value: Number) -> float:
+    if value <= 0:
+        raise ValueError("a logarithm of a number that is not positive")
+    return math.log(value)
+
+
+def _sigmoid(value: Number) -> float:
+    return (1 + math.tanh(value / 2)) / 2  # exp would overflow
+
+
+def _softplus(value: Number) -> float:
+    return max(value, 0) + math.log1p(math.exp(-abs(value)))
+
+
 def _round_up(value: Number, multiple: Number) -> int:
     return math.ceil(value / multiple) * _whole(multiple)
 
@@ -112,6 +126,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "max": (max, 2, 8),
     "sqrt": (_sqrt, 1, 1),
     "log2": (_log2, 1, 1),
+    "exp": (math.exp, 1, 1),
+    "log": (_log, 1, 1),
+    "sin": (math.sin, 1, 1),
+    "cos": (math.cos, 1, 1),
+    "tanh": (math.tanh, 1, 1),
+    "sigmoid": (_sigmoid, 1, 1),
+    "softplus": (_softplus, 1, 1),
     "round_up": (_round_up, 2, 2),
     "round_down": (_round_down, 2, 2),
 }
@@ -128,7 +149,7 @@ class Expression(Record):
         """Raise Fault (E303) for an unknown name."""
         for name, offset in self.names:
             if name not in names:
-                raise unknown_name(name, names, _character(self.text, offset))
+                raise unknown_name(name, names, byte_to_character(self.text, offset))
 
     def evaluate(self, names: Mapping[str, Any], is_condition: bool = False) -> Any:
         """Return the value, or UNKNOWN if a name is UNKNOWN. Raises Fault (E303, E502, E503, E504).
@@ -174,7 +195,7 @@ def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
     return NameFault(Fault("E303", f"unknown name {quote(name)}", expected=expected, hint=hint), name, offset)
 
 
-def _character(text: str, offset: int) -> int:
+def byte_to_character(text: str, offset: int) -> int:
     """Return the offset of a character in the text from that of its byte in the stripped text, which Python counts."""
     stripped = text.lstrip()
     return len(text) - len(stripped) + len(stripped.encode()[:offset].decode(errors="ignore"))
@@ -250,7 +271,11 @@ def _parsed(text: str) -> Expression | Fault:
 def _parse(text: str) -> Expression:
     if len(text) > MAX_LENGTH:
         raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
-    tree = syntax_tree(text)
+    return checked(text, syntax_tree(text))
+
+
+def checked(text: str, tree: ast.expr) -> Expression:
+    """Return a syntax tree as an expression. text: as it is written, for messages. Raises Fault (E303, E501, E504)."""
     names: list[tuple[str, int]] = []
     nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
     if len(nodes) > MAX_NODES * 2 + 1:
@@ -270,7 +295,7 @@ def syntax_tree(text: str) -> ast.expr:
     """Parse text into an unchecked Python syntax tree. Raises Fault (E501)."""
     tree = _tree(text)
     if tree is None:
-        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=_notation(text))
+        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=notation(text))
     return tree
 
 
@@ -319,7 +344,7 @@ def _check(node: ast.AST, text: str) -> None:
             pass
         case _ if isinstance(node, _ALLOWED):
             return
-    raise _unsupported(text, _notation(text))
+    raise _unsupported(text, notation(text))
 
 
 def _unsupported(text: str, hint: str | None) -> Fault:
@@ -345,6 +370,6 @@ _NOTATIONS = {
 }
 
 
-def _notation(text: str) -> str | None:
+def notation(text: str) -> str | None:
     """Return a hint for the notation of another language."""
     return next((hint for pattern, hint in _NOTATIONS.items() if re.search(pattern, text)), None)

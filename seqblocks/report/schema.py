@@ -45,6 +45,8 @@ STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
 NUMBER: Schema = {"type": ["number", "string"]}
 SIZE: Schema = {"type": ["integer", "string"], "description": "the size of an axis of the pattern"}
+FORMULA: Schema = {"type": ["string", "number"], "description": "a formula over wires, learned scalars and numbers"}
+LEARNED: Schema = {"additionalProperties": NUMBER}
 PAIR: Schema = {"type": ["number", "string", "array"]}
 _TRUTHS = "|".join("".join(f"[{c.upper()}{c}]" for c in word) for word in ("yes", "no", "on", "off", "true", "false"))
 FLAG: Schema = {
@@ -270,9 +272,20 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
             required.append(port.name)
     properties |= {key: STEP_KEYS[key] for key in _step_keys(verb) if key not in properties}
     out = _takes(about(verb), properties, required)
+    if issubclass(verb, Op) and verb.names_results:
+        return _formulas(out)
     if issubclass(verb, Op):
         return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), required)
     return _combinator(verb, out)
+
+
+def _formulas(out: Schema) -> Schema:
+    """Return the schema of a verb whose undeclared keys are names of results: with their formulas, or one formula."""
+    properties = {**out["properties"], "formula": FORMULA, "learned": {**LEARNED, **out["properties"]["learned"]}}
+    properties["learned"]["type"] = "object"
+    return _takes(out["description"], properties, []) | {
+        "type": ["object", "string"], "minProperties": 1, "additionalProperties": FORMULA,
+    }  # fmt: skip
 
 
 def _step_keys(verb: Verb) -> list[str]:

@@ -1,4 +1,4 @@
-"""A minimal client for yaml-language-server."""
+"""A minimal client for language servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import shutil
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,26 @@ def executable() -> str | None:
     return os.environ.get(VARIABLE) or shutil.which("yaml-language-server")
 
 
-class Client:
-    """Run one server over its standard streams, with one schema for every file."""
+class ServerError(Exception):
+    """The server answered a request with an error."""
 
-    def __init__(self, schema: Path) -> None:
-        command = executable()
-        assert command
-        self.process = subprocess.Popen([command, "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.settings = {
-            "yaml": {
-                "schemas": {schema.as_uri(): "*.yaml"},
-                "schemaStore": {"enable": False},
-                "validate": True,
-                "completion": True,
-                "hover": True,
-            }
-        }
+
+class Client:
+    """Run one server over its standard streams. settings: what it may ask for."""
+
+    def __init__(
+        self, command: Sequence[str], root: Path, settings: dict[str, Any], capabilities: dict[str, Any] | None = None
+    ) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.settings = settings
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.diagnostics: dict[str, queue.Queue[list[dict[str, Any]]]] = {}
         self.number = 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
         try:
-            self.request("initialize", {"processId": None, "rootUri": schema.parent.as_uri(), "capabilities": {}})
+            about = {"processId": None, "rootUri": root.as_uri(), "capabilities": capabilities or {}}
+            self.capabilities = self.request("initialize", about)["capabilities"]
             self.notify("initialized", {})
             self.notify("workspace/didChangeConfiguration", {"settings": self.settings})
         except BaseException:
@@ -56,9 +54,22 @@ class Client:
 
     def open(self, uri: str, text: str) -> list[dict[str, Any]]:
         """Open a document and return its diagnostics."""
-        self.diagnostics[uri] = queue.Queue()
-        document = {"uri": uri, "languageId": "yaml", "version": 1, "text": text}
-        self.notify("textDocument/didOpen", {"textDocument": document})
+        self.diagnostics.setdefault(uri, queue.Queue())
+        self.tell(uri, text)
+        return self.diagnostics[uri].get(timeout=30)
+
+    def tell(self, uri: str, text: str, version: int = 0) -> None:
+        """Open a document (version 0) or replace its text, without waiting for diagnostics."""
+        document = {"uri": uri, "version": version}
+        if version:
+            self.notify("textDocument/didChange", {"textDocument": document, "contentChanges": [{"text": text}]})
+        else:
+            document |= {"languageId": "yaml", "text": text}
+            self.notify("textDocument/didOpen", {"textDocument": document})
+
+    def change(self, uri: str, text: str, version: int) -> list[dict[str, Any]]:
+        """Replace the text of a document and return its diagnostics."""
+        self.tell(uri, text, version)
         return self.diagnostics[uri].get(timeout=30)
 
     def complete(self, uri: str, line: int, column: int) -> list[str]:
@@ -74,6 +85,8 @@ class Client:
         while True:
             answer = self.answers.get(timeout=30)
             if answer["id"] == self.number:
+                if "error" in answer:
+                    raise ServerError(answer["error"]["message"])
                 return answer.get("result")
 
     def notify(self, method: str, params: Any) -> None:
@@ -109,3 +122,12 @@ class Client:
             self._send({"id": message["id"], "result": None})
         elif "id" in message:
             self.answers.put(message)
+
+
+def yaml_client(schema: Path) -> Client:
+    """Run yaml-language-server with one schema for every file."""
+    command = executable()
+    assert command
+    settings = {"schemas": {schema.as_uri(): "*.yaml"}, "schemaStore": {"enable": False}}
+    settings |= dict.fromkeys(("validate", "completion", "hover"), True)
+    return Client([command, "--stdio"], schema.parent, {"yaml": settings})

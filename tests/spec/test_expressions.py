@@ -64,7 +64,7 @@ def test_values(text: str, expected: Any) -> None:
     ("text", "code"),
     [
         ("dmi", "E303"),
-        ("sin(1)", "E303"),
+        ("sinh(1)", "E303"),
         ("2 *", "E501"),
         ("a.b", "E501"),
         ("x[0]", "E501"),

@@ -199,7 +199,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server
     path = tmp_path_factory.mktemp("schema") / "schema.json"
     file, _ = check.load_text(MINE)
     path.write_text(json.dumps(schema(file)))
-    client = language_server.Client(path)
+    client = language_server.yaml_client(path)
     yield client
     client.close()
 
@@ -208,7 +208,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server
 def general(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server.Client]:
     path = tmp_path_factory.mktemp("schema") / "schema.json"
     path.write_text(json.dumps(schema()))
-    client = language_server.Client(path)
+    client = language_server.yaml_client(path)
     yield client
     client.close()
 

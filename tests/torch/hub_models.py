@@ -106,6 +106,78 @@ def zamba2(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SCALED: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "mscale": 1.0,
+     "mscale_all_dim": 0.5},
+)  # fmt: skip
+
+
+def dense(chance: random.Random, base: float = 500.0) -> dict[str, Any]:
+    rope = {**chance.choice(SCALED), "rope_theta": base}
+    sizes = {**attention_sizes(chance), "num_hidden_layers": chance.choice((2, 3)), "rope_parameters": rope}
+    return {**sizes, "max_position_embeddings": 64, "tie_word_embeddings": chance.random() < 0.5}
+
+
+def llama(chance: random.Random) -> dict[str, Any]:
+    biases = {"attention_bias": chance.random() < 0.5, "mlp_bias": chance.random() < 0.5}
+    return {**dense(chance), **biases, "head_dim": chance.choice((None, 6, 16))}
+
+
+def mistral(chance: random.Random) -> dict[str, Any]:
+    return {**dense(chance), "sliding_window": chance.choice((None, 3, 40)), "head_dim": chance.choice((None, 16))}
+
+
+def qwen2(chance: random.Random) -> dict[str, Any]:
+    window = {"use_sliding_window": chance.random() < 0.7, "sliding_window": 4, "max_window_layers": 1}
+    return {**dense(chance), **window}
+
+
+def qwen3(chance: random.Random) -> dict[str, Any]:
+    return {**qwen2(chance), "head_dim": chance.choice((6, 16)), "attention_bias": chance.random() < 0.5}
+
+
+def smollm3(chance: random.Random) -> dict[str, Any]:
+    turned = chance.choice((None, [1, 0, 1]))
+    interval = {"no_rope_layers": turned, "no_rope_layer_interval": 2, "num_hidden_layers": 3}
+    return {**dense(chance), **interval, "attention_bias": chance.random() < 0.5, "mlp_bias": chance.random() < 0.5}
+
+
+def olmo2(chance: random.Random) -> dict[str, Any]:
+    return {**dense(chance), "attention_bias": chance.random() < 0.5}
+
+
+def phi3(chance: random.Random) -> dict[str, Any]:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    found = {**dense(chance), **rope, "sliding_window": chance.choice((None, 4))}
+    if chance.random() < 0.5:
+        rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.3, 2.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
+        found |= {"rope_parameters": rope, "original_max_position_embeddings": 48, "max_position_embeddings": 96}
+    return found
+
+
+def gemma2(chance: random.Random) -> dict[str, Any]:
+    caps = {"final_logit_softcapping": chance.choice((None, 5.0)), "attn_logit_softcapping": chance.choice((None, 3.0))}
+    return {
+        **dense(chance), **caps, "head_dim": chance.choice((6, 16)), "query_pre_attn_scalar": chance.choice((8, 12)),
+        "sliding_window": chance.choice((3, 7)), "tie_word_embeddings": True, "num_hidden_layers": 3,
+    }  # fmt: skip
+
+
+def gemma3(chance: random.Random) -> dict[str, Any]:
+    rope = {
+        "full_attention": {**chance.choice(SCALED[:2]), "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    return {**gemma2(chance), "attn_logit_softcapping": None, "rope_parameters": rope,
+            "layer_types": layers(chance, 3, ("full_attention", "sliding_attention"))}  # fmt: skip
+
+
 # The transformers class, its configurations, and the layout that it writes.
 DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
@@ -115,7 +187,19 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "jamba": ("Jamba", jamba, "official"),
     "bamba": ("Bamba", bamba, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
+    "llama": ("Llama", llama, "official"),
+    "mistral": ("Mistral", mistral, "official"),
+    "qwen2": ("Qwen2", qwen2, "official"),
+    "qwen3": ("Qwen3", qwen3, "official"),
+    "smollm3": ("SmolLM3", smollm3, "official"),
+    "olmo2": ("Olmo2", olmo2, "official"),
+    "phi3": ("Phi3", phi3, "official"),
+    "gemma2": ("Gemma2", gemma2, "official"),
+    "gemma3_text": ("Gemma3", gemma3, "official"),
 }
+
+
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model
 
 
 def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
@@ -123,7 +207,7 @@ def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
     library = pytest.importorskip("transformers", reason="needs the extra `hub`")
     name, drawn, _ = DRAWN[family]
     torch.manual_seed(seed)
-    config = getattr(library, f"{name}Config")(**{**drawn(random.Random(seed)), **more})
+    config = getattr(library, CONFIGS.get(name, f"{name}Config"))(**{**drawn(random.Random(seed)), **more})
     model = getattr(library, f"{name}ForCausalLM")(config)
     model.config._experts_implementation = "eager"  # the default implementation does not support float64
     with torch.no_grad():
@@ -149,7 +233,17 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "float", Tensor.double)
     if hasattr(module, "RecurrentGemmaRglru"):
         patch.setattr(module.RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    rope = sys.modules["transformers.modeling_rope_utils"]
+    patch.setattr(rope, "torch", InFloat64())
     for part in model.modules():
-        if hasattr(part, "inv_freq"):
-            count, base = part.inv_freq.numel(), model.config.rope_parameters["rope_theta"]
-            part.inv_freq = base ** (-torch.arange(count, dtype=torch.float64) / count)
+        for kind in [""] * hasattr(part, "inv_freq") + list(getattr(part, "layer_types", ())):
+            given = model.config.rope_parameters[kind] if kind else model.config.rope_parameters
+            named = {"layer_type": kind} if kind else {}
+            prefix = f"{kind}_" if kind else ""
+            if given.get("rope_type", "default") == "default":
+                count = getattr(part, f"{prefix}inv_freq").numel()
+                rates = given["rope_theta"] ** (-torch.arange(count, dtype=torch.float64) / count)
+            else:
+                rates, _ = rope.ROPE_INIT_FUNCTIONS[given["rope_type"]](model.config, "cpu", **named)
+            setattr(part, f"{prefix}inv_freq", rates)
+            setattr(part, f"{prefix}original_inv_freq", rates)

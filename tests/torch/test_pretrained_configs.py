@@ -47,6 +47,14 @@ ZAMBA = {
     **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
     "n_mamba_heads": 4,
 }  # fmt: skip
+DENSE = [{**ATTENTION, "model_type": kind} for kind in ("llama", "mistral", "qwen2", "olmo2", "smollm3", "phi3")]
+DENSE += [{**ATTENTION, "model_type": kind, "head_dim": 16} for kind in ("qwen3", "gemma2", "gemma3_text")]
+LLAMA, GEMMA3 = DENSE[0], DENSE[-1]
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+DENSE += [
+    {**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
+    {**DENSE[5], "rope_parameters": LONG, "original_max_position_embeddings": 64},
+]
 GLA = {**MAMBA, "model_type": "gla", "num_heads": 2}
 KINDS = ("gla", "retnet", "delta_net", "gated_deltanet", "kda", "linear_attn", "gated_deltaproduct")
 FLA = [{**GLA, "model_type": kind} for kind in KINDS]
@@ -57,14 +65,17 @@ HUB = (
     "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
     "bamba", "zamba2",
 )  # fmt: skip
-CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
+CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *DENSE, *FLA]
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
     "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
     "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
     "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand", "initializer_range",
     "time_step_min", "time_step_floor", "time_step_scale", "rescale_prenorm_residual", "w_init_variance_scale",
-    "linear_a_log_max", "linear_dt_min",
+    "linear_a_log_max", "linear_dt_min", "rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers",
+    "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "rope_local_base_freq", "rope_theta", "partial_rotary_factor", "mlp_bias",
+    "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
 }  # fmt: skip
 
 
@@ -109,9 +120,52 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
+RELEASES = {  # what differs from the defaults of the family's config, and the parameters of the release
+    "Llama-2-7b": ("llama", (32000, 4096, 11008, 32, 32), {}, 6_738_415_616),
+    "Llama-3.2-1B": (
+        "llama", (128256, 2048, 8192, 16, 32),
+        {"num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                          "original_max_position_embeddings": 8192}}, 1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": ("mistral", (32000, 4096, 14336, 32, 32), {"num_key_value_heads": 8}, 7_241_732_096),
+    "Qwen2.5-0.5B": (
+        "qwen2", (151936, 896, 4864, 24, 14), {"num_key_value_heads": 2, "tie_word_embeddings": True}, 494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        "qwen3", (151936, 1024, 3072, 28, 16),
+        {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}, 596_049_920,
+    ),
+    "SmolLM3-3B": ("smollm3", (128256, 2048, 11008, 36, 16), {"num_key_value_heads": 4}, 3_075_098_624),
+    "Phi-3-mini-4k": ("phi3", (32064, 3072, 8192, 32, 32), {"sliding_window": 2047}, 3_821_079_552),
+    "gemma-2-2b": ("gemma2", (256000, 2304, 9216, 26, 8), {}, 2_614_341_888),
+    "gemma-3-1b": (
+        "gemma3_text", (262144, 1152, 6912, 26, 4),
+        {"num_key_value_heads": 1, "sliding_window": 512, "rope_theta": 1000000, "rope_local_base_freq": 10000},
+        999_885_952,
+    ),
+}  # fmt: skip
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_decoders_have_the_size_of_the_releases(name: str) -> None:
+    kind, sizes, more, count = RELEASES[name]
+    config = {"model_type": kind, **dict(zip(SIZES, sizes, strict=True)), **more}
+    _, model = seqblocks.load_text(families.spec_text(config))
+    assert model is not None
+    assert seqblocks.summarise(model).params == count
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({**LLAMA, "rope_scaling": {"type": "sqrt"}}, "rope_type is 'sqrt', but seqblocks only supports default,"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "short_factor of rope_parameters must be a list"),
+        ({**LLAMA, "sliding_window": 3}, "an entry that seqblocks does not read in models of type llama: sliding_wi"),
+        ({**GEMMA3, "layer_types": ["full"] * 2}, "layer_types has 'full', but seqblocks only supports"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is True, but"),
+        ({**DENSE[4], "no_rope_layers": [1]}, "no_rope_layers has 1 entries, but num_hidden_layers is 2"),
         ([], "config.json is not a mapping"),
         ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
         ({"model_type": "bert"}, "of model_type 'bert', but"),

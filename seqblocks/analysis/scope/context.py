@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Body(Record):
     conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
     named: dict[str, Step] = field(default_factory=dict)  # its steps by name, filled on first use
     numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
+    formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
     place: Body | None = None  # for the steps of an argument: the body in which they are written
 
 
@@ -72,11 +73,13 @@ class Context(Record):
             return self.names
         return Names(self.names, {DEPTH: self.read_depth()})
 
-    def refer(self, text: str, node: Scalar) -> None:
-        """Note that an expression reads its names."""
+    def refer(self, text: str, node: Scalar, names: Iterable[tuple[str, int]] | None = None) -> None:
+        """Note that an expression reads its names. names: with their offsets, if they are known."""
         if self.run.references is None:
             return
-        for name, offset in [(text, 0)] if text.isidentifier() else parse(text).names:
+        if names is None:
+            names = [(text, 0)] if text.isidentifier() else parse(text).names
+        for name, offset in names:
             if name in self.names and (place := self._definition(name)):
                 self.run.references.add("name", name, node.part(offset, len(name)), place)
 

@@ -77,7 +77,7 @@ class Step:
     """
 
     __slots__ = (
-        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span",
+        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span", "part_of",
         "possible_wires", "span", "unreadable", "verb",
     )  # fmt: skip
 
@@ -102,6 +102,7 @@ class Step:
         self.unreadable = unreadable  # whether it cannot be lowered, for a reason already reported
         self.alias = alias  # span of the alias `*anchor` that repeats it, if any
         self.misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for: these are unknown too
+        self.part_of: Step | None = None  # the step with several results, of which it computes one
         self.effort = 1  # effort of reading its arguments once, see `values.effort`
         self.name, self.name_span = verb, span  # its namespace: `name:`, else a single `as:`, else the verb
         for key in ("as", "name"):

@@ -85,7 +85,7 @@ def _no_wire(ctx: Context, name: str) -> Fault:
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
-    return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
+    return Fault("E302", message, expected=expected, hint=lambda: wire_hint(ctx, name))
 
 
 def _wire_outside_argument(name: str, maker: Origin | None) -> Fault:
@@ -105,7 +105,7 @@ def _place(body: Body | None, name: str) -> Body | None:
     return None
 
 
-def _wire_hint(ctx: Context, name: str) -> str:
+def wire_hint(ctx: Context, name: str) -> str:
     if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
         return "it is an output of this step; a step can only read outputs of steps above it"
     if any(name in step.defined_wires() for step in ctx.body.steps):

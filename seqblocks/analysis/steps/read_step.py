@@ -36,6 +36,44 @@ def read_step(ctx: Context, item: Node) -> Step:
     return cache[key]
 
 
+def separated(ctx: Context, step: Step) -> list[Step]:
+    """Return a step as several with one result each, if it is of a verb whose keys name its results."""
+    if step.found is None or not _names_results(step.found) or not (results := _results(step)):
+        return [step]
+    for key in ("formula", "as", *(("name", "init", "tie", "share") if len(results) > 1 else ())):
+        if key in step.fields or key in step.common:
+            ctx.report(_of_one_result(step, key, list(results)), step.key_span(key))
+    common = {key: entry for key, entry in step.common.items() if key in ("from", "when") or len(results) == 1}
+    shared = {key: entry for key, entry in step.fields.items() if key in ("learned", "x")}
+    return [_one_result(step, name, entry, shared, common) for name, entry in results.items()]
+
+
+def _results(step: Step) -> Entries:
+    """Return the formulas of a step by the names of their results; none if its only formula has no name."""
+    assert step.found
+    own = {*step.found.own, *step.found.wires}
+    return {key: entry for key, entry in step.fields.items() if key not in own}
+
+
+def _of_one_result(step: Step, key: str, names: list[str]) -> Fault:
+    if key in ("formula", "as"):
+        message = f"`{key}` does not combine with formulas that have names"
+        return Fault("E210", message, hint=f"remove `{key}`: the formulas here name {listing(names)}")
+    message = f"`{key}` applies to one formula, and this {step.verb} has {len(names)}"
+    return Fault("E210", message, hint=f"write a `{step.verb}` of its own for the formula that needs it")
+
+
+def _one_result(step: Step, name: str, entry: tuple[Span, Node], shared: Entries, common: Entries) -> Step:
+    span, node = entry
+    label = Scalar(span, 1, 1, name, name)
+    fields = {"formula": (span, node), **shared}
+    made = Step(step.verb, span, fields, {"as": (span, label), **common}, step.found, step.incomplete, alias=step.alias)
+    made.part_of, made.effort, made.unreadable = step, effort(node), step.unreadable
+    if "name" in common:
+        made.name, made.name_span = common["name"][1].text if isinstance(common["name"][1], Scalar) else name, span
+    return made
+
+
 def _find_verb(ctx: Context, verb: str) -> Verb | None:
     """Look up a verb that is visible here; return None if there is none."""
     if verb in ctx.passed:
@@ -160,7 +198,7 @@ def _written(verb: str, arguments: Iterable[tuple[str, str]]) -> str:
 def _check_keys(ctx: Context, step: Step) -> None:
     """Report unknown arguments; they make the step incomplete."""
     found = step.found
-    if found is None or not found.is_known:
+    if found is None or not found.is_known or _names_results(found):
         return
     if _takes_words(found):
         _check_misspelt(ctx, step, found)
@@ -197,6 +235,11 @@ def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
             ctx.report(_unknown_key(step, found, key, words), span)
             del step.fields[key]
             step.incomplete, step.misspelt = True, step.misspelt | {word}
+
+
+def _names_results(found: Verb) -> bool:
+    """Return whether the undeclared keys of a verb name its results."""
+    return isinstance(found.meaning, type) and issubclass(found.meaning, Op) and found.meaning.names_results
 
 
 def _takes_words(found: Verb) -> bool:

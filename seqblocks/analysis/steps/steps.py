@@ -17,7 +17,7 @@ from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.steps.conditions import is_absent, is_known
-from seqblocks.analysis.steps.read_step import read_step
+from seqblocks.analysis.steps.read_step import read_step, separated
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
@@ -50,7 +50,11 @@ def lowers(meaning: type) -> Callable[[L], L]:
     return register
 
 
-def _lowering(meaning: type) -> Lowering:
+def _lowering(meaning: Any) -> Lowering:
+    if not isinstance(meaning, type):
+        return LOWERINGS[type(meaning)]
+    if issubclass(meaning, Op) and not meaning.names_results:
+        return LOWERINGS[Op]
     if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
         importlib.import_module(f"seqblocks.analysis.steps.combinators.{meaning.verb}")  # type: ignore[attr-defined]
     return LOWERINGS[meaning]
@@ -93,7 +97,7 @@ def lower_steps(
         out.result = run.unknown()
         return out
     body.value = x
-    body.steps = [read_step(ctx, item) for item in steps.items]
+    body.steps = [step for item in steps.items for step in separated(ctx, read_step(ctx, item))]
     for step in body.steps:
         body.current = step
         if not body.wires.keys() >= set(step.possible_wires):
@@ -150,8 +154,7 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
                 _report_no_verb(ctx, step)
             else:
                 meaning = step.found.meaning
-                kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
-                if node := _lowering(kind)(ctx, step, meaning):
+                if node := _lowering(meaning)(ctx, step, meaning):
                     if "share" in step.common:
                         from seqblocks.analysis.steps.sharing import read_share, share_parameters  # few specs need it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqblocks.checkpoint.families import fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
+from seqblocks.checkpoint.families import dense, fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
 from seqblocks.checkpoint.families.unread import check_all_read
 from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
@@ -17,6 +17,15 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "mamba2": mamba.mamba2,
     "falcon_mamba": mamba.falcon_mamba,
     "xlstm": xlstm,
+    "llama": dense.llama,
+    "mistral": dense.mistral,
+    "qwen2": dense.qwen2,
+    "qwen3": dense.qwen3,
+    "smollm3": dense.smollm3,
+    "olmo2": dense.olmo2,
+    "phi3": dense.phi3,
+    "gemma2": dense.gemma2,
+    "gemma3_text": dense.gemma3,
     "recurrent_gemma": griffin.recurrent_gemma,
     "qwen3_next": qwen.qwen3_next,
     "olmo_hybrid": olmo.olmo_hybrid,

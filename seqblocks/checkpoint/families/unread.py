@@ -43,6 +43,10 @@ IDLE = {
         inference_state_dtype max_inference_chunksize mlstm_round_up_to_multiple_of mode norm_reduction_force_float32
         num_hidden_layers return_last_states sequence_kernel step_kernel
     """,
+    "qwen2": "sliding_window",
+    "qwen3": "sliding_window",
+    "phi3": "original_max_position_embeddings",
+    "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
     "qwen3_next": """
         full_attention_interval head_dim intermediate_size linear_conv_kernel_dim linear_key_head_dim

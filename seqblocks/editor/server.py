@@ -1,0 +1,251 @@
+"""The language server: answer the requests of an editor with what the other files of this folder find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lsprotocol import types
+from pygls.lsp.server import LanguageServer
+from pygls.uris import from_fs_path, to_fs_path
+
+from seqblocks._version import __version__
+from seqblocks.analysis.analyse import Folders
+from seqblocks.editor import diagnostics, hints, navigation, symbols
+from seqblocks.editor.hover import hover
+from seqblocks.editor.opened import Opened, is_spec
+from seqblocks.editor.positions import Place, Spot, lines_of
+from seqblocks.errors import Diagnostic, Span
+from seqblocks.language.files import bundled
+
+DELAY = 0.1  # seconds without a change before diagnostics are published
+KINDS = {
+    "section": types.SymbolKind.Namespace,
+    "name": types.SymbolKind.Constant,
+    "block": types.SymbolKind.Class,
+    "argument": types.SymbolKind.Property,
+    "step": types.SymbolKind.Function,
+}
+
+
+class Server(LanguageServer):
+    """A server over the standard streams, with the specs that are open in the editor."""
+
+    def __init__(self, allow_use: Folders = (), delay: float = DELAY) -> None:
+        # Whole texts, not changes: pygls and YAML do not agree on what ends a line.
+        super().__init__("seqblocks", __version__, text_document_sync_kind=types.TextDocumentSyncKind.Full)
+        self.allow_use, self.delay = allow_use, delay
+        self.opened: dict[str, Opened] = {}
+        self.newest: dict[str, int] = {}  # number of the last change of each file
+        self.published: dict[str, dict[str, list[types.Diagnostic]]] = {}  # by file, then by the spec that caused them
+
+    @property
+    def encoding(self) -> str:
+        found = self.workspace.position_encoding
+        return str(getattr(found, "value", found) or "utf-16")
+
+    def spec(self, uri: str) -> Opened | None:
+        """Return the analysis of an open file as it is now, or None if it is not a spec."""
+        if uri not in self.workspace.text_documents:
+            return None
+        text = self.workspace.text_documents[uri].source
+        last = self.opened.get(uri)
+        if last is not None and last.text == text:
+            return last
+        if not is_spec(text):
+            self.opened.pop(uri, None)
+            return None
+        self.opened[uri] = found = Opened(text, _path(uri), self.allow_use, last, uri)
+        return found
+
+    # --- positions ----------------------------------------------------------------------------------------------------
+
+    def spot(self, opened: Opened, position: types.Position) -> Spot:
+        return lines_of(opened.text, self.encoding).spot(Place(position.line, position.character))
+
+    def position(self, opened: Opened, spot: Spot) -> types.Position:
+        return types.Position(*lines_of(opened.text, self.encoding).place(spot))
+
+    def range(self, span: Span) -> types.Range:
+        start, end = lines_of(span.source.text, self.encoding).area(span)
+        return types.Range(types.Position(*start), types.Position(*end))
+
+    def uri(self, opened_uri: str, opened: Opened, source_name: str) -> str | None:
+        """Return the address of the file of a source: this one, another one, or a bundled one."""
+        if source_name == opened.name:
+            return opened_uri
+        if source_name.startswith("<"):
+            known = bundled().get(source_name.removeprefix("<bundled ").removesuffix(">"))
+            source_name = str(known) if known else ""
+        found: str | None = from_fs_path(source_name) if source_name else None
+        return found
+
+    def location(self, opened_uri: str, opened: Opened, span: Span) -> types.Location | None:
+        uri = self.uri(opened_uri, opened, span.source.name)
+        return types.Location(uri, self.range(span)) if uri else None
+
+    # --- diagnostics --------------------------------------------------------------------------------------------------
+
+    async def changed(self, uri: str) -> None:
+        """Publish the diagnostics of a file after a while without further changes."""
+        self.newest[uri] = own = self.newest.get(uri, 0) + 1
+        await asyncio.sleep(self.delay)
+        if self.newest.get(uri) == own and uri in self.workspace.text_documents:
+            self.publish(uri)
+
+    def publish(self, uri: str) -> None:
+        """Publish the diagnostics of a spec, at the files that they are about."""
+        opened = self.spec(uri)
+        found: dict[str, list[types.Diagnostic]] = {}
+        if opened:
+            for name, each in diagnostics.by_file(opened).items():
+                where = self.uri(uri, opened, name)
+                if where:
+                    found[where] = [self._diagnostic(uri, opened, *one) for one in each]
+        before = [other for other, causes in self.published.items() if uri in causes]
+        for where in {*before, *found}:
+            causes = self.published.setdefault(where, {})
+            causes.pop(uri, None)
+            if found.get(where):
+                causes[uri] = found[where]
+            self._send(where)
+
+    def _send(self, uri: str) -> None:
+        """Send the diagnostics of a file: its own if it is open, else those that other specs found in it."""
+        causes = self.published.get(uri, {})
+        own = uri in self.workspace.text_documents
+        shown = causes.get(uri, []) if own else [one for each in causes.values() for one in each]
+        document = self.workspace.text_documents.get(uri)
+        version = document.version if document else None
+        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, shown, version))
+
+    def _diagnostic(self, uri: str, opened: Opened, span: Span, each: Diagnostic) -> types.Diagnostic:
+        related = []
+        for note in each.notes:
+            where = self.location(uri, opened, note.span) if note.span else None
+            if where:
+                related.append(types.DiagnosticRelatedInformation(where, note.text))
+        severity = types.DiagnosticSeverity.Error if each.severity == "error" else types.DiagnosticSeverity.Warning
+        return types.Diagnostic(
+            self.range(span), diagnostics.message(each), severity, each.code, source="seqblocks",
+            related_information=related or None,
+        )  # fmt: skip
+
+    def closed(self, uri: str) -> None:
+        """Forget a file, and its diagnostics."""
+        self.opened.pop(uri, None)
+        self.newest.pop(uri, None)
+        for where, causes in [*self.published.items()]:
+            if causes.pop(uri, None) is not None or where == uri:
+                self._send(where)
+            if not causes:
+                del self.published[where]
+
+
+def _path(uri: str) -> Path | None:
+    """Return the path of a file, or None for a text that has none, such as an unsaved one."""
+    if not uri.startswith("file:"):
+        return None
+    found = to_fs_path(uri)
+    return Path(found) if found else None
+
+
+def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
+    """Return a server with all its features."""
+    made = Server(allow_use, delay)
+    for add in (_changes, _descriptions, _navigation):
+        add(made)
+    return made
+
+
+def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = ()) -> None:
+    """Serve an editor until it ends the connection."""
+    server(allow_use).start_io(reading, writing)
+
+
+def _changes(server: Server) -> None:
+    @server.feature(types.TEXT_DOCUMENT_DID_OPEN)
+    def did_open(params: types.DidOpenTextDocumentParams) -> None:
+        server.publish(params.text_document.uri)
+
+    @server.feature(types.TEXT_DOCUMENT_DID_CHANGE)
+    async def did_change(params: types.DidChangeTextDocumentParams) -> None:
+        await server.changed(params.text_document.uri)
+
+    @server.feature(types.TEXT_DOCUMENT_DID_SAVE)
+    def did_save(params: types.DidSaveTextDocumentParams) -> None:
+        """Analyse the other open specs again, which may use the file."""
+        for uri in [*server.opened]:
+            if uri != params.text_document.uri:
+                del server.opened[uri]
+                server.publish(uri)
+
+    @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
+    def did_close(params: types.DidCloseTextDocumentParams) -> None:
+        server.closed(params.text_document.uri)
+
+
+def _descriptions(server: Server) -> None:
+    @server.feature(types.TEXT_DOCUMENT_HOVER)
+    def on_hover(params: types.HoverParams) -> types.Hover | None:
+        opened = server.spec(params.text_document.uri)
+        found = hover(opened, server.spot(opened, params.position)) if opened else None
+        if found is None:
+            return None
+        return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, found.text), server.range(found.span))
+
+    @server.feature(types.TEXT_DOCUMENT_INLAY_HINT)
+    def on_hints(params: types.InlayHintParams) -> list[types.InlayHint]:
+        opened = server.spec(params.text_document.uri)
+        if opened is None:
+            return []
+        first, last = server.spot(opened, params.range.start).line, server.spot(opened, params.range.end).line
+        return [
+            types.InlayHint(
+                server.position(opened, each.spot), each.text, padding_left=True,
+                tooltip=types.MarkupContent(types.MarkupKind.PlainText, each.more),
+            )
+            for each in hints.hints(opened, first, last)
+        ]  # fmt: skip
+
+    @server.feature(types.TEXT_DOCUMENT_DOCUMENT_SYMBOL)
+    def on_symbols(params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
+        opened = server.spec(params.text_document.uri)
+        return [_symbol(server, each) for each in symbols.symbols(opened)] if opened else []
+
+
+def _symbol(server: Server, each: symbols.Symbol) -> types.DocumentSymbol:
+    children = [_symbol(server, inner) for inner in each.children]
+    whole, own = server.range(each.span), server.range(each.own)
+    return types.DocumentSymbol(each.name, KINDS[each.kind], whole, own, each.detail or None, children=children)
+
+
+def _navigation(server: Server) -> None:
+    def ask(params: Any, find: Callable[[Opened, Spot], Any]) -> Any:
+        """Return what a function finds at the position of a request, as locations."""
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        found = find(opened, server.spot(opened, params.position)) if opened else None
+        if opened is None or not found:
+            return None
+        spans = [found] if isinstance(found, Span) else found
+        return [where for span in spans if (where := server.location(uri, opened, span))]
+
+    @server.feature(types.TEXT_DOCUMENT_DEFINITION)
+    def on_definition(params: types.DefinitionParams) -> list[types.Location] | None:
+        found: list[types.Location] | None = ask(params, navigation.definition)
+        return found
+
+    @server.feature(types.TEXT_DOCUMENT_REFERENCES)
+    def on_references(params: types.ReferenceParams) -> list[types.Location] | None:
+        wanted = params.context.include_declaration
+        find = partial(navigation.references, with_definition=wanted)
+        found: list[types.Location] | None = ask(params, find)
+        return found
+
+    @server.feature(types.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
+    def on_highlight(params: types.DocumentHighlightParams) -> list[types.DocumentHighlight]:
+        return [types.DocumentHighlight(each.range) for each in ask(params, navigation.occurrences) or ()]

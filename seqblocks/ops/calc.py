@@ -1,0 +1,274 @@
+"""A formula over wires, numbers and learned scalars, computed feature by feature."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial, reduce
+from typing import Any
+
+from seqblocks.errors import Fault, quote
+from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
+from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
+
+FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
+X = Port("x", "the wire that a formula calls `x`", main=True, kinds=FLOATS, broadcast=True)
+
+
+class _Ports:
+    """The ports of a formula: the wires in it, in the order of the text. Those of the class: only `x`."""
+
+    def __get__(self, op: Calc | None, owner: type[Calc]) -> tuple[Port, ...]:
+        if op is None:
+            return (X,)
+        return tuple(X if name == X.name else X._replace(name=name, main=False) for name in op.wires())
+
+
+@primitive("calc")
+class Calc(Op):
+    """Compute formulas over wires, numbers and learned scalars: `calc: {y: "a - lam * b", z: "tanh(y)"}`.
+
+    Each key names the result of its formula, and later formulas can use it. `calc: "2 * x"` leaves the result
+    unnamed. In a formula, a name is a wire, a learned scalar, or a number in scope, and `x` is the wire that the step
+    reads, unless there is a wire with that name. The operators are + - * / **, with parentheses, and the functions
+    exp, log, log2, sqrt, abs, sin, cos, tanh, sigmoid, softplus, min and max.
+    """
+
+    names_results = True
+    ports = _Ports()
+    formula: str = argument(..., "the only formula, if its result has no name")
+    learned: dict[str, Any] = argument({}, "learned scalars: a name, and an initial value or an initialiser for each")
+
+    def wires(self) -> list[str]:
+        """Return the names of the wires in the formula."""
+        return [name for name in _names(self.formula) if name not in self.learned]
+
+    def shape(self, *wires: Wire) -> Wire:
+        made = result(parse(self.formula), dict(zip(self.wires(), wires, strict=True)))
+        assert made
+        return made
+
+    def facts(self, *wires: Wire) -> Facts:
+        return _bounds(_program(self.formula), dict(zip(self.wires(), wires, strict=True)))
+
+    def parameters(self, *wires: Wire) -> dict[str, Parameter]:
+        return {name: Parameter((1,), _initialiser(value), decay=False) for name, value in self.learned.items()}
+
+    def macs(self, *wires: Wire) -> int:
+        return _products(parse(self.formula), dict(zip(self.wires(), wires, strict=True)))
+
+    def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
+        return _computed(_program(self.formula), self._values(p, inputs), partial(_recorded, tape))
+
+    def prepare_step(self, p: Any) -> Any:
+        program = _program(self.formula)
+        return lambda *inputs: _computed(program, self._values(p, inputs), _applied)
+
+    def forward(self, p: Any, call: Any, *inputs: Any) -> Any:
+        return _computed(_program(self.formula), self._values(p, inputs), _applied)
+
+    def _values(self, p: Mapping[str, Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the tensors by name."""
+        names = [name for name in _names(self.formula) if name not in self.learned]
+        return {**dict(zip(names, inputs, strict=True)), **{name: p[name] for name in self.learned}}
+
+
+def _initialiser(value: float | str) -> Init:
+    if isinstance(value, str):
+        init = read_init(value, {})
+        assert init
+        return init
+    return Init("constant", (float(value),))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(formula: str) -> tuple[tuple[str, ...], Program]:
+    tree = parse(formula)
+    return tuple(dict.fromkeys(node.id for node in names_in(tree))), compiled(tree)
+
+
+def _names(formula: str) -> tuple[str, ...]:
+    """Return the names in a formula, once each, in the order of the text."""
+    return _parsed(formula)[0]
+
+
+def _program(formula: str) -> Program:
+    return _parsed(formula)[1]
+
+
+_names._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers call it instead of tracing the parser
+_program._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def result(tree: ast.expr, wires: Mapping[str, Wire]) -> Wire | None:
+    """Return the type of a part of a formula; None for numbers and learned scalars. Raises PartFault (E402, E406)."""
+    match tree:
+        case ast.Name(id=name):
+            return wires.get(name)
+        case ast.UnaryOp(operand=operand):
+            return _pointwise(result(operand, wires))
+        case ast.BinOp(left=left, right=right):
+            return _combined(tree, left, right, wires)
+        case ast.Call(args=[first, *others]):
+            made, last = _pointwise(result(first, wires)), first
+            for other in others:
+                made = _merged(tree, (last, made), (other, result(other, wires)), wires)
+                last = other
+            return made
+    return None
+
+
+def _pointwise(wire: Wire | None) -> Wire | None:
+    return wire and wire.with_features(wire.features)
+
+
+def _combined(tree: ast.expr, left: ast.expr, right: ast.expr, wires: Mapping[str, Wire]) -> Wire | None:
+    return _merged(tree, (left, result(left, wires)), (right, result(right, wires)), wires)
+
+
+_Operand = tuple[ast.expr, Wire | None]
+
+
+def _merged(tree: ast.expr, a: _Operand, b: _Operand, wires: Mapping[str, Wire]) -> Wire | None:
+    """Return the type of two operands that are broadcast. Raises PartFault (E402, E406)."""
+    (left, x), (right, y) = a, b
+    if x is None or y is None:
+        return _pointwise(x or y)
+    shown = [f"{ast.unparse(left)} {x}", f"{ast.unparse(right)} {y}"]
+    read = dict.fromkeys(name.id for part in (left, right) for name in names_in(part) if name.id in wires)
+    notes = tuple(note for name in read if (note := wires[name].origin_note(f"`{name}`")))[:3]
+    longer = y if x.kind == "vector" else x
+    if "vector" not in (x.kind, y.kind) and (x.kind, x.places) != (y.kind, y.places):
+        message = f"{quote(ast.unparse(tree))} combines wires with different tokens"
+        expected = "the same tokens in both, or a vector, which is combined with each token"
+        fault = Fault("E406", message, expected=expected, found=" and ".join(shown), notes=notes)
+        raise PartFault(fault, right)
+    if x.features != y.features and 1 not in (x.features, y.features):
+        message = f"{quote(ast.unparse(tree))} combines wires with different widths"
+        expected = "the same width in both, or a width of 1"
+        raise PartFault(Fault("E402", message, expected=expected, found=" and ".join(shown), notes=notes), right)
+    return longer.with_features(max(x.features, y.features))
+
+
+def _products(tree: ast.expr, wires: Mapping[str, Wire]) -> int:
+    """Return the products, quotients and powers for one token of the result."""
+    own = 0
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult | ast.Div | ast.Pow):
+        wire = result(tree, wires)
+        own = wire.features if wire else 1
+    parts = [part for part in ast.iter_child_nodes(tree) if isinstance(part, ast.expr)]
+    return own + sum(_products(part, wires) for part in parts)
+
+
+_MONOTONIC: dict[str, Callable[[float], float]] = {
+    "exp": lambda x: math.exp(x) if x < 700 else math.inf,
+    "tanh": math.tanh,
+    "sigmoid": lambda x: (1 + math.tanh(x / 2)) / 2,
+    "softplus": lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
+    "sqrt": lambda x: math.sqrt(max(x, 0.0)),
+    "log": lambda x: math.log(x) if x > 0 else -math.inf,
+    "log2": lambda x: math.log2(x) if x > 0 else -math.inf,
+}
+
+
+def _bounds(program: Program, wires: Mapping[str, Wire]) -> Facts:
+    """Return bounds of the values of a part of a formula."""
+    name, *parts = program
+    if name == "name":
+        return wires[parts[0]].facts.range if parts[0] in wires else UNBOUNDED
+    if name == "number":
+        return Facts(parts[0], parts[0])
+    a, *others = [_bounds(part, wires) for part in parts]
+    b = others[0] if others else None
+    if name in _MONOTONIC:
+        return Facts(_MONOTONIC[name](a.low), _MONOTONIC[name](a.high))
+    if name in ("min", "max"):
+        pick = min if name == "min" else max
+        return Facts(pick(each.low for each in (a, *others)), pick(each.high for each in (a, *others)))
+    match name:
+        case "+" if b:
+            return a.plus(b)
+        case "*" if b:
+            return a.times(b)
+        case "-":
+            return a.plus(Facts(-b.high, -b.low)) if b else Facts(-a.high, -a.low)
+        case "abs" | "**" if name == "abs" or parts[1] in (("number", 2), ("number", 2.0)):
+            return Facts(0.0)
+        case "sin" | "cos":
+            return Facts(-1.0, 1.0)
+    return UNBOUNDED
+
+
+# --- computation ------------------------------------------------------------------------------------------------------
+
+
+def _computed(program: Program, values: Mapping[str, Any], apply: Callable[..., Any]) -> Any:
+    """Compute a part of a formula. apply: computes an operator or function of its name and operands."""
+    name, *parts = program
+    if name == "name":
+        return values[parts[0]]
+    if name == "number":
+        return parts[0]
+    return apply(name, *[_computed(part, values, apply) for part in parts])
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "+": operator.add, "*": operator.mul, "/": operator.truediv, "**": operator.pow,
+}  # fmt: skip
+
+
+def _applied(name: str, a: Any, *others: Any) -> Any:
+    import torch
+
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name](a, *others)
+    if name == "-":
+        return a - others[0] if others else -a
+    if name in ("min", "max"):
+        return reduce(_lower if name == "min" else _higher, others, a)
+    return torch.nn.functional.softplus(a) if name == "softplus" else getattr(torch, name)(a)
+
+
+def _lower(a: Any, b: Any) -> Any:
+    if isinstance(a, int | float):
+        a, b = b, a
+    return a.clamp(max=b) if isinstance(b, int | float) else a.minimum(b)
+
+
+def _higher(a: Any, b: Any) -> Any:
+    if isinstance(a, int | float):
+        a, b = b, a
+    return a.clamp(min=b) if isinstance(b, int | float) else a.maximum(b)
+
+
+def _recorded(tape: Any, name: str, a: Any, *others: Any) -> Any:
+    """Record what an operator or a function keeps for the backward pass."""
+    if name in ("min", "max") and len(others) > 1:
+        return reduce(partial(_recorded, tape, name), others, a)
+    b = others[0] if others else None
+    numbers = [isinstance(each, int | float) for each in (a, b)]
+    if b is None:
+        keeps = {"-": (), **dict.fromkeys(("exp", "sqrt", "tanh", "sigmoid"), ("output",))}
+        return tape.unary(a, keeps.get(name, ("input",)))
+    if any(numbers):
+        x = b if numbers[0] else a
+        if name == "/" and numbers[0]:
+            return tape.unary(tape.inverse(x), ())
+        if name == "**":
+            return tape.unary(x, ("output",) if numbers[0] else ("input",))
+        return tape.unary(x, ("input",) if name in ("min", "max") else ())
+    match name:
+        case "+" | "-":
+            return tape.add(a, b)
+        case "*":
+            return tape.multiply(a, b)
+        case "/":
+            return tape.divide(a, b)
+    return tape.pointwise(a, b, keeps=[a, b])

@@ -1,0 +1,173 @@
+"""The language server `seqblocks lsp`, over its standard streams."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.spec.language_server import Client
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "seqblocks", "lsp"]
+TEXT = """\
+seqblocks: 1
+use: [prenorm]
+let: {dim: 64, wide: 2 * dim}
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: wide, as: x}   # 🙂
+    - silu
+    - linear: {from: x, features: dim}
+"""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    found = Client(COMMAND, tmp_path_factory.mktemp("specs"), {})
+    yield found
+    found.close()
+
+
+def at(uri: str, text: str, word: str, nth: int = 0) -> dict[str, Any]:
+    """Return the parameters of a request at the nth occurrence of a word in a text."""
+    offset = -1
+    for _ in range(nth + 1):
+        offset = text.index(word, offset + 1)
+    before = text[:offset].split("\n")
+    column = len(before[-1].encode("utf-16-le")) // 2
+    return {"textDocument": {"uri": uri}, "position": {"line": len(before) - 1, "character": column}}
+
+
+def whole(uri: str) -> dict[str, Any]:
+    end = {"line": 10_000, "character": 0}
+    return {"textDocument": {"uri": uri}, "range": {"start": {"line": 0, "character": 0}, "end": end}}
+
+
+def test_diagnostics_have_exact_ranges_after_an_emoji_and_with_crlf(client: Client) -> None:
+    steps = "[{linear: {features: 4, as: x}}, {linear: {features: 4, from: y}}]"
+    line = f"{{seqblocks: 1, about: 🙂🙂, model: {{input: {{features: 4}}, steps: {steps}}}}}"
+    (wire,) = client.open("file:///emoji.yaml", f"# first\r\n{line}\r\n")
+    column = len(line[: line.index("y}")].encode("utf-16-le")) // 2
+    assert wire["code"] == "E302"
+    assert wire["range"] == {"start": {"line": 1, "character": column}, "end": {"line": 1, "character": column + 1}}
+
+
+def test_diagnostics_follow_the_edits(client: Client) -> None:
+    uri = "file:///edits.yaml"
+    assert client.open(uri, TEXT) == []
+    (fault,) = client.change(uri, TEXT.replace("- silu", "- slu"), 2)
+    assert fault["code"] == "E301"
+    assert fault["range"]["start"] == {"line": 7, "character": 6}
+    assert client.change(uri, TEXT, 3) == []
+
+
+def test_other_yaml_is_left_alone(client: Client) -> None:
+    uri = "file:///compose.yaml"
+    client.diagnostics[uri] = queue.Queue()
+    for version, text in enumerate(("services: {web: [a, b]\n", "version: 3\nservices: {web: {seqblocks: 1}}\n")):
+        client.tell(uri, text, version)
+        assert client.request("textDocument/inlayHint", whole(uri)) == []
+        assert client.request("textDocument/hover", at(uri, "version", "version")) is None
+    assert client.diagnostics[uri].empty()
+
+
+def test_a_used_file_gets_its_own_diagnostics(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seqblocks: 1\nblocks: {mine: {steps: [silu, sillu]}}\n")
+    uri, used = (tmp_path / "spec.yaml").as_uri(), (tmp_path / "mine.yaml").as_uri()
+    text = "seqblocks: 1\nuse: [./mine.yaml]\nmodel: {input: {features: 4}, steps: [mine]}\n"
+    client.diagnostics[used] = queue.Queue()
+    assert client.open(uri, text) == []
+    (fault,) = client.diagnostics[used].get(timeout=30)
+    assert fault["code"] == "E301"
+    (place,) = client.request("textDocument/definition", at(uri, text, "mine]}"))
+    assert place == {"uri": used, "range": {"start": {"line": 1, "character": 9}, "end": {"line": 1, "character": 13}}}
+
+
+def test_hover_hints_symbols_and_definitions(client: Client) -> None:
+    uri = "file:///all.yaml"
+    client.open(uri, TEXT)
+    verb = client.request("textDocument/hover", at(uri, TEXT, "linear"))
+    assert "[batch, seq, 128] · 8,320 parameters" in verb["contents"]["value"]
+    wire = client.request("textDocument/hover", at(uri, TEXT, "x,"))
+    assert "[batch, seq, 128]" in wire["contents"]["value"]
+    name = client.request("textDocument/hover", at(uri, TEXT, "wide,"))
+    assert name["contents"]["value"].startswith("**wide** = `128`")
+    labels = [each["label"] for each in client.request("textDocument/inlayHint", whole(uri))]
+    first, last = "[batch, seq, 128] · 8,320 parameters", "[batch, seq, 64] · 8,256 parameters"
+    assert labels == [first, "[batch, seq, 128]", last]
+    outline = client.request("textDocument/documentSymbol", {"textDocument": {"uri": uri}})
+    assert [each["name"] for each in outline] == ["use", "let", "model"]
+    assert [each["name"] for each in outline[2]["children"]] == ["linear", "silu", "linear"]
+    (place,) = client.request("textDocument/definition", at(uri, TEXT, "x,"))
+    assert place["range"]["start"] == at(uri, TEXT, "x}")["position"]
+    wanted = {**at(uri, TEXT, "dim"), "context": {"includeDeclaration": True}}
+    found = client.request("textDocument/references", wanted)
+    assert sorted(each["range"]["start"]["line"] for each in found) == [2, 2, 4, 8]
+
+
+def test_hints_stay_while_the_yaml_is_broken(client: Client) -> None:
+    uri = "file:///broken.yaml"
+    client.open(uri, TEXT)
+    (fault,) = client.change(uri, TEXT.replace("- silu", "- {silu"), 2)
+    assert fault["code"] == "E101"
+    found = client.request("textDocument/inlayHint", whole(uri))
+    assert [each["position"]["line"] for each in found] == [6, 8]
+
+
+def test_the_protocol_is_followed_to_the_end(tmp_path: Path) -> None:
+    client = Client(COMMAND, tmp_path, {})
+    client.open("file:///a.yaml", TEXT)
+    assert client.request("shutdown", None) is None
+    client.notify("exit", None)
+    assert client.process.wait(timeout=20) == 0
+    client.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_the_server_ends_with_its_client(tmp_path: Path) -> None:
+    """A client that is killed closes the pipe; the server must neither stay nor spin."""
+    program = f"import subprocess, time; print(subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE).pid); "
+    program = f"{program.rstrip()} import sys; sys.stdout.flush(); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    assert int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    # the pipe of its standard output ends when the server, which inherited it, has ended
+    rest = parent.communicate(timeout=20)[0]
+    assert rest == ""
+
+
+def test_an_untrusted_folder_runs_no_code(tmp_path: Path) -> None:
+    """`[tool.seqblocks] import` belongs to the folder that was opened, not to the user."""
+    (tmp_path / "pyproject.toml").write_text('[tool.seqblocks]\nimport = ["trap.py"]\n')
+    (tmp_path / "trap.py").write_text("open('sprung', 'w')\n")
+    command = [sys.executable, "-c", "from seqblocks.cli import entry; entry()", "lsp"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, input=b"", env=environment, check=True, timeout=60)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_without_pygls_the_command_says_what_to_install() -> None:
+    program = "import sys; sys.modules['pygls'] = None; from seqblocks.cli.main import main; sys.exit(main(['lsp']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 4
+    assert "pip install 'seqblocks[lsp]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_loads_no_part_of_the_server() -> None:
+    program = (
+        "import sys; from seqblocks.cli.main import main; main(['check', '-q', 'vil_tiny'])\n"
+        "assert not {'pygls', 'lsprotocol', 'seqblocks.editor', 'torch'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
