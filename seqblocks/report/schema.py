@@ -242,8 +242,9 @@ def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
 
 
 def _bundled_blocks() -> dict[str, Block]:
+    """Return the blocks of bundled files by name. One of a file of blocks takes precedence over a model's own."""
     found: dict[str, Block] = {}
-    for name in bundled():
+    for name in sorted(bundled(), key=lambda each: bundled()[each].parent.name, reverse=True):
         found |= check.load_spec(name)[0].blocks
     return found
 
@@ -296,6 +297,7 @@ def _step_keys(verb: Verb) -> list[str]:
             left_out = {"from"}
     else:
         left_out = {"tie"} if verb.takes_init else {"init", "tie"}
+        left_out |= {"as", "name", "share"} if verb.in_line else set()
     return [key for key in STEP_KEYS if key not in left_out]
 
 

@@ -67,7 +67,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def small(name: str) -> ModelSpec:
     """Return a bundled model, as small as its values allow."""
-    wishes: dict[str, Any] = {"depth": 4, "vocabulary": 11, "classes": 5, "rounds": 1}
+    wishes: dict[str, Any] = {"depth": 4, "vocabulary": 11, "classes": 5, "rounds": 1, "experts": 8}
     widths = [{"dim": 64, "head": 8, "key": 16}, {"dim": 64, "heads": 4}, {"dim": 32}, {}]
     for some in [{**wishes, **width} for width in widths] + widths:
         given = dict(some)

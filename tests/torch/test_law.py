@@ -40,6 +40,13 @@ SMALL = {
     "minlstm_small": {"dim": 8, "depth": 2, "vocabulary": 11},
     "qwen3_next_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 8, "experts": 3},
     "kimi_linear_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 4, "rank": 8},
+    "gemma2_2b": {
+        "dim": 16, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 12, "rounds": 1, "window": 5, "vocabulary": 11,
+    },
+    "deepseek_v2_lite": {
+        "dim": 16, "heads": 2, "head": 4, "turned": 4, "rank": 8, "hidden": 12, "experts": 4, "top": 2, "each": 8,
+        "layers": "d m", "vocabulary": 11, "context": 300,
+    },
     "samba_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "window": 5},
     "zamba2_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 4, "state": 4},
     "xlstm_deltanet_small": {"dim": 16, "layers": "m d", "vocabulary": 11},

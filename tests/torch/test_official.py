@@ -59,7 +59,7 @@ def marked(cases: Iterable[str]) -> list[Any]:
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
-    if case.startswith(("mamba", "recurrentgemma")):
+    if case.startswith(("mamba", "recurrentgemma", "gemma")):
         out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
     return out
 
@@ -85,15 +85,16 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
     tensors = without_memory(case, numbers)
     tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
     made = parameters_from(model, tensors)
-    # There are as many tensors as parameters, except for the tied head and for parameters that the sLSTM and RWKV-6
-    # store in one tensor.
+    # There are as many tensors as parameters, except for the tied head and for parameters that the sLSTM, RWKV-6 and
+    # latent attention store in one tensor.
     together = 3 * sum(name.endswith("slstm_cell._bias_") for name in shapes)
     together += 4 * sum(name.endswith(("x_bias", "x_proj.2.weight")) for name in shapes)
+    together += sum(name.endswith(("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")) for name in shapes)
     assert len(made) == len(shapes) - len(tied) + together
     sources: dict[float, list[str]] = {}
     for name, tensor in made.items():
         sources.setdefault(tensor.flatten()[0].item(), []).append(name)
-    parts = r"\.cell\.[ifzo]_bias$|\.mix_[rwkvg]\.(weight|bias)$"
+    parts = r"\.cell\.[ifzo]_bias$|\.mix_[rwkvg]\.(weight|bias)$|\.(kv_a_proj|k_common|k_proj|v_proj)\.weight$"
     for names in sources.values():
         assert len(names) == 1 or all(re.search(parts, name) for name in names), names
 

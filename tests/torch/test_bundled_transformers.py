@@ -1,0 +1,67 @@
+"""Bundled transformers of published designs give the logits of transformers, with its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.checkpoint import load_official
+from seqblocks.checkpoint.weight_files import weights_in
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
+pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of transformers about kernels that are not installed
+
+GEMMA = {"dim": 16, "heads": 4, "kv_heads": 2, "head": 6, "hidden": 20, "rounds": 2, "window": 5, "vocabulary": 11}
+DEEPSEEK = {
+    "dim": 16, "heads": 2, "head": 6, "turned": 4, "rank": 8, "hidden": 12, "experts": 6, "top": 2, "each": 8,
+    "layers": "d m m", "vocabulary": 11,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def gemma2() -> Any:
+    config = transformers.Gemma2Config(
+        vocab_size=11, hidden_size=16, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, query_pre_attn_scalar=6, sliding_window=5,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def deepseek_v2() -> Any:
+    config = transformers.DeepseekV2Config(
+        vocab_size=11, hidden_size=16, intermediate_size=12, moe_intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, n_shared_experts=2, n_routed_experts=6, num_experts_per_tok=2,
+        q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6,
+        first_k_dense_replace=1, max_position_embeddings=163840, rope_parameters=YARN,
+    )  # fmt: skip
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+CASES = {"gemma2_2b": (gemma2, GEMMA), "deepseek_v2_lite": (deepseek_v2, DEEPSEEK)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float32, with weights as large as their inputs, so that soft caps, positions and routers matter."""
+    make, sizes = CASES[name]
+    theirs = make().eval()
+    with torch.no_grad():
+        for at, parameter in enumerate(theirs.parameters()):
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(at))
+    theirs.config._attn_implementation = "eager"  # the other implementations have no soft cap
+    theirs.save_pretrained(tmp_path)
+    ours = seqblocks.build(name, set=sizes).eval()
+    files = weights_in(tmp_path)
+    load_official(ours, {key: files.read(key) for key in files.headers})
+    ids = torch.randint(0, 11, (2, 23), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = theirs(ids, use_cache=False).logits, ours(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * expected.abs().max().item())
