@@ -44,7 +44,8 @@ class Port(NamedTuple):
     """An input of an op.
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
-    `joins`: accepts a list of wires, joined along the feature axis.
+    `joins`: accepts a list of wires, joined along the feature axis, or along the tokens (`Op.joins_tokens`).
+    `several`: takes only such a list, of at least two wires.
     `size_only`: the op reads only the number of tokens, not their values, so the wire does not count as used (E315).
     `length`: ports with the same word read sequences of the same length; the default is that of the main input.
     `broadcast`: a vector is expanded to the tokens of the other inputs if these are sequences or images. The op's
@@ -56,6 +57,7 @@ class Port(NamedTuple):
     about: str = ""
     main: bool = False
     joins: bool = False
+    several: bool = False
     optional: bool = False
     kinds: tuple[Kind, ...] = ("sequence",)
     size_only: bool = False
@@ -203,6 +205,10 @@ class Op(BaseModel):
 
     def turns_length_into_width(self, *wires: Any, **_: Any) -> bool:
         """Return whether the features of the output follow from the number of tokens, or the size, of the inputs."""
+        return False
+
+    def joins_tokens(self) -> bool:
+        """Return whether a list of wires is joined along the tokens; otherwise it is joined along the features."""
         return False
 
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:

@@ -27,18 +27,22 @@ class Rope(NamedTuple):
     text: str
 
 
-def rope(config: Config, head: int, base: float = 10000.0, *, kind: str = "", base_name: str = "rope_theta") -> Rope:
+def rope(
+    config: Config, head: int, base: float = 10000.0, *, part: float = 1.0, kind: str = "",
+    base_name: str = "rope_theta",
+) -> Rope:
     """Return the rotary positions of heads with `head` features.
 
-    base: the default. kind: of the layers, for configs with angles by kind. base_name: the entry of old configs.
+    base, part: the default base, and part of the features that is rotated. kind: of the layers, for configs with angles
+    by kind. base_name: the entry of old configs.
     """
     found = mapping(config, "rope_parameters")
     if kind and kind in found:
         found = mapping(found, kind)
     old = {} if base_name != "rope_theta" else mapping(config, "rope_scaling")
     theta = number(found if "rope_theta" in found else {"rope_theta": config.get(base_name, base)}, "rope_theta")
-    part = "partial_rotary_factor"
-    share = number(found if part in found else config, part, 1.0)
+    name = "partial_rotary_factor"
+    share = number(found if name in found else config, name, part)
     given = found if _kind(found) != "default" else old
     parts = [f"base: {scalar(theta)}"]
     if share != 1.0:
