@@ -17,11 +17,12 @@ from typing import Any
 from tests.compose_context import Contexts
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
+from tests.compose_sequences import Sequences
 from tests.compose_tokens import INITS
 from tests.composed import Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Contexts):
+class Composer(Mixers, Rates, Contexts, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -185,6 +186,23 @@ class Composer(Mixers, Rates, Contexts):
             **{word: inside.steps for word, inside in words.items()},
         )  # fmt: skip
 
+    def aside(self, body: Body) -> None:
+        """Compute a wire on the side, and combine it with the current one."""
+        own: dict[str, Any] = {"wires": dict(body.wires), "linears": list(body.linears), "owners": list(body.owners)}
+        made = replace(body, fixed=True, steps=[{"identity": {}}], depth=body.depth + 1, **own)
+        self.fill(made, self.chance.randint(1, 2))
+        self.restore(made, replace(body.now, width=made.now.width))
+        name, source = self.named(made), self.chance.choice([None, self.named(body)])
+        when = self.condition(body) if made.now == body.now and self.maybe(0.4) else None
+        keys = {key: value for key, value in (("from", source), ("when", when)) if value is not None}
+        body.steps.append({"aside": {**keys, "steps": made.steps} if keys else made.steps})
+        body.wires[name] = made.now
+        if made.now == body.now and self.maybe(0.5):
+            self.add(body, "gate", body.now, by=name)
+        else:
+            width, now = self.width(), self.named(body)
+            self.add(body, "linear", replace(body.now, width=width), **{"from": [now, name], "features": width})
+
     def block(self, body: Body) -> None:
         """Call a block that fits the current wire: an existing one, or a new one."""
         now = body.now
@@ -258,9 +276,11 @@ class Composer(Mixers, Rates, Contexts):
     def move(self, body: Body) -> Callable[[Body], None]:
         """Append a random step that the current wire allows."""
         deep = body.depth > 3
-        nested = [] if deep else [self.residual, self.parallel, self.repeat, self.block, self.experts]
+        nested = [] if deep else [
+            self.residual, self.parallel, self.repeat, self.block, self.experts, self.aside,
+        ]  # fmt: skip
         if body.alone:
-            nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts]
+            nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts, self.aside]
             nested += [self.scan] if nested and body.now.name == "sequence" else []
             return self.chance.choice([
                 self.pointwise, self.pointwise, self.linear, self.split, self.join, self.formulas, *nested,
@@ -283,7 +303,7 @@ class Composer(Mixers, Rates, Contexts):
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
             self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
-        moves += [self.windows]
+        moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
         if not deep:
@@ -291,6 +311,7 @@ class Composer(Mixers, Rates, Contexts):
         if not self.streams:
             moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
             moves += [] if body.fixed else [self.class_token] * 2
+            moves += [self.one_after_another] * 2
         return self.chance.choice(moves)
 
     def embed(self, body: Body) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
-UNNAMED = ("add", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu")  # they own nothing
+UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ class Writer:
         """Return a name for the input of the next step."""
         if not body.steps:
             return "input"
+        if "aside" in body.steps[-1]:
+            body.steps.append({"identity": {}})
         ((verb, inside),) = body.steps[-1].items()
         if verb == "calc":
             return str([key for key in inside if key not in ("learned", "when")][-1])

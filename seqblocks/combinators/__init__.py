@@ -31,12 +31,14 @@ class Combinator(BaseModel):
     """Whether user-defined keys contain steps too."""
     takes_init: ClassVar[bool] = False
     """Whether it has parameters that `init:` can initialise."""
+    in_line: ClassVar[bool] = False
+    """Whether its steps are steps of the list around it, so that it is no node of the graph."""
     main_kinds: ClassVar[tuple[Kind, ...]] = ("sequence", "vector", "tokens", "image")
 
 
 Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts")  # in the order of the documentation
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "aside")  # in the order of the documentation
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

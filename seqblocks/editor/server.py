@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pygls.uris import from_fs_path, to_fs_path
 from seqblocks._version import __version__
 from seqblocks.analysis.analyse import Folders
 from seqblocks.editor import diagnostics, hints, navigation, symbols
+from seqblocks.editor.completion import Completion, complete
 from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
@@ -28,6 +30,18 @@ KINDS = {
     "block": types.SymbolKind.Class,
     "argument": types.SymbolKind.Property,
     "step": types.SymbolKind.Function,
+}
+
+
+ITEM_KINDS = {
+    "key": types.CompletionItemKind.Property,
+    "word": types.CompletionItemKind.EnumMember,
+    "verb": types.CompletionItemKind.Function,
+    "block": types.CompletionItemKind.Class,
+    "wire": types.CompletionItemKind.Variable,
+    "name": types.CompletionItemKind.Constant,
+    "file": types.CompletionItemKind.File,
+    "function": types.CompletionItemKind.Operator,
 }
 
 
@@ -156,7 +170,7 @@ def _path(uri: str) -> Path | None:
 def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
     """Return a server with all its features."""
     made = Server(allow_use, delay)
-    for add in (_changes, _descriptions, _navigation):
+    for add in (_changes, _descriptions, _navigation, _completion):
         add(made)
     return made
 
@@ -249,3 +263,38 @@ def _navigation(server: Server) -> None:
     @server.feature(types.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
     def on_highlight(params: types.DocumentHighlightParams) -> list[types.DocumentHighlight]:
         return [types.DocumentHighlight(each.range) for each in ask(params, navigation.occurrences) or ()]
+
+
+def _completion(server: Server) -> None:
+    options = types.CompletionOptions(trigger_characters=[" ", "[", "{"])
+
+    @server.feature(types.TEXT_DOCUMENT_COMPLETION, options)
+    def on_completion(params: types.CompletionParams) -> types.CompletionList | None:
+        opened = server.spec(params.text_document.uri)
+        found = complete(opened, server.spot(opened, params.position)) if opened else None
+        return types.CompletionList(False, _completion_items(server, found)) if found else None
+
+
+def _completion_items(server: Server, found: Completion) -> list[types.CompletionItem]:
+    """Return the items of the protocol, which an editor sorts by `sort_text` where they match equally well."""
+    capabilities = server.client_capabilities.text_document
+    able = capabilities.completion.completion_item if capabilities and capabilities.completion else None
+    snippets = bool(able and able.snippet_support)
+    where = server.range(found.span)
+    items = []
+    for number, each in enumerate(found.items):
+        plain = re.sub(r"\$\d", "", each.text)
+        is_snippet = snippets and plain != each.text
+        items.append(
+            types.CompletionItem(
+                each.label,
+                kind=ITEM_KINDS[each.kind],
+                detail=each.detail or None,
+                documentation=types.MarkupContent(types.MarkupKind.Markdown, each.about) if each.about else None,
+                sort_text=f"{number:04}",
+                insert_text_format=types.InsertTextFormat.Snippet if is_snippet else types.InsertTextFormat.PlainText,
+                text_edit=types.TextEdit(where, each.text if is_snippet else plain),
+                additional_text_edits=[types.TextEdit(server.range(each.more[0]), each.more[1])] if each.more else None,
+            )
+        )
+    return items

@@ -11,7 +11,7 @@ from typing import Any
 
 from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
-from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.op import Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
@@ -60,6 +60,12 @@ class Calc(Op):
 
     def macs(self, *wires: Wire) -> int:
         return _products(parse(self.formula), dict(zip(self.wires(), wires, strict=True)))
+
+    def splits(self, ranks: int, *wires: Wire) -> list[Split]:
+        """Split by features. Each rank has the learned scalars, and wires of a width of 1, as a whole."""
+        width = max(wire.features for wire in wires)
+        wide = [name for name, wire in zip(self.wires(), wires, strict=True) if wire.features == width]
+        return [Split(self, tuple(wide))] if width > 1 else []
 
     def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
         return _computed(_program(self.formula), self._values(p, inputs), partial(_recorded, tape))

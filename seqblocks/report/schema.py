@@ -297,6 +297,7 @@ def _step_keys(verb: Verb) -> list[str]:
             left_out = {"from"}
     else:
         left_out = {"tie"} if verb.takes_init else {"init", "tie"}
+        left_out |= {"as", "name", "share"} if verb.in_line else set()
     return [key for key in STEP_KEYS if key not in left_out]
 
 
@@ -344,6 +345,8 @@ def _argument(argument: Declared, words: list[str] | None) -> Schema:
             return _number(argument)
         case "flag":
             return FLAG
+        case "formula":
+            return NUMBER
         case "mapping":
             assert argument.kind.entries
             entries = arguments(argument.kind.entries)

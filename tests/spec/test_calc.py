@@ -82,7 +82,7 @@ def test_bounds_of_values(formula: str, facts: Facts) -> None:
     assert wire.facts == facts
 
 
-def test_a_learned_scalar_belongs_to_its_first_formula() -> None:
+def test_learned_scalars_belong_to_the_first_formula() -> None:
     model = analysed(
         "calc: {a: wide * p, b: a - q, c: p * q * b, learned: {p: 0.5, q: 'normal(0, 0.1)'}}",
         "calc: {k: p * c, name: mine, learned: {p: 2 * dim}}",
@@ -91,12 +91,17 @@ def test_a_learned_scalar_belongs_to_its_first_formula() -> None:
         used="narrow, used",
     )
     owned = {each.name: each.tied for each in graph.parameters(model.graph) if each.name[0] in "abcm"}
-    assert owned == {"a.p": None, "b.q": None, "mine.p": None, "calc.p": None}
-    assert node(model, "c").shared == {"p": (2, "a.p"), "q": (2, "b.q")}
+    assert owned == {"a.p": None, "a.q": None, "mine.p": None, "calc.p": None}
+    assert node(model, "c").shared == {"p": (2, "a.p"), "q": (2, "a.q")}
     inits = {each.name: str(each.parameter.init) for each in graph.parameters(model.graph) if not each.tied}
-    assert [inits[name] for name in ("a.p", "b.q", "mine.p", "calc.p")] == [
+    assert [inits[name] for name in ("a.p", "a.q", "mine.p", "calc.p")] == [
         "constant(0.5)", "normal(0, 0.1)", "constant(16)", "ones",
     ]  # fmt: skip
+
+
+def test_the_owner_of_a_scalar_may_be_unused() -> None:
+    model = analysed("calc: {a: wide * p, b: wide / (1 + p ** 2), learned: {p: 0.5}}", used="narrow, b")
+    assert node(model, "b").owner is node(model, "a")
 
 
 def test_x_is_the_same_for_all_formulas() -> None:

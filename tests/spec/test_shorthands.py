@@ -72,7 +72,7 @@ def test_a_scalar_needs_exactly_one_required_argument(verb: str) -> None:
 @pytest.mark.parametrize("verb", COMBINATORS)
 def test_a_list_is_the_steps_of_a_combinator(verb: str) -> None:
     (key,) = find_combinator(verb).holds
-    steps = "[{a: [silu]}, {b: [relu]}]" if verb == "parallel" else "[silu, relu]"
+    steps = {"parallel": "[{a: [silu]}, {b: [relu]}]", "aside": "[silu, {relu: {as: side}}]"}.get(verb, "[silu, relu]")
     found = answer(f"{verb}: {steps}")
     if verb == "experts":  # which also require their number
         assert isinstance(found, list)

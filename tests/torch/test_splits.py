@@ -30,6 +30,8 @@ seqblocks: 1
 model:
   input: {features: 8}
   steps:
+    - linear: {features: 1, as: narrow}
+    - calc: {u: narrow * input, v: "s * u - tanh(input)", learned: {s: 0.5}}
     - leaky_relu
     - elu
     - soft_cap: 3

@@ -10,6 +10,7 @@ from seqblocks.op import Op, field_infos, find_primitive
 from seqblocks.record import Record
 
 BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
+IN_LINE_STEP_KEYS = ("from", "when")
 
 
 class Verb(Record):
@@ -44,7 +45,8 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
         combinator = find_combinator(verb)
         infos, holds = field_infos(combinator), combinator.holds[0]
         required = tuple(key for key, info in infos.items() if info.is_required())
-        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None)
+        keys = IN_LINE_STEP_KEYS if combinator.in_line else STEP_KEYS
+        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None, common=keys)
     op = find_primitive(verb)
     if op is None:
         return None

@@ -23,9 +23,12 @@ def is_known(ctx: Context, step: Step) -> bool:
 
 
 def is_absent(ctx: Context, step: Step) -> bool:
-    """Return whether the condition of a step is false. If so, its output wire gets the value of its input."""
-    if condition(ctx, step) is not False or step.unreadable or step.found is None:
-        return False
+    """Return whether the condition of a step is false."""
+    return condition(ctx, step) is False and not step.unreadable and step.found is not None
+
+
+def leave_out(ctx: Context, step: Step) -> None:
+    """Give the output wires of an absent step the value of its input."""
     try:
         value = _input(ctx, step)
     except Fault as fault:
@@ -38,7 +41,6 @@ def is_absent(ctx: Context, step: Step) -> bool:
             ctx.run.references.define([passed], [(name, span)])
     if value is not None:
         ctx.body.value, ctx.body.last = value, None
-    return True
 
 
 def condition(ctx: Context, step: Step) -> Any:

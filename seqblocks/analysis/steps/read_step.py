@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
+from typing import NamedTuple
 
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Entries, Step, Verb, find_verb, passed_verb
@@ -15,6 +16,16 @@ from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, k
 from seqblocks.language.spec import STEP_KEYS, Argument, Block
 from seqblocks.messages.suggestions import key_hint, missing_colon, nearest, why_needless
 from seqblocks.op import Op
+
+
+class InLine(NamedTuple):
+    """A step whose steps belong to the list around it, and these; none if they are no list."""
+
+    step: Step
+    items: list[Step | InLine]
+
+
+Items = list[Step | InLine]
 
 MAX_MISSPELT = 20  # unknown keys of a step that are compared with all known ones, to leave out faults that follow
 
@@ -36,7 +47,27 @@ def read_step(ctx: Context, item: Node) -> Step:
     return cache[key]
 
 
-def separated(ctx: Context, step: Step) -> list[Step]:
+def read_items(ctx: Context, items: Iterable[Node]) -> Items:
+    """Read the items of a list as steps."""
+    found: Items = []
+    for item in items:
+        step = read_step(ctx, item)
+        meaning = step.found.meaning if step.found else None
+        if isinstance(meaning, type) and issubclass(meaning, Combinator) and meaning.in_line:
+            inside = step.get("steps")
+            found.append(InLine(step, read_items(ctx, inside.items if isinstance(inside, Sequence) else ())))
+        else:
+            found += _separated(ctx, step)
+    return found
+
+
+def all_steps(items: Items) -> Iterator[Step]:
+    """Yield the steps of a list in order, in place of steps whose steps belong to the list."""
+    for item in items:
+        yield from [item] if isinstance(item, Step) else all_steps(item.items)
+
+
+def _separated(ctx: Context, step: Step) -> list[Step]:
     """Return a step as several with one result each, if it is of a verb whose keys name its results."""
     if step.found is None or not _names_results(step.found) or not (results := _results(step)):
         return [step]

@@ -16,11 +16,12 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.steps.conditions import is_absent, is_known
-from seqblocks.analysis.steps.read_step import read_step, separated
+from seqblocks.analysis.scope.wires import read_wires
+from seqblocks.analysis.steps.conditions import is_absent, is_known, leave_out
+from seqblocks.analysis.steps.read_step import InLine, Items, all_steps, read_items
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.files import bundled
 from seqblocks.language.spec import Argument
@@ -97,21 +98,9 @@ def lower_steps(
         out.result = run.unknown()
         return out
     body.value = x
-    body.steps = [step for item in steps.items for step in separated(ctx, read_step(ctx, item))]
-    for step in body.steps:
-        body.current = step
-        if not body.wires.keys() >= set(step.possible_wires):
-            body.incomplete = True
-        if "when" in step.common and is_absent(ctx, step):
-            out.absent.append(step.name)
-            continue
-        if "when" not in step.common or is_known(ctx, step):
-            body.last = lower_step(ctx, step)
-        else:
-            _check_inside(ctx, step)
-            body.last = _unknown_node(ctx, step)
-        body.value = body.last.outputs[0]
-        out.nodes.append(body.last)
+    items = read_items(ctx, steps.items)
+    body.steps = [*all_steps(items)]
+    _lower_items(ctx, items, out)
     out.result = body.value
     if body.last and len(body.last.outputs) > 1 and not has_outputs:
         fault = Fault("E313", f"the last step has {len(body.last.outputs)} outputs, but must have one")
@@ -119,6 +108,59 @@ def lower_steps(
         out.result = run.unknown()
     out.captures = _captures(out, first, {x, *(ports or {}).values()})
     return out
+
+
+def _lower_items(ctx: Context, items: Items, out: graph.Graph, are_absent: bool = False) -> None:
+    """Lower items of a list of steps, and add their nodes to the body."""
+    body = ctx.body
+    for item in items:
+        if isinstance(item, InLine):
+            _lower_in_line(ctx, item, out, are_absent)
+            continue
+        body.current = item
+        if not body.wires.keys() >= set(item.possible_wires):
+            body.incomplete = True
+        if are_absent or ("when" in item.common and is_absent(ctx, item)):
+            leave_out(ctx, item)
+            out.absent.append(item.name)
+            continue
+        if "when" not in item.common or is_known(ctx, item):
+            body.last = lower_step(ctx, item)
+        else:
+            _check_inside(ctx, item)
+            body.last = _unknown_node(ctx, item)
+        body.value = body.last.outputs[0]
+        out.nodes.append(body.last)
+
+
+def _lower_in_line(ctx: Context, item: InLine, out: graph.Graph, are_absent: bool) -> None:
+    """Lower steps that belong to this list, but do not change the input of the step after them."""
+    step, body = item.step, ctx.body
+    before = body.value, body.last
+    body.current = step
+    body.incomplete |= not body.wires.keys() >= set(step.possible_wires)
+    for key in step.common.keys() - {"from", "when"}:
+        fault = Fault("E201", f"`{key}` does not apply to {step.verb}", hint=f"move `{key}` to one of its steps")
+        ctx.report(fault, step.key_span(key))
+    if not isinstance(step.get("steps"), Sequence) and not (step.incomplete or step.unreadable):
+        _report_no_list(ctx, step.get("steps") or Scalar(step.span, 1, 1, None, ""))
+    if "from" in step.common:
+        body.value, body.last = read_wires(ctx, step.common["from"][1])[0], None
+    if "when" in step.common and not are_absent:
+        are_absent = is_absent(ctx, step)
+        if not is_known(ctx, step):
+            unknown_steps = [*all_steps(item.items)]
+            for each in unknown_steps:
+                _check_inside(ctx, each)
+                out.nodes.append(_unknown_node(ctx, each))
+            body.value, body.last = before
+            return
+    _lower_items(ctx, item.items, out, are_absent)
+    last = item.items[-1] if item.items else None
+    if isinstance(last, Step) and last.found and not (last.defined_wires() or last.unreadable or last.misspelt):
+        message = f"nothing can read the output of {last.verb}, the last step of {step.verb}"
+        ctx.report(Fault("E315", message, hint="name it with `as:`, or remove the step"), last)
+    body.value, body.last = before
 
 
 def _report_no_list(ctx: Context, steps: Node) -> None:

@@ -26,12 +26,12 @@ from seqblocks.parameters import INITIALISERS
 
 
 class _Formulas(NamedTuple):
-    """What the formulas of one step share: the wire `x`, its learned scalars, and the steps that own these."""
+    """What the formulas of one step share: the wire `x` and its learned scalars, which the first formula owns."""
 
     step: Step
     x: tuple[int, graph.Node | None]
     learned: dict[str, Any] | None  # the initial values by name; None after a fault
-    owners: dict[str, graph.Node]
+    first: list[graph.Node]  # the node of the first formula, once there is one
 
 
 class _Reading(NamedTuple):
@@ -58,7 +58,7 @@ def lower_calc(ctx: Context, step: Step, cls: type[Calc]) -> graph.Node | None:
         reading = _read_names(ctx, step, node, tree, learned, shared)
         tensors = {*reading.inputs, *reading.learned}
         folded = fold(node.text, tree, tensors, ctx.scope(node.text)) if reading.known else None
-        if folded is None or any(learned[name] is UNKNOWN for name in reading.learned):
+        if folded is None or UNKNOWN in learned.values():
             return None
         if not reading.inputs:
             raise _no_wire(node.text)
@@ -89,7 +89,8 @@ def _make(
             raise PartFault(Fault("E403", message, found=f"{wires[name.id]}", hint=hint), name)
     made = result(tree, wires)
     assert made
-    op = Calc(formula=ast.unparse(tree), learned={name: learned[name] for name in reading.learned})
+    owned = reading.learned if shared.first else [*learned]
+    op = Calc(formula=ast.unparse(tree), learned={name: learned[name] for name in owned})
     read = [wires[name] for name in op.wires()]
     made = made.with_facts(op.facts(*read))
     parameters = initialised(ctx, step, op, read, op.parameters(*read), True) if step.common else op.parameters(*read)
@@ -102,10 +103,11 @@ def _make(
         ctx, step, "op", {name: reading.inputs[name] for name in op.wires()}, made, op=op, parameters=parameters,
         ties=ties, macs=op.macs(*seen), wires=seen, vectors=tuple(reading.inputs[name][0] for name in vectors),
     )  # fmt: skip
-    if "share" not in step.common and "tie" not in step.common:
-        others = {name: shared.owners[name].name for name in reading.learned if name in shared.owners}
-        node.shared = {name: (2, graph.join(owner, name)) for name, owner in others.items()}
-        shared.owners.update((name, node) for name in reading.learned if name not in shared.owners)
+    if shared.first and reading.learned:
+        (first,) = shared.first
+        node.shared = {name: (2, graph.join(first.name, name)) for name in reading.learned}
+        node.owner, node.owner_name = first, first.name
+    shared.first[:] = shared.first or [node]
     return node
 
 
@@ -116,7 +118,7 @@ def _shared(ctx: Context, step: Step) -> _Formulas:
     """Return what the formulas of a step share; the first one decides what `x` is."""
     body, whole = ctx.body, step.part_of or step
     if body.formulas is None or body.formulas.step is not whole:
-        body.formulas = _Formulas(whole, (body.value, body.last), _read_learned(ctx, step), {})
+        body.formulas = _Formulas(whole, (body.value, body.last), _read_learned(ctx, step), [])
     found: _Formulas = body.formulas
     return found
 
