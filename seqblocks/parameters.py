@@ -18,6 +18,8 @@ from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tr
 from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
 
+MAX_SHOWN = 8  # numbers of an initialiser in listings
+LISTED = "listed"  # the initialiser with a number for each place of the last axis, which specs cannot name
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
 
 
@@ -28,7 +30,9 @@ class Init(NamedTuple):
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{v:g}' for v in self.values)})" if self.values else self.name
+        shown = [f"{value:g}" for value in self.values]
+        shown = [*shown[:3], "…", shown[-1]] if len(shown) > MAX_SHOWN else shown
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
 class Parameter(NamedTuple):
@@ -36,7 +40,7 @@ class Parameter(NamedTuple):
 
     fan_in: for initialisers that depend on it (default: the product of all axes except the first). decay: whether
     weight decay applies by default. full_precision: whether it is float32 in a half-precision model. settled: whether
-    the step's own `init:` names it, so that no rule of a file or a block applies.
+    the step's own `init:` names it, so that no rule of a file or a block applies. trained: whether it gets gradients.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +49,7 @@ class Parameter(NamedTuple):
     fan_in: int | None = None
     full_precision: bool = False
     settled: bool = False
+    trained: bool = True
 
     @property
     def numel(self) -> int:
