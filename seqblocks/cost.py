@@ -9,6 +9,7 @@ from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import Graph, ModelSpec
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.state_layout import State
+from seqblocks.types import names_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 DTYPES = tuple(name for name in BYTES if name != "int64")  # of a model
@@ -79,7 +80,7 @@ def open_memories(model: ModelSpec) -> list[str]:
     """Return the inputs of open length that determine the cost per token."""
     nodes = (node for node in graph.streamed(model.graph) if _reads_open_context(node))
     wires = (wire for node in nodes for wire in node.wires if wire and wire.context)
-    return [*dict.fromkeys(wire.length.partition("/")[0] for wire in wires if isinstance(wire.length, str))]
+    return [*dict.fromkeys(name for wire in wires if wire.length for name in names_of(wire.length))]
 
 
 def context_macs(body: Graph) -> float | None:

@@ -44,7 +44,8 @@ class Port(NamedTuple):
     """An input of an op.
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
-    `joins`: accepts a list of wires, joined along the feature axis.
+    `joins`: accepts a list of wires, joined along the feature axis, or along the tokens (`Op.joins_tokens`).
+    `several`: takes only such a list, of at least two wires.
     `size_only`: the op reads only the number of tokens, not their values, so the wire does not count as used (E315).
     `length`: ports with the same word read sequences of the same length; the default is that of the main input.
     `broadcast`: a vector is expanded to the tokens of the other inputs if these are sequences or images. The op's
@@ -56,6 +57,7 @@ class Port(NamedTuple):
     about: str = ""
     main: bool = False
     joins: bool = False
+    several: bool = False
     optional: bool = False
     kinds: tuple[Kind, ...] = ("sequence",)
     size_only: bool = False
@@ -203,6 +205,10 @@ class Op(BaseModel):
 
     def turns_length_into_width(self, *wires: Any, **_: Any) -> bool:
         """Return whether the features of the output follow from the number of tokens, or the size, of the inputs."""
+        return False
+
+    def joins_tokens(self) -> bool:
+        """Return whether a list of wires is joined along the tokens; otherwise it is joined along the features."""
         return False
 
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
@@ -493,20 +499,31 @@ def check_declared(cls: type[Op], wire: Any, parameters: Any, state: Any, macs: 
 # --- kinds of arguments, determined by the type of the field, not by the text -------------------------------------
 
 
+class Over(NamedTuple):
+    """Mark a text as an expression in which these names have a value for each number that it computes.
+
+    Written `Annotated[str, Over(("feature", "features"))]`. Other names are numbers in scope, and replaced by these.
+    """
+
+    names: tuple[str, ...]
+
+
 class FieldKind(NamedTuple):
-    """number | flag | word | words | mapping | value.
+    """number | flag | word | words | mapping | formula | value.
 
     choices: the allowed words (also of a list's items, unless `free`).
     open: any other word is legal too, the name of a step for instance. entries: the entries of a mapping.
+    over: the names of a formula that have several values.
     """
 
-    kind: Literal["number", "flag", "word", "words", "mapping", "value"]
+    kind: Literal["number", "flag", "word", "words", "mapping", "formula", "value"]
     choices: tuple[str, ...] = ()
     whole: bool = False
     optional: bool = False
     free: bool = False
     open: bool = False
     entries: type[BaseModel] | None = None
+    over: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -538,6 +555,9 @@ def field_kind(annotation: Any) -> FieldKind:
     if choices:
         kind: Literal["words", "word"] = "words" if plural else "word"
         return FieldKind(kind, tuple(map(str, choices)), optional=optional, free=free, open=str in options)
+    if typing.get_origin(options[0]) is Annotated:
+        (over,) = (mark for mark in options[0].__metadata__ if isinstance(mark, Over))
+        return FieldKind("formula", optional=optional, over=over.names)
     if options[0] is bool:
         return FieldKind("flag", optional=optional)
     if options[0] in (int, float):

@@ -26,7 +26,7 @@ from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States, declared
 from seqblocks.streaming.token_rows import has_tokens
-from seqblocks.types import UNBOUNDED, Facts, Wire
+from seqblocks.types import UNBOUNDED, Facts, Wire, size_of
 
 Context = dict[str, Any]  # tensors: inputs that do not stream, by name
 Output = Any  # a tensor, or a dict of them where the spec names its outputs
@@ -199,7 +199,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:
             if y is None and context:  # this call only computed the stream's initial state
                 return
-            axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
+            axes = [size_of(axis, lengths.__getitem__) for axis in wire.axes[1:]]
             expected = [batch, *axes]
             if name.startswith(experts):  # an expert gets a varying number of tokens
                 expected = [*y.shape[:-1], wire.features]

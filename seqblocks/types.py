@@ -9,9 +9,10 @@ vector     [batch, features]                 float
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
-from seqblocks.errors import Note, Span
+from seqblocks.errors import Fault, Note, Span
 from seqblocks.record import Record
 
 Kind = Literal["image", "tokens", "sequence", "vector"]
@@ -79,10 +80,12 @@ class Wire(Record):
     sample_rate: float | None = None  # tokens of the model's input per second
     facts: Facts = UNBOUNDED
     context: bool = False  # depends on no streaming input, so a stream computes it once
+    prefix: int = 0  # how many of its first tokens come before those of the stream, and depend on none of them
 
     @property
     def _compared(self) -> tuple[Any, ...]:
-        return self.kind, self.features, self.length, self.grid, self.rate, self.sample_rate, self.facts, self.context
+        like = self.kind, self.features, self.length, self.grid, self.rate, self.sample_rate
+        return *like, self.facts, self.context, self.prefix
 
     def __eq__(self, other: object) -> bool:
         return self._compared == other._compared if isinstance(other, Wire) else NotImplemented
@@ -144,7 +147,14 @@ class Wire(Record):
         return self.with_features(width).with_facts(self.facts.range)
 
     def at_rate(self, rate: int) -> Wire:
-        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens per token."""
+        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens per token.
+
+        Raises Fault E419 if its tokens are those of several parts, whose rates would differ.
+        """
+        if self.prefix or (isinstance(self.length, str) and PLUS in self.length):
+            found = f"{self}, with {self.prefix} tokens before it" if self.prefix else f"{self}"
+            hint = "merge or split the tokens before joining them, or after `slice` has removed the others"
+            raise Fault("E419", "tokens that were joined cannot be merged or split", found=found, hint=hint)
         if isinstance(self.length, int):
             return self._replace(length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
         name = (self.length or "seq").partition("/")[0]
@@ -154,7 +164,7 @@ class Wire(Record):
         """Return the wire for `tokens` of the streaming input, if its length is open and depends on that input."""
         if self.context or not isinstance(self.length, str):
             return self
-        return self._replace(length=tokens // self.rate)
+        return self._replace(length=size_of(self.length, lambda name: tokens))
 
     def made_by(self, origin: Origin) -> Wire:
         """Return the wire with the step that determined its sizes, unless one is known."""
@@ -166,6 +176,31 @@ class Wire(Record):
             return None
         made = "the model's input" if self.origin.verb == "input" else f"made by {self.origin.verb}"
         return Note(f"{name} is {self}: {made}", self.origin.span)
+
+
+PLUS = " + "  # between the parts of a length whose sum is only known in a call
+
+
+def summed(lengths: Iterable[Size]) -> Size:
+    """Return the sum of lengths: a number, or a name such as `seq + 4`, with the names in alphabetical order."""
+    parts = [part for length in lengths for part in str(length).split(PLUS)]
+    names = sorted(part for part in parts if not part.isdigit())
+    number = sum(int(part) for part in parts if part.isdigit())
+    return PLUS.join([*names, *([str(number)] if number else [])]) if names else number
+
+
+def names_of(length: Size) -> list[str]:
+    """Return the names of the axes that determine a length: `seq` for `seq/4 + 2`."""
+    return [part.partition("/")[0] for part in str(length).split(PLUS) if not part.isdigit()]
+
+
+def size_of(length: Size, known: Callable[[str], int]) -> int:
+    """Return a length in a call. known: returns the size of the axis of an input from its name."""
+    total = 0
+    for part in str(length).split(PLUS):
+        name, _, rate = part.partition("/")
+        total += int(part) if part.isdigit() else known(name) // int(rate or 1)
+    return total
 
 
 def show_axes(axes: tuple[Any, ...]) -> str:

@@ -17,11 +17,12 @@ from typing import Any
 from tests.compose_context import Contexts
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
+from tests.compose_sequences import Sequences
 from tests.compose_tokens import INITS
 from tests.composed import Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Contexts):
+class Composer(Mixers, Rates, Contexts, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -302,7 +303,7 @@ class Composer(Mixers, Rates, Contexts):
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
             self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
-        moves += [self.windows]
+        moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
         if not deep:
@@ -310,6 +311,7 @@ class Composer(Mixers, Rates, Contexts):
         if not self.streams:
             moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
             moves += [] if body.fixed else [self.class_token] * 2
+            moves += [self.one_after_another] * 2
         return self.chance.choice(moves)
 
     def embed(self, body: Body) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
-UNNAMED = ("add", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu")  # they own nothing
+UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
 
 @dataclass(frozen=True)

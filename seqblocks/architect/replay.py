@@ -14,7 +14,7 @@ from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
 from seqblocks.tape import Shape, Tape, Value
-from seqblocks.types import Wire
+from seqblocks.types import Wire, size_of
 
 LARGE_OUTPUT = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
 ID = 8  # bytes of a token id
@@ -28,9 +28,7 @@ class Sizes(NamedTuple):
     length: int
 
     def shape(self, wire: Wire) -> Shape:
-        tokens = self.length // wire.rate
-        sizes = {"batch": self.batch}
-        return tuple(axis if isinstance(axis, int) else sizes.get(axis, tokens) for axis in wire.axes)
+        return self.batch, *(size_of(axis, lambda name: self.length) for axis in wire.axes[1:])
 
 
 class Replay:
@@ -277,7 +275,7 @@ class Replay:
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
             part = [next(rest) for _ in node.inputs.get(port.name, ())]
-            axis = 1 if part and len(part[0].shape) == 4 else -1
+            axis = 1 if node.op.joins_tokens() or (part and len(part[0].shape) == 4) else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
 

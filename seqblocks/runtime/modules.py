@@ -178,8 +178,10 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
 
 
 def joining_axis(node: Node) -> int:
-    """Return the axis along which an op's inputs are joined, that of the features."""
+    """Return the axis along which an op's inputs are joined, that of the features or of the tokens."""
     assert node.op is not None
+    if node.op.joins_tokens():
+        return 1
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)
 

@@ -10,8 +10,8 @@ from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean
-from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive
-from seqblocks.types import Origin, Wire, show_axes
+from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
+from seqblocks.types import Facts, Origin, Wire, show_axes, summed
 from seqblocks.widths import ids_have_no_features
 
 Values = tuple[int, ...]  # value numbers: several if a port joins wires
@@ -25,8 +25,15 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         ctx.report(Fault("E210", f"the input is given twice: as `from` and as `{port.name}`", at=port.name), step)
         return (ctx.run.unknown(),)
     entry = entry or given
+    if entry and port.several and not (isinstance(entry[1], Sequence) and len(entry[1].items) > 1):
+        ctx.report(_too_few(step), entry[1].span)
+        return (ctx.run.unknown(),)
     if entry:
         return read_wires(ctx, entry[1], port.joins)
+    if port.several and not step.incomplete:
+        ctx.report(_too_few(step), step.span)
+    if port.several:
+        return (ctx.run.unknown(),)
     if not port.main:
         return None
     if "from" in step.misspelt:
@@ -40,6 +47,11 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
     return (ctx.body.value,)
 
 
+def _too_few(step: Step) -> Fault:
+    hint = f"list the wires in order: {step.verb}: {{from: [a, b]}}"
+    return Fault("E411", f"{step.verb} joins a list of at least two wires", hint=hint)
+
+
 def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     """Return the values of the wires that a node names, or an unknown value after a fault."""
     if not isinstance(node, Sequence):
@@ -47,7 +59,7 @@ def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     if joins and node.items:
         return tuple(_wire(ctx, item) for item in node.items)
     names = listing(item.text for item in node.items if isinstance(item, Scalar))
-    hint = f"join them in a step above, `linear: {{from: [{names}], features: …}}`, and read its output"
+    hint = f"join them in a step above, `concat: {{from: [{names}]}}`, and read its output"
     several = Fault("E410", "this input takes a single wire, not a list", hint=hint)
     ctx.report(Fault("E411", "the list of wires is empty") if joins else several, node.span)
     return (ctx.run.unknown(),)
@@ -137,8 +149,11 @@ def _verb_as_wire(name: str, step: Step | None) -> str:
 # --- types of wires ---------------------------------------------------------------------------------------------------
 
 
-def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire | None:
-    """Return the type of the wire at a port, or None if it is UNKNOWN or absent."""
+def wire_at(ctx: Context, step: Step, port: Port, values: Values | None, op: Op | None = None) -> Wire | None:
+    """Return the type of the wire at a port, or None if it is UNKNOWN or absent.
+
+    op: the step's op, if that determines how the wires of a list are joined.
+    """
     if values is None:
         return None
     for value in values:
@@ -146,6 +161,10 @@ def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire
         if wire and wire.kind not in port.kinds:
             _report_kind(ctx, step, port, value, wire)
             return None
+    if port.several and op is None:
+        return None
+    if op and op.joins_tokens() and port.joins:
+        return _joined_tokens(ctx, step, values)
     return wire if len(values) == 1 else _joined(ctx, step, values)
 
 
@@ -193,6 +212,36 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
         ctx.report(fault, step)
         return None
     return with_tokens[0].with_features(sum(wire.features for wire in known))
+
+
+def _joined_tokens(ctx: Context, step: Step, values: Values) -> Wire | None:
+    """Return the type of sequences joined along their tokens, or None if one of them is UNKNOWN."""
+    known = [wire for value in values if (wire := ctx.run.types[value])]
+    if len(known) < len(values):
+        return None
+    last = known[-1]
+    labels = [ctx.run.labels[value] for value in values]
+    found = listing(f"{label} {wire}" for label, wire in zip(labels, known, strict=True))
+    fault = None
+    if any(wire.kind != "sequence" for wire in known):
+        only = "sequences, such as the outputs of embed, patch_embed or learned_tokens"
+        fault = Fault("E403", "only sequences can be joined along their tokens", expected=only, found=found)
+    elif len({wire.features for wire in known}) > 1:
+        fault = Fault("E402", "wires joined along their tokens must be equally wide", found=found)
+    elif len({wire.rate for wire in known if not wire.context}) > 1:
+        hint = "merge or split the tokens of one of them, with downsample or upsample"
+        fault = Fault("E406", "the tokens of joined wires must have the same rate", found=found, hint=hint)
+    if fault:
+        ctx.report(fault, step)
+        return None
+    lengths = [wire.length or "seq" for wire in known]
+    before = [length for length in lengths[:-1] if isinstance(length, int)]
+    is_prefix = not last.context and len(before) + 1 == len(known) and all(wire.context for wire in known[:-1])
+    prefix = sum(before) + last.prefix if is_prefix else 0
+    context = all(wire.context for wire in known)
+    facts = Facts(min(wire.facts.low for wire in known), max(wire.facts.high for wire in known))
+    joined = last.with_features(last.features).with_facts(facts)
+    return joined._replace(length=summed(lengths), grid=None, context=context, prefix=prefix)
 
 
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:

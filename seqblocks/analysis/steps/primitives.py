@@ -31,13 +31,14 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
     """Return the node of an op, or None after a fault: its inputs do not fit its arguments, or it is too large."""
     inputs: dict[str, tuple[int, ...]] = {}
     wires: list[Wire | None] = []
+    early = read_arguments(ctx, step, cls) if cls.joins_tokens is not Op.joins_tokens else None
     for port in cls.ports:
         values = read_port(ctx, step, port)
         if values is None and not port.optional:
             values = _report_no_input(ctx, step, cls, port)
         if values is not None:
             inputs[port.name] = values
-        wires.append(wire_at(ctx, step, port, values))
+        wires.append(wire_at(ctx, step, port, values, early))
         if port.length:
             ctx.run.may_look_ahead = True
     if "from" in step.common and not any(port.main for port in cls.ports):
@@ -50,7 +51,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
     vectors = _vectors(ctx, inputs, seen, cls) if joined or seen is not wires else ()
     wires = seen
     ctx.run.may_look_ahead |= bool(vectors)
-    op = read_arguments(ctx, step, cls)
+    op = early or read_arguments(ctx, step, cls)
     declared = _declare(ctx, step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
     if step.common:

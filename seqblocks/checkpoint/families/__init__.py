@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqblocks.checkpoint.families import dense, fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
+from seqblocks.checkpoint.families import (
+    deepseek,
+    dense,
+    fla,
+    gpt_neox,
+    griffin,
+    jamba,
+    kimi,
+    lfm,
+    mamba,
+    olmo,
+    qwen,
+    zamba,
+)
 from seqblocks.checkpoint.families.unread import check_all_read
 from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
@@ -26,6 +39,12 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "phi3": dense.phi3,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
+    "mixtral": dense.mixtral,
+    "qwen3_moe": dense.qwen3_moe,
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "lfm2": lfm.lfm2,
+    "gpt_neox": gpt_neox.gpt_neox,
     "recurrent_gemma": griffin.recurrent_gemma,
     "qwen3_next": qwen.qwen3_next,
     "olmo_hybrid": olmo.olmo_hybrid,
@@ -55,6 +74,8 @@ ALIASES: dict[str, dict[str, str]] = {
         "n_shared_experts": "num_shared_experts",
     },
     "jamba": {"num_local_experts": "num_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "mixtral": {"num_experts": "num_local_experts"},
     "zamba2": {"layer_types": "layers_block_type"},
 }
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from seqblocks.checkpoint.families.layers import OFFICIAL, used
 from seqblocks.checkpoint.families.rope import Rope, rope
-from seqblocks.checkpoint.families.text import language, network_init, normal, swiglu
+from seqblocks.checkpoint.families.text import language, network_init, normal
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -31,6 +31,28 @@ from seqblocks.errors import UsageError
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {FULL: "full", SLIDING: "window"}  # our words for the kinds of layers
 GELU = "gelu_pytorch_tanh"
+
+
+class Names(NamedTuple):
+    """Official names of the parts of a layer. norms: of queries and keys. gated: of gate, up and down. router: of
+    experts."""
+
+    attention: str = "self_attn"
+    out: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    network: str = "mlp"
+    gated: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    experts: str = "mlp"
+    router: str = "gate"
+
+
+class Experts(NamedTuple):
+    """Experts of a network: `top` of `in_all` for each token. normalize: whether the weights of these add up to 1."""
+
+    in_all: int
+    top: int
+    hidden: int
+    normalize: bool
 
 
 class Decoder(NamedTuple):
@@ -61,12 +83,13 @@ class Decoder(NamedTuple):
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, str] = ("", "")
     joined: bool = False
+    official: Names = Names()
 
-    def layer(self, rotary: Rope | None, window: int = 0) -> str:
+    def layer(self, rotary: Rope | None, window: int = 0, experts: Experts | None = None) -> str:
         """Return the steps of a layer as YAML."""
-        return f"{self._attention(rotary, window)}\n{self._network()}"
+        return f"{self.attention(rotary, window)}\n{self.network(experts)}"
 
-    def _attention(self, rotary: Rope | None, window: int) -> str:
+    def attention(self, rotary: Rope | None, window: int) -> str:
         first, last = self._norms(0)
         q, k = self._projected("q", self.heads, rotary), self._projected("k", self.kv_heads, rotary)
         extra = {"scale": self.scale, "soft_cap": self.soft_cap, "window": window}
@@ -77,7 +100,7 @@ class Decoder(NamedTuple):
             self._linear("dim", self.bias_out, "o_proj"),
             *last,
         ]  # fmt: skip
-        return _residual("attention", lines)
+        return residual("attention", lines)
 
     def _projected(self, name: str, heads: int, rotary: Rope | None) -> list[str]:
         lines = [self._linear(heads * self.head, self.bias, f"{name}_proj", "from: read, ")]
@@ -87,9 +110,12 @@ class Decoder(NamedTuple):
         turned = "identity: {" if rotary is None else f"rotary: {{heads: {heads}, {rotary.text}, "
         return [*lines, f"- {turned}as: {name}}}"]
 
-    def _network(self) -> str:
+    def network(self, experts: Experts | None = None) -> str:
+        """Return the steps of the network as YAML."""
         first, last = self._norms(1)
-        if self.activation == "silu":
+        if experts:
+            steps = [self._experts(experts)]
+        elif self.activation == "silu":
             bias = ", bias: true" if self.bias_network else ""
             steps = [f"- swiglu: {{hidden: {self.hidden}{bias}, init: {network_init(self.std)}}}"]
         else:
@@ -99,7 +125,13 @@ class Decoder(NamedTuple):
                 f"- gate: {{by: gate, activation: {self.activation}}}",
                 self._linear("dim", False, "down_proj"),
             ]
-        return _residual("mlp", [*first, *steps, *last])
+        return residual("mlp", [*first, *steps, *last])
+
+    def _experts(self, given: Experts) -> str:
+        inner = f"swiglu: {{hidden: {given.hidden}, init: {network_init(self.std)}}}"
+        router = f'init: {{router.weight: "{normal(self.std)}"}}'
+        sizes = f"count: {given.in_all}, top: {given.top}, normalize: {scalar(given.normalize)}"
+        return f"- experts: {{{sizes}, {router}, steps: [{{{inner}}}]}}"
 
     def _norms(self, at: int) -> tuple[list[str], list[str]]:
         """Return the step before a part, whose result is `read`, and the step after it."""
@@ -112,42 +144,58 @@ class Decoder(NamedTuple):
         drawn = f'bias: {scalar(bias)}, init: {{weight: "{normal(self.std)}"{zero}}}'
         return f"- linear: {{{source}features: {features}, {drawn}, name: {name}}}"
 
-    def names(self) -> str:
-        """Return the lines of a map from our names to the official ones."""
-        ours, lines = "layers.{layer}", []
-        for at, (part, name) in enumerate((("attention", "self_attn"), ("mlp", "mlp"))):
-            own, theirs = f"{ours}.{part}", f"{OFFICIAL}.{name}"
+    def names(self, dense: bool = True, experts: bool = False) -> str:
+        """Return the lines of a map from our names to the official ones. dense, experts: the networks that exist."""
+        ours, lines, official = "layers.{layer}", [], self.official
+        for at, part in enumerate(("attention", "mlp")):
             norms = (("norm", self.before[at]), ("post_norm", self.after[at]))
-            lines += [f"{own}.{ours_}: {OFFICIAL}.{theirs_}" for ours_, theirs_ in norms if theirs_]
-            lines.append(self._network_names(own, theirs) if at else self._attention_names(own, theirs))
+            lines += [f"{ours}.{part}.{own}: {OFFICIAL}.{theirs}" for own, theirs in norms if theirs]
+        lines += self._attention_names(f"{ours}.attention", f"{OFFICIAL}.{official.attention}")
+        if dense:
+            lines += self._network_names(f"{ours}.mlp", f"{OFFICIAL}.{official.network}")
+        if experts:
+            own, theirs = f"{ours}.mlp.experts", f"{OFFICIAL}.{official.experts}"
+            lines.append(f"{own}.router: {theirs}.{official.router}")
+            lines += self._gated(f"{own}.{{expert}}.swiglu", f"{theirs}.experts.{{expert}}", False)
         return "\n".join(lines) + "\n"
 
-    def _attention_names(self, ours: str, theirs: str) -> str:
-        projections = ["q_proj", "k_proj", "v_proj"]
-        if not self.joined:
-            plain = [*projections, "o_proj", *["q_norm", "k_norm"] * (self.each_head or self.all_heads)]
-            return "\n".join(f"{ours}.{name}: {theirs}.{name}" for name in plain)
-        sizes = [self.heads * self.head, self.kv_heads * self.head, self.kv_heads * self.head]
-        lines = [
-            f"{ours}.{name}.weight: {{slice: \"{theirs}.qkv_proj.weight\", start: {sum(sizes[:at])}}}"
-            for at, name in enumerate(projections)
-        ]
-        return "\n".join([*lines, f"{ours}.o_proj: {theirs}.o_proj"])
+    def _attention_names(self, ours: str, theirs: str) -> list[str]:
+        projections, official = ["q_proj", "k_proj", "v_proj"], self.official
+        if self.joined:
+            sizes = [self.heads * self.head, self.kv_heads * self.head, self.kv_heads * self.head]
+            lines = [
+                f"{ours}.{name}.weight: {{slice: \"{theirs}.qkv_proj.weight\", start: {sum(sizes[:at])}}}"
+                for at, name in enumerate(projections)
+            ]
+        else:
+            lines = [f"{ours}.{name}: {theirs}.{name}" for name in projections]
+        lines.append(f"{ours}.o_proj: {theirs}.{official.out}")
+        if self.each_head or self.all_heads:
+            pairs = zip(("q_norm", "k_norm"), official.norms, strict=True)
+            lines += [f"{ours}.{own}: {theirs}.{name}" for own, name in pairs]
+        return lines
 
-    def _network_names(self, ours: str, theirs: str) -> str:
+    def _network_names(self, ours: str, theirs: str) -> list[str]:
         if self.activation != "silu":
-            return "\n".join(f"{ours}.{name}: {theirs}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+            pairs = zip(("gate_proj", "up_proj", "down_proj"), self.official.gated, strict=True)
+            return [f"{ours}.{own}: {theirs}.{name}" for own, name in pairs]
         if not self.joined:
-            return swiglu(f"{ours}.swiglu", theirs, self.bias_network)
+            return self._gated(f"{ours}.swiglu", theirs, self.bias_network)
         halves = (("gate", 0), ("up", self.hidden))
         lines = [
             f"{ours}.swiglu.{name}_weight: {{slice: \"{theirs}.gate_up_proj.weight\", start: {start}}}"
             for name, start in halves
         ]
-        return "\n".join([*lines, f"{ours}.swiglu.down_weight: {theirs}.down_proj.weight"])
+        return [*lines, f"{ours}.swiglu.down_weight: {theirs}.down_proj.weight"]
+
+    def _gated(self, ours: str, theirs: str, bias: bool) -> list[str]:
+        pairs = list(zip(("gate", "up", "down"), self.official.gated, strict=True))
+        kinds = ("weight", "bias")[: 1 + bias]
+        return [f"{ours}.{own}_{kind}: {theirs}.{name}.{kind}" for kind in kinds for own, name in pairs]
 
 
-def _residual(name: str, steps: list[str]) -> str:
+def residual(name: str, steps: list[str]) -> str:
+    """Return a residual branch as YAML."""
     lines = "\n".join(f"      {step}" for step in steps)
     return f"- residual:\n    name: {name}\n    steps:\n{lines}"
 
@@ -226,6 +274,36 @@ def _mixed(
     kinds = {KINDS[kind]: parts.layer(angles[kind], windows[kind]) for kind in dict.fromkeys(found)}
     layers = [KINDS[kind] for kind in found]
     return _written(config, about, layers, kinds, parts, tied=tied, before=before, after=after)
+
+
+def mixtral(config: Config) -> str:
+    """Write a Mixtral language model (arXiv:2401.04088): experts in each layer."""
+    require(config, hidden_act="silu", router_jitter_noise=(0.0, 0, None))
+    names = Names(experts="block_sparse_moe", gated=("w1", "w3", "w2"))
+    parts = decoder(config, 8, eps=1e-5)._replace(official=names)
+    count, top = whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2)
+    network = Experts(count, top, parts.hidden, True)
+    rotary = rope(config, parts.head, 1000000.0)
+    layer = parts.layer(rotary, whole_or(config, "sliding_window", 0), network)
+    model = language(config, "Mixtral language model", [], parts.eps)
+    return model.text(["full"] * depth_of(config), {"full": layer}, parts.names(dense=False, experts=True))
+
+
+def qwen3_moe(config: Config) -> str:
+    """Write a Qwen3 language model with experts in some layers (arXiv:2505.09388)."""
+    require(config, hidden_act="silu", use_sliding_window=(False, None))
+    bias = flag(config, "attention_bias", False)
+    parts = decoder(config, 4, 128)._replace(each_head=True, bias=bias, bias_out=bias)
+    count, top = whole(config, "num_local_experts", 128, least=0), whole(config, "num_experts_per_tok", 8)
+    hidden, normalize = whole(config, "moe_intermediate_size", 768), flag(config, "norm_topk_prob", False)
+    every, listed = whole(config, "decoder_sparse_step", 1), numbers(config, "mlp_only_layers")
+    layers = [
+        "sparse" if at not in listed and count and (at + 1) % every == 0 else "dense" for at in range(depth_of(config))
+    ]
+    rotary = rope(config, parts.head)
+    kinds = {"sparse": parts.layer(rotary, 0, Experts(count, top, hidden, normalize)), "dense": parts.layer(rotary)}
+    model = language(config, "Qwen3 language model with experts", [], parts.eps)
+    return model.text(layers, used(kinds, layers), parts.names("dense" in layers, "sparse" in layers))
 
 
 def smollm3(config: Config) -> str:

@@ -14,10 +14,10 @@ CACHE = 2048  # tokens cached by attention without a window; change it with `set
 class Language(NamedTuple):
     """The common parts of language models.
 
-    norm: the step of the last norm. names: the official names of the embedding and of that norm. before, after: steps
-    after the embedding and after the head. share: the parameters that layers of one kind share. std: standard
-    deviation of the initial values of the embedding, and of the head unless it is tied. embedding, unembedding: other
-    initial values of these.
+    norm: the step of the last norm. names, head: the official names of the embedding and of that norm, and of the head.
+    before, after: steps after the embedding and after the head. share: the parameters that layers of one kind share.
+    std: standard deviation of the initial values of the embedding, and of the head unless it is tied. embedding,
+    unembedding: other initial values of these.
     """
 
     about: str
@@ -27,6 +27,7 @@ class Language(NamedTuple):
     norm: str
     tied: bool
     names: tuple[str, str] = ("model.embed_tokens", "model.norm")
+    head: str = "lm_head"
     before: str = ""
     after: str = ""
     share: str = ""
@@ -58,7 +59,7 @@ model:
 checkpoint:
   embed: {embed}
 {_lines(checkpoint, 2)}  norm: {norm_name}
-  unembed: lm_head
+  unembed: {self.head}
 """
 
 

@@ -45,6 +45,21 @@ IDLE = {
     """,
     "qwen2": "sliding_window",
     "qwen3": "sliding_window",
+    "qwen3_moe": "intermediate_size sliding_window",
+    "deepseek_v2": """
+        aux_loss_alpha ep_size head_dim moe_layer_freq n_group num_key_value_heads qk_head_dim scoring_func seq_aux
+        topk_group
+    """,
+    "deepseek_v3": """
+        aux_loss_alpha ep_size head_dim moe_layer_freq num_key_value_heads num_mtp_layers qk_head_dim scoring_func
+        seq_aux topk_method
+    """,
+    "lfm2": """
+        block_dim block_ff_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of block_norm_eps
+        block_out_init_scale block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init
+        full_attn_idxs intermediate_size tie_embedding use_pos_enc
+    """,
+    "gpt_neox": "classifier_dropout rotary_emb_base rotary_pct",
     "phi3": "original_max_position_embeddings",
     "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",

@@ -1,0 +1,59 @@
+"""Join wires along their features or along their tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.types import Facts, Wire
+
+
+@primitive("concat")
+class Concat(Op):
+    """Join wires into one, along the features (or the channels of images) or along the tokens.
+
+    Along the features, a vector is repeated for each token of the others. Along the tokens, the wires are sequences of
+    the same width, one after another; the length of the result is the sum of theirs. The result has no grid.
+    """
+
+    ports = (Port("x", "the wires, in order", main=True, joins=True, several=True, kinds=FLOATS),)
+    reads = "all"
+    axis: Literal["features", "tokens"] = argument("features", "the axis along which the wires are joined")
+
+    def joins_tokens(self) -> bool:
+        return self.axis == "tokens"
+
+    def looks_ahead(self, x: Wire) -> int | float:
+        return float("inf") if self.joins_tokens() else 0
+
+    def looks_back(self, x: Wire) -> int | float:
+        return float("inf") if self.joins_tokens() else 0
+
+    def cannot_stream(self, x: Wire) -> str | None:
+        return "it joins whole sequences" if self.joins_tokens() else None
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "it joins whole sequences" if self.joins_tokens() else None
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts
+
+    def prepare_step(self, p: Any) -> Any:
+        return passes_on()
+
+    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+        return x
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return x  # the module has joined the wires of the list
+
+
+def passes_on() -> Any:
+    """Return a function for `Op.prepare_step` that returns its tokens unchanged, one or several."""
+
+    def step(x: Any) -> Any:
+        return x
+
+    step.several = lambda batch, x: x  # type: ignore[attr-defined]
+    return step
