@@ -20,6 +20,7 @@ WHOLE: dict[str, dict[str, Any]] = {
         "model.layers.times": 1,
     },
     "convnext_tiny": {"dim": 4, "input.image.size": 64},
+    "dinov2_small_registers": {"dim": 24, "input.image.size": 28, "model.blocks.times": 1},
     "mixer_b16": {"dim": 8, "model.layers.times": 1},
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
 }
