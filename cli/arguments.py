@@ -254,6 +254,18 @@ def _schema(parser: Parser) -> None:
     )
 
 
+def _new(parser: Parser) -> None:
+    parser.add_argument("name", metavar="NAME", help="name of the model; the file is NAME.yaml")
+    parser.add_argument("--like", metavar="MODEL", help="copy a bundled model instead (seqblocks list)")
+    parser.epilog = "examples:\n  seqblocks new first\n  seqblocks new tiny_mamba --like mamba_small"
+
+
+def _spec(parser: Parser) -> None:
+    parser.add_argument("path", metavar="DIR", help="a folder of the Hugging Face Hub, or its config.json")
+    parser.add_argument("--out", metavar="FILE", help="write the spec to a new file")
+    parser.epilog = "examples:\n  seqblocks spec Llama-3.2-1B --out llama.yaml"
+
+
 def _completion(parser: Parser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     parser.epilog = (
@@ -320,6 +332,7 @@ VERBS = {
     "memory": Verb(
         "estimate the memory of training and inference", (_overrides, _use, _imports, _design("memory")), TABLES
     ),
+    "new": Verb("write a commented spec to start from", (_new,), ("text", "json")),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb(
         "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)
@@ -328,6 +341,7 @@ VERBS = {
     "serve": Verb(
         "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
+    "spec": Verb("print the spec of weights from the Hugging Face Hub", (_spec,), ("text", "json")),
     "sweep": Verb("check a spec at every point of a grid", (_use, _imports, _design("sweep")), (*TABLES, "html")),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
     "explain": Verb(

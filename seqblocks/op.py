@@ -501,20 +501,31 @@ def check_declared(cls: type[Op], wire: Any, parameters: Any, state: Any, macs: 
 # --- kinds of arguments, determined by the type of the field, not by the text -------------------------------------
 
 
+class Over(NamedTuple):
+    """Mark a text as an expression in which these names have a value for each number that it computes.
+
+    Written `Annotated[str, Over(("feature", "features"))]`. Other names are numbers in scope, and replaced by these.
+    """
+
+    names: tuple[str, ...]
+
+
 class FieldKind(NamedTuple):
-    """number | flag | word | words | mapping | value.
+    """number | flag | word | words | mapping | formula | value.
 
     choices: the allowed words (also of a list's items, unless `free`).
     open: any other word is legal too, the name of a step for instance. entries: the entries of a mapping.
+    over: the names of a formula that have several values.
     """
 
-    kind: Literal["number", "flag", "word", "words", "mapping", "value"]
+    kind: Literal["number", "flag", "word", "words", "mapping", "formula", "value"]
     choices: tuple[str, ...] = ()
     whole: bool = False
     optional: bool = False
     free: bool = False
     open: bool = False
     entries: type[BaseModel] | None = None
+    over: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -546,6 +557,9 @@ def field_kind(annotation: Any) -> FieldKind:
     if choices:
         kind: Literal["words", "word"] = "words" if plural else "word"
         return FieldKind(kind, tuple(map(str, choices)), optional=optional, free=free, open=str in options)
+    if typing.get_origin(options[0]) is Annotated:
+        (over,) = (mark for mark in options[0].__metadata__ if isinstance(mark, Over))
+        return FieldKind("formula", optional=optional, over=over.names)
     if options[0] is bool:
         return FieldKind("flag", optional=optional)
     if options[0] in (int, float):

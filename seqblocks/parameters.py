@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tr
 from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
 
+MAX_SHOWN = 8  # numbers of an initialiser in listings
+LISTED = "listed"  # the initialiser with a number for each place of the last axis, which specs cannot name
 SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
 
 
@@ -27,7 +30,9 @@ class Init(NamedTuple):
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{v:g}' for v in self.values)})" if self.values else self.name
+        shown = [f"{value:g}" for value in self.values]
+        shown = [*shown[:3], "…", shown[-1]] if len(shown) > MAX_SHOWN else shown
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
 class Parameter(NamedTuple):
@@ -35,7 +40,7 @@ class Parameter(NamedTuple):
 
     fan_in: for initialisers that depend on it (default: the product of all axes except the first). decay: whether
     weight decay applies by default. full_precision: whether it is float32 in a half-precision model. settled: whether
-    the step's own `init:` names it, so that no rule of a file or a block applies.
+    the step's own `init:` names it, so that no rule of a file or a block applies. trained: whether it gets gradients.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +49,7 @@ class Parameter(NamedTuple):
     fan_in: int | None = None
     full_precision: bool = False
     settled: bool = False
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -144,6 +150,13 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
         return None
     _check_values(text, name, known, values)
     return Init(name, tuple(float(value) for value in values.values()))
+
+
+def names_read(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the names that an initialiser reads, with their places in its text. Raises Fault as `read_init` does."""
+    for name in dict.fromkeys(_names(text)):
+        for found in re.finditer(rf"\b{name}\b(?!\s*=[^=])", text):  # `normal(std=std)` reads the second one
+            yield name, found.start()
 
 
 @lru_cache(maxsize=1024)

@@ -53,7 +53,13 @@ class Mixers(Tokens):
             )  # fmt: skip
         else:
             source = self.named(body)
-            self.add(body, "constant", now, features=now.width, learned=self.maybe(0.7), value=0.5)
+            formula = self.chance.choice([None, "feature / features", "0.5 if feature % 2 == 0 else -1"])
+            learned, value = self.maybe(0.5), None if formula else 0.5
+            kept = None if learned else self.chance.choice([None, True])
+            self.add(
+                body, "constant", now, features=now.width, learned=learned, value=value, formula=formula,
+                persistent=kept, init={"weight": "normal(0, 0.5)"} if kept and self.maybe(0.5) else None,
+            )  # fmt: skip
             self.add(body, "add", now, **{"from": source, "with": self.named(body)})
 
     def rotation(self, body: Body) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
-from seqblocks.analysis.analyse import Folders, analyse
+from seqblocks.analysis.analyse import Analysis, Folders, analyse
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.analysis.step_list import LocatedStep
 from seqblocks.editor.positions import Lines, Spot, lines_of, touches
@@ -35,14 +35,23 @@ class Opened:
     ) -> None:
         self.text, self.path = text, path
         self.name = str(path) if path else name or "<text>"
-        # A text without a file cannot use files: there is no folder that their paths could be relative to.
-        files: dict[str, str] | None = None if path else {}
-        self.analysis = analyse(text, self.name, path and path.parent, files=files, allow_use=allow_use)
+        self.allow_use = allow_use
+        self.analysis = self.again(text)
         self.source = Source.of(self.name, text, "own")
         self.known = self
         if self.analysis.file is None and before is not None:
             self.known = before.known
         self.moved = _Moved(self.known.text, text)
+
+    def again(self, text: str) -> Analysis:
+        """Analyse another text in the place of this one."""
+        # Without a file there is no folder that the paths of used files could be relative to.
+        files: dict[str, str] | None = None if self.path else {}
+        return analyse(text, self.name, self.path and self.path.parent, files=files, allow_use=self.allow_use)
+
+    def span(self, start: int, end: int) -> Span:
+        """Return the span between two offsets of the text."""
+        return Span(self.source, *self.lines.spot_at(start), *self.lines.spot_at(end))
 
     @property
     def lines(self) -> Lines:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lsprotocol import types
+from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
 from seqblocks._version import __version__
 from seqblocks.analysis.analyse import Folders
-from seqblocks.editor import diagnostics, hints, navigation, symbols
+from seqblocks.editor import diagnostics, fixes, hints, lens, navigation, rename, symbols
+from seqblocks.editor.completion import Completion, complete
+from seqblocks.editor.edits import Edit
 from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
 from seqblocks.errors import Diagnostic, Span
 from seqblocks.language.files import bundled
 
+REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
 DELAY = 0.1  # seconds without a change before diagnostics are published
 KINDS = {
     "section": types.SymbolKind.Namespace,
@@ -28,6 +33,18 @@ KINDS = {
     "block": types.SymbolKind.Class,
     "argument": types.SymbolKind.Property,
     "step": types.SymbolKind.Function,
+}
+
+
+ITEM_KINDS = {
+    "key": types.CompletionItemKind.Property,
+    "word": types.CompletionItemKind.EnumMember,
+    "verb": types.CompletionItemKind.Function,
+    "block": types.CompletionItemKind.Class,
+    "wire": types.CompletionItemKind.Variable,
+    "name": types.CompletionItemKind.Constant,
+    "file": types.CompletionItemKind.File,
+    "function": types.CompletionItemKind.Operator,
 }
 
 
@@ -83,6 +100,15 @@ class Server(LanguageServer):
         found: str | None = from_fs_path(source_name) if source_name else None
         return found
 
+    def changes(self, uri: str, opened: Opened, edits: list[Edit]) -> types.WorkspaceEdit:
+        """Return edits of the protocol, by file."""
+        found: dict[str, list[types.TextEdit]] = {}
+        for span, text in edits:
+            where = self.uri(uri, opened, span.source.name)
+            if where:
+                found.setdefault(where, []).append(types.TextEdit(self.range(span), text))
+        return types.WorkspaceEdit(changes=found)
+
     def location(self, opened_uri: str, opened: Opened, span: Span) -> types.Location | None:
         uri = self.uri(opened_uri, opened, span.source.name)
         return types.Location(uri, self.range(span)) if uri else None
@@ -104,7 +130,7 @@ class Server(LanguageServer):
             for name, each in diagnostics.by_file(opened).items():
                 where = self.uri(uri, opened, name)
                 if where:
-                    found[where] = [self._diagnostic(uri, opened, *one) for one in each]
+                    found[where] = [self.diagnostic(uri, opened, *one) for one in each]
         before = [other for other, causes in self.published.items() if uri in causes]
         for where in {*before, *found}:
             causes = self.published.setdefault(where, {})
@@ -122,7 +148,7 @@ class Server(LanguageServer):
         version = document.version if document else None
         self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, shown, version))
 
-    def _diagnostic(self, uri: str, opened: Opened, span: Span, each: Diagnostic) -> types.Diagnostic:
+    def diagnostic(self, uri: str, opened: Opened, span: Span, each: Diagnostic) -> types.Diagnostic:
         related = []
         for note in each.notes:
             where = self.location(uri, opened, note.span) if note.span else None
@@ -156,7 +182,7 @@ def _path(uri: str) -> Path | None:
 def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
     """Return a server with all its features."""
     made = Server(allow_use, delay)
-    for add in (_changes, _descriptions, _navigation):
+    for add in (_changes, _descriptions, _navigation, _completion, _changes_of_text):
         add(made)
     return made
 
@@ -216,6 +242,21 @@ def _descriptions(server: Server) -> None:
         opened = server.spec(params.text_document.uri)
         return [_symbol(server, each) for each in symbols.symbols(opened)] if opened else []
 
+    @server.feature(types.TEXT_DOCUMENT_CODE_LENS)
+    def on_lens(params: types.CodeLensParams) -> list[types.CodeLens]:
+        opened = server.spec(params.text_document.uri)
+        found = lens.lenses(opened) if opened else []
+        return [types.CodeLens(server.range(each.span), types.Command(each.text, "")) for each in found]
+
+    @server.feature(types.TEXT_DOCUMENT_DOCUMENT_LINK)
+    def on_links(params: types.DocumentLinkParams) -> list[types.DocumentLink]:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return []
+        found = ((span, server.uri(uri, opened, file.source.name)) for span, file in navigation.links(opened))
+        return [types.DocumentLink(server.range(span), target) for span, target in found]
+
 
 def _symbol(server: Server, each: symbols.Symbol) -> types.DocumentSymbol:
     children = [_symbol(server, inner) for inner in each.children]
@@ -249,3 +290,80 @@ def _navigation(server: Server) -> None:
     @server.feature(types.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
     def on_highlight(params: types.DocumentHighlightParams) -> list[types.DocumentHighlight]:
         return [types.DocumentHighlight(each.range) for each in ask(params, navigation.occurrences) or ()]
+
+
+def _completion(server: Server) -> None:
+    options = types.CompletionOptions(trigger_characters=[" ", "[", "{"])
+
+    @server.feature(types.TEXT_DOCUMENT_COMPLETION, options)
+    def on_completion(params: types.CompletionParams) -> types.CompletionList | None:
+        opened = server.spec(params.text_document.uri)
+        found = complete(opened, server.spot(opened, params.position)) if opened else None
+        return types.CompletionList(False, _completion_items(server, found)) if found else None
+
+
+def _completion_items(server: Server, found: Completion) -> list[types.CompletionItem]:
+    """Return the items of the protocol, which an editor sorts by `sort_text` where they match equally well."""
+    capabilities = server.client_capabilities.text_document
+    able = capabilities.completion.completion_item if capabilities and capabilities.completion else None
+    snippets = bool(able and able.snippet_support)
+    where = server.range(found.span)
+    items = []
+    for number, each in enumerate(found.items):
+        plain = re.sub(r"\$\d", "", each.text)
+        is_snippet = snippets and plain != each.text
+        items.append(
+            types.CompletionItem(
+                each.label,
+                kind=ITEM_KINDS[each.kind],
+                detail=each.detail or None,
+                documentation=types.MarkupContent(types.MarkupKind.Markdown, each.about) if each.about else None,
+                sort_text=f"{number:04}",
+                insert_text_format=types.InsertTextFormat.Snippet if is_snippet else types.InsertTextFormat.PlainText,
+                text_edit=types.TextEdit(where, each.text if is_snippet else plain),
+                additional_text_edits=[types.TextEdit(server.range(each.more[0]), each.more[1])] if each.more else None,
+            )
+        )
+    return items
+
+
+def _changes_of_text(server: Server) -> None:
+    @server.feature(types.TEXT_DOCUMENT_CODE_ACTION, types.CodeActionOptions([types.CodeActionKind.QuickFix]))
+    def on_fixes(params: types.CodeActionParams) -> list[types.CodeAction]:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return []
+        found = fixes.fixes(opened, server.spot(opened, params.range.start), server.spot(opened, params.range.end))
+        return [
+            types.CodeAction(
+                each.title, types.CodeActionKind.QuickFix, is_preferred=len(found) == 1,
+                diagnostics=[server.diagnostic(uri, opened, each.diagnostic.span, each.diagnostic)],
+                edit=server.changes(uri, opened, each.edits),
+            )
+            for each in found
+            if each.diagnostic.span
+        ]  # fmt: skip
+
+    @server.feature(types.TEXT_DOCUMENT_PREPARE_RENAME)
+    def on_prepare(params: types.PrepareRenameParams) -> types.PrepareRenamePlaceholder | None:
+        opened = server.spec(params.text_document.uri)
+        if opened is None:
+            return None
+        try:
+            found = rename.target(opened, server.spot(opened, params.position))
+        except rename.Refused as error:
+            raise JsonRpcException(str(error), REFUSED) from None
+        return types.PrepareRenamePlaceholder(server.range(found.span), found.name)
+
+    @server.feature(types.TEXT_DOCUMENT_RENAME, types.RenameOptions(prepare_provider=True))
+    def on_rename(params: types.RenameParams) -> types.WorkspaceEdit | None:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return None
+        try:
+            edits = rename.rename(opened, server.spot(opened, params.position), params.new_name)
+        except rename.Refused as error:
+            raise JsonRpcException(str(error), REFUSED) from None
+        return server.changes(uri, opened, edits)

@@ -33,6 +33,11 @@ def symbols(opened: Opened) -> list[Symbol]:
     return [each for key, span, node in sections if (each := outline.section(key, span, node))]
 
 
+def _within(span: Span, around: Span) -> bool:
+    begins = (around.line, around.column) <= (span.line, span.column)
+    return begins and (span.end_line, span.end_column) <= (around.end_line, around.end_column)
+
+
 class _Outline:
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
@@ -48,7 +53,8 @@ class _Outline:
         whole = own._replace(end_line=end.end_line, end_column=end.end_column) if end else own
         if (whole.end_line, whole.end_column) < (own.end_line, own.end_column):  # an alias lies elsewhere
             whole = own
-        return Symbol(name, detail, kind, whole, own, [each for each in inner if each])
+        inside = [each for each in inner if each and _within(each.span, whole)]  # what an alias repeats is elsewhere
+        return Symbol(name, detail, kind, whole, own, inside)
 
     def section(self, key: str, span: Span, node: Node) -> Symbol | None:
         inner: Iterator[Symbol | None]

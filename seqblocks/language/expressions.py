@@ -15,6 +15,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -173,6 +174,21 @@ class Expression(Record):
         if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
             raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
         return value
+
+
+    def bound(self, names: Mapping[str, Number]) -> str:
+        """Return the expression as text, with numbers in place of these names."""
+        return ast.unparse(_Bind(names).visit(deepcopy(self.tree)))
+
+
+class _Bind(ast.NodeTransformer):
+    """Replace names by numbers."""
+
+    def __init__(self, names: Mapping[str, Number]) -> None:
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.names[node.id]) if node.id in self.names else node
 
 
 class NameFault(Fault):

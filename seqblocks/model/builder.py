@@ -95,6 +95,6 @@ def _allocate(module: SequenceModel, dtype: torch.dtype, device: torch.device) -
                 f"{device} has not enough memory for the parameters, {size:,} bytes; device='meta' allocates nothing"
             ) from error
         holder, _, leaf = name.rpartition(".")
-        module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
+        module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh, parameter.requires_grad))
     for name, buffer in list(module.named_buffers(recurse=False)):
         module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=dtype), persistent=False)

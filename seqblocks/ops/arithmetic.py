@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import ANY, Op, Port, argument, primitive
-from seqblocks.parameters import Init, Parameter
+from seqblocks.language.expressions import parse
+from seqblocks.op import ANY, Op, Over, Port, argument, primitive
+from seqblocks.parameters import LISTED, Init, Parameter
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
 
+MOST = 1e6  # magnitude of constants
+MOST_FEATURES = 4096  # of a formula, which is evaluated for each
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
 
@@ -194,30 +198,75 @@ class Scale(Op):
 
 @primitive("constant")
 class Constant(Op):
-    """Replace every token by the same vector: learned (weight [features]), or a fixed number.
+    """Replace every token by the same vector: learned (weight [D]), fixed numbers, or numbers that are kept.
 
-    Only the number of tokens of the input matters, not their values.
+    With `learned: false`, the numbers are those of `value` or `formula`, and take no memory. With `persistent: true`
+    too, they are a parameter `weight` [D] without gradient: `init:` may draw it, and checkpoints contain it. Only the
+    number of tokens of the input matters, not their values.
     """
 
     ports = (ANY._replace(size_only=True),)
-    features: int = argument(..., "width of the vector", ge=1)
-    learned: bool = argument(True, "whether the vector is a parameter initialised to `value`, or a constant")
+    features: int = argument(..., "width of the vector, D", ge=1)
+    learned: bool = argument(True, "whether the vector is trained")
     value: float = argument(0.0, "the constant, or the initial value of each feature", ge=-1e6, le=1e6)
+    formula: Annotated[str, Over(("feature", "features"))] | None = argument(
+        None, "the values instead: an expression of `feature`, the index from 0, and of `features`"
+    )
+    persistent: bool = argument(False, "whether a vector that is not trained is kept in the state_dict")
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values by feature, or one for all. Raises Fault."""
+        return (self.value,) if self.formula is None else _numbers(self.formula, self.features)
 
     def shape(self, x: Wire) -> Wire:
+        if self.formula is not None and self.value:
+            raise Fault("E210", "`value` and `formula` are mutually exclusive", at="formula", hint="remove one of them")
+        if self.learned and self.persistent:
+            message, hint = "a learned vector is kept anyway", "add `learned: false`, or remove `persistent`"
+            raise Fault("E210", message, at="persistent", hint=hint)
+        if max(map(abs, self.numbers)) > MOST:
+            raise Fault("E209", "the values are too large", at="formula", expected=f"at most {MOST:,.0f}")
         return x.with_features(self.features)
 
     def facts(self, x: Wire) -> Facts:
-        return UNBOUNDED if self.learned else Facts(self.value, self.value)
+        return UNBOUNDED if self.learned or self.persistent else Facts(min(self.numbers), max(self.numbers))
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
-        if not self.learned:
+        if not (self.learned or self.persistent):
             return {}
-        return {"weight": Parameter((self.features,), Init("constant", (self.value,)), decay=False)}
+        init = Init("constant", self.numbers) if self.formula is None else Init(LISTED, self.numbers)
+        return {"weight": Parameter((self.features,), init, decay=False, trained=self.learned)}
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
-        return tape.expand(p["weight"], tape.out) if self.learned else tape.new(tape.out)
+        if "weight" in p:
+            return tape.expand(p["weight"], tape.out)
+        numbers = tape.new(tape.out if self.formula is None else (self.features,))
+        return numbers if self.formula is None else tape.expand(numbers, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         places = (*x.shape[:-1], self.features)
-        return p["weight"].expand(places) if self.learned else x.new_full(places, self.value)
+        if "weight" in p:
+            return p["weight"].expand(places)
+        return x.new_full(places, self.value) if self.formula is None else x.new_tensor(self.numbers).expand(places)
+
+
+def _numbers(formula: str, features: int) -> tuple[float, ...]:
+    return _evaluated(formula, features)
+
+
+_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers call it instead of tracing the parser
+
+
+@lru_cache(maxsize=256)
+def _evaluated(formula: str, features: int) -> tuple[float, ...]:
+    """Return the values of a formula for each feature. Raises Fault."""
+    if features > MOST_FEATURES:
+        message = f"a formula computes at most {MOST_FEATURES:,} features"
+        raise Fault("E504", message, at="formula", found=f"{features:,}")
+    expression = parse(formula)
+    try:
+        return tuple(float(expression.evaluate({"feature": at, "features": features})) for at in range(features))
+    except Fault as fault:
+        fault.at = "formula"
+        raise

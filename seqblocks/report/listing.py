@@ -49,6 +49,7 @@ def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
         yield f"{pad}{_step(node)}{notes.get(own, '')}"
         for name, parameter in node.parameters.items():
             tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
+            tie += "" if parameter.trained else ", not trained"
             yield f"{pad}    {name} {list(parameter.shape)}{notes.get(graph.join(own, name), tie)}"
         labels: dict[int, list[str]] = {}
         for label, inner in node.bodies.items():

@@ -345,6 +345,8 @@ def _argument(argument: Declared, words: list[str] | None) -> Schema:
             return _number(argument)
         case "flag":
             return FLAG
+        case "formula":
+            return NUMBER
         case "mapping":
             assert argument.kind.entries
             entries = arguments(argument.kind.entries)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, parameters
 from seqblocks.kernels.attention import alibi_slopes
-from seqblocks.parameters import Init, Parameter
+from seqblocks.parameters import LISTED, Init, Parameter
 from seqblocks.runtime.agreement import check_seed
 from seqblocks.runtime.shards import Parts, assign, groups_of
 
@@ -163,4 +163,5 @@ DRAWS: dict[str, Draw] = {
     "ramp": _ramp,
     "log_range": _log_range,
     "inverse_softplus": _inverse_softplus,
+    LISTED: lambda shape, init, fan_in, g: torch.tensor(init.values, **PLAIN).expand(shape).clone(),
 }

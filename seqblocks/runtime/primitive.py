@@ -58,7 +58,8 @@ class Primitive(StepModule, Holder):
             self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
             self._own = [name for name in self._own if name not in self._elsewhere]
         for name in self._own:
-            self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
+            declared = node.parameters[name]
+            self.register_parameter(name, nn.Parameter(torch.empty(declared.shape), declared.trained))
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
         """Return the op's parameters, including those that another step or the current direction of a scan holds.

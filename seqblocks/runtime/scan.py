@@ -146,7 +146,8 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
         for step in steps:
             module = module._modules.setdefault(step, Holder())  # type: ignore[assignment]
         if graph.join(place.path, name) not in place.held_elsewhere:
-            module.register_parameter(leaf, nn.Parameter(torch.empty(item.parameter.shape)))
+            own = nn.Parameter(torch.empty(item.parameter.shape), item.parameter.trained)
+            module.register_parameter(leaf, own)
     return root
 
 

@@ -71,7 +71,8 @@ def test_it_runs_and_trains(name: str) -> None:
     check_shapes(model)
     length = model.spec.input.length
     x = random_input(model, 2, length if isinstance(length, int) else 6)
-    model(x, **random_context(model, 2)).square().sum().backward()
+    y = model(x, **random_context(model, 2))
+    torch.stack([each.square().sum() for each in (y.values() if isinstance(y, dict) else [y])]).sum().backward()
     for what, parameter in model.named_parameters():
         assert parameter.grad is not None, what
         assert parameter.grad.isfinite().all(), what

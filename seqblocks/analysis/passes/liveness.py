@@ -221,7 +221,7 @@ def _may_own(node: Node) -> bool:
     """
     if node.owner:
         return False
-    if any(name not in node.ties for name in node.parameters):
+    if any(name not in node.ties for name, parameter in node.parameters.items() if parameter.trained):
         return True
     if node.kind != "op":
         return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)

@@ -117,7 +117,37 @@ def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
             return _words(ctx, node, kind)
         case "mapping":
             return _entries(ctx, node, kind)
+        case "formula":
+            return _formula(ctx, node, kind)
     return node
+
+
+def _formula(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    """Return an expression as text, with numbers in place of names in scope, except those that have several values."""
+    if not isinstance(node, Scalar) or isinstance(node.value, bool) or (node.value is None and not kind.optional):
+        ctx.report(Fault("E203", "expected an expression", found=kind_of(node)), node.span)
+        return UNKNOWN
+    if not isinstance(node.value, str):
+        return node.value if node.value is None else node.text
+    try:
+        expression, names = parse(node.value), ctx.scope(node.value)
+        used = [(name, offset) for name, offset in expression.names if name not in kind.over]
+        expression.check_names({**dict.fromkeys(kind.over, 0), **names})
+        ctx.refer(node.value, node, used)
+        values = {name: names[name] for name, _ in used}
+        if UNKNOWN in values.values():
+            return UNKNOWN
+        numbers = {name: x for name, x in values.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+        if wrong := values.keys() - numbers.keys():
+            name = min(wrong)
+            raise Fault("E203", "expected a number", found=f"{name}, which is {shown_value(values[name])}")
+        return expression.bound(numbers)
+    except NameFault as fault:
+        explain_name(ctx, fault)
+        ctx.report(fault, node.part(fault.offset, len(fault.name)))
+    except Fault as fault:
+        ctx.report(fault, node)
+    return UNKNOWN
 
 
 def _entries(ctx: Context, node: Node, kind: FieldKind) -> Any:

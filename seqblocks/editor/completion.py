@@ -1,0 +1,284 @@
+"""Complete a word: keys, verbs, arguments, wires, names, by what is in scope at the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.analyse import Analysis, analyse_text
+from seqblocks.analysis.scope.step import Verb
+from seqblocks.editor.context import Context, context_of, holds_steps
+from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
+from seqblocks.editor.hover import COMMON, about_argument, about_block, about_verb
+from seqblocks.editor.opened import Opened
+from seqblocks.editor.positions import Spot
+from seqblocks.errors import Span
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.language.expressions import FUNCTIONS
+from seqblocks.language.files import bundled, specs_beside
+from seqblocks.language.spec import Block, SpecFile
+from seqblocks.op import Op
+from seqblocks.parameters import INITIALISERS
+from seqblocks.report import reference
+
+ItemKind = Literal["key", "word", "verb", "block", "wire", "name", "file", "function"]
+
+
+class Item(NamedTuple):
+    """One word that may be written. text: what to insert, with $1, $2 where the values go. more: an edit elsewhere."""
+
+    label: str
+    kind: ItemKind
+    text: str
+    detail: str = ""
+    about: str = ""
+    more: tuple[Span, str] | None = None
+
+
+class Completion(NamedTuple):
+    """The items, in the order of their relevance, and the word that they replace."""
+
+    span: Span
+    items: list[Item]
+
+
+def complete(opened: Opened, spot: Spot) -> Completion | None:
+    """Return what may be written at a position, or None if nothing is known."""
+    cursor = at_cursor(opened.text, opened.lines.offset_of(spot))
+    if cursor is None:
+        return None
+    analysis = opened.again(cursor.text)
+    file = analysis.file or opened.known.analysis.file or _unfinished(cursor.root)
+    if opened.known.analysis.file:
+        file.visible = {**opened.known.analysis.file.visible, **file.visible}
+    context = context_of(cursor.path, file)
+    if context is None:
+        return None
+    items = [*_items(context, _Maker(opened, cursor, file, analysis))]
+    return Completion(opened.span(cursor.start, cursor.end), items)
+
+
+def _unfinished(root: Node) -> SpecFile:
+    """Return what is known of a file that defines neither a model nor a block yet."""
+    tree = root if isinstance(root, Mapping) else Mapping(root.span, 1, 1, {})
+    let = tree.get("let")
+    return SpecFile(root.span.source, tree, let=let if isinstance(let, Mapping) else None)
+
+
+def _items(context: Context, maker: _Maker) -> Iterator[Item]:
+    match context.kind:
+        case "key":
+            yield from (maker.key(word, "") for word in context.words if word not in context.taken)
+        case "word":
+            yield from (Item(word, "word", word) for word in context.words)
+        case "use":
+            yield from maker.files()
+        case "verb":
+            yield from maker.verbs(context)
+        case "argument":
+            yield from maker.arguments(context)
+        case "value":
+            yield from maker.values(context)
+        case "names":
+            yield from maker.names(context, "")
+        case "wire":
+            yield from maker.wires(context)
+        case "step":
+            yield from (Item(name, "word", name) for name in dict.fromkeys(reversed(context.scope.steps)))
+        case "parameter":
+            yield from maker.parameters(context)
+        case "initialiser":
+            yield from maker.initialisers(context)
+
+
+class _Maker:
+    def __init__(self, opened: Opened, cursor: Cursor, file: SpecFile, analysis: Analysis) -> None:
+        self.opened, self.cursor, self.file, self.analysis = opened, cursor, file, analysis
+
+    def key(self, word: str, about: str, value: str = "$1", detail: str = "") -> Item:
+        text = word if self.cursor.colon else f"{word}: {value}"
+        return Item(word, "key", text, detail, about)
+
+    def files(self) -> Iterator[Item]:
+        root = self.opened.root
+        use = root.get("use") if root else None
+        given = {item.text for item in use.items if isinstance(item, Scalar)} if isinstance(use, Sequence) else set()
+        yield from (Item(name, "file", name, "bundled") for name in _bundled_blocks_by_file() if name not in given)
+        if self.opened.path:
+            others = sorted(specs_beside(self.opened.path))
+            yield from (Item(f"./{name}", "file", f"./{name}") for name in others if name != self.opened.path.name)
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def verbs(self, context: Context) -> Iterator[Item]:
+        for name in context.scope.passed:
+            yield Item(name, "block", name, "steps that the block is given")
+        for name, block in self.file.visible.items():
+            if not block.incomplete:
+                yield self._verb(name, "block", _needs_of(block), block.about, about_block(block))
+        for name, verb in reference.verbs().items():
+            needs = _needs(name, verb)
+            yield self._verb(name, "verb", needs, _first_line(verb), about_verb(verb))
+        for name, (file, block) in bundled_blocks().items():
+            if name not in self.file.visible and name not in context.scope.passed:
+                edit = self._use(file)
+                if edit:
+                    about = about_block(block)
+                    yield self._verb(name, "block", _needs_of(block), f"from {file}", about)._replace(more=edit)
+
+    def _verb(self, name: str, kind: ItemKind, needs: list[tuple[str, str]], detail: str, about: str) -> Item:
+        """Return the item of a verb. needs: its required arguments, and the brackets of their values."""
+        if self.cursor.colon or not needs:
+            return Item(name, kind, name, detail, about)
+        values = ", ".join(f"{key}: {_blank(brackets, at)}" for at, (key, brackets) in enumerate(needs, 1))
+        text = f"{name}: {{{values}}}"
+        return Item(name, kind, f"{{{text}}}" if self.cursor.bracket == "[" else text, detail, about)
+
+    def _use(self, file: str) -> tuple[Span, str] | None:
+        """Return the edit that adds a bundled file to `use:`, or None if its list is not plain."""
+        root = self.opened.root
+        if root is None or (self.opened.known is not self.opened and self.opened.moved.head < 2):
+            return None
+        use = root.get("use")
+        if use is None:
+            first = root.entries.get("seqblocks")
+            if first is None or self.cursor.path[0].node.span.source.line(1).startswith("{"):
+                return None
+            line = first[1].span.end_line
+            return self._at(line, len(self.opened.source.line(line)) + 1, f"\nuse: [{file}]")
+        if not isinstance(use, Sequence) or not use.items:
+            return None
+        last = self.opened.now(use.items[-1].span)
+        if last is None:
+            return None
+        written = self.opened.source.line(last.line)
+        is_list = written.lstrip().startswith("- ")
+        text = f"\n{written[: len(written) - len(written.lstrip())]}- {file}" if is_list else f", {file}"
+        return self._at(last.end_line, last.end_column, text)
+
+    def _at(self, line: int, column: int, text: str) -> tuple[Span, str]:
+        return Span(self.opened.source, line, column, line, column), text
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def arguments(self, context: Context) -> Iterator[Item]:
+        verb = context.verb
+        assert verb
+        abouts = _abouts(verb)
+        ordered = [*verb.required, *(key for key in verb.own if key not in verb.required)]
+        for key in (*ordered, *(key for key in verb.common if key not in verb.own)):
+            if key not in context.taken:
+                needed = "required" if key in verb.required else ""
+                value = "[$1]" if holds_steps(verb, key) else "{$1}" if key == "init" else "$1"
+                yield self.key(key, abouts.get(key, COMMON.get(key, "")), value, needed)
+
+    def values(self, context: Context) -> Iterator[Item]:
+        verb = context.verb
+        assert verb
+        if isinstance(verb.meaning, Block):
+            argument = verb.meaning.args.get(context.key)
+            kind = argument.type if argument else ""
+            yield from _words(("true", "false") if kind == "bool" else ())
+        elif isinstance(verb.meaning, type):
+            found = next((each for each in reference.arguments(verb.meaning) if each.name == context.key), None)
+            if found is None:
+                return
+            kind = found.kind.kind
+            yield from _words(found.kind.choices or (("true", "false") if kind == "flag" else ()))
+            if kind in ("mapping", "value"):
+                return
+        else:
+            return
+        yield from self.names(context, _VALUES.get(kind, ""))
+
+    def names(self, context: Context, kind: str = "number") -> Iterator[Item]:
+        """Yield the names of values of a kind, or of any kind if it is "", and of those that may be of it."""
+        for name, (own, about) in context.scope.names.items():
+            if not kind or own in (kind, ""):
+                yield Item(name, "name", name, about)
+        if kind in ("number", ""):
+            yield from (Item(name, "function", f"{name}($1)", "function") for name in FUNCTIONS)
+
+    def initialisers(self, context: Context) -> Iterator[Item]:
+        """Yield initialisers, and the names of values that their numbers and conditions may read."""
+        last = self.cursor.path[-1].node
+        before = last.text.partition(HOLE)[0] if isinstance(last, Scalar) else ""
+        if before.count("(") > before.count(")"):
+            yield from self.names(context)
+        else:
+            yield from (Item(name, "function", name) for name in [*INITIALISERS, "default"])
+            yield from self.names(context, "")
+
+    def wires(self, context: Context) -> Iterator[Item]:
+        types = {step.span[1:]: step.type for step in self.analysis.steps if self.opened.is_own(step.span)}
+        for name, maker in reversed(context.scope.wires.items()):
+            yield Item(name, "wire", name, (types.get(maker[1:]) if maker else None) or "")
+
+    def parameters(self, context: Context) -> Iterator[Item]:
+        body, step = self.analysis.lowered.body, context.step
+        assert step
+        nodes = [node for node in graph.walk(body) if node.verb == step.verb] if body else []
+        names = dict.fromkeys(name for node in nodes for name in node.parameters)
+        yield from (self.key(name, "", value="$1") for name in names if name not in context.taken)
+
+
+# The kinds of arguments of verbs and of blocks, as those of names.
+_VALUES = {
+    "number": "number", "int": "number", "float": "number", "flag": "flag", "bool": "flag", "word": "word",
+    "words": "word",
+}  # fmt: skip
+
+
+def _words(words: tuple[str, ...]) -> Iterator[Item]:
+    return (Item(word, "word", word) for word in words)
+
+
+def _blank(brackets: str, at: int) -> str:
+    return f"[${at}]" if brackets else f"${at}"
+
+
+def _first_line(verb: reference.Verb) -> str:
+    return reference.about(verb).partition("\n")[0]
+
+
+def _needs(name: str, verb: reference.Verb) -> list[tuple[str, str]]:
+    """Return the arguments that a verb requires, and the brackets of those that are steps."""
+    ports = [(port.name, "") for port in reference.ports(verb) if reference.is_required(port)]
+    given = [(each.name, "[") for each in reference.arguments(verb) if each.holds_steps][: name != "parallel"]
+    plain = [(each.name, "") for each in reference.arguments(verb) if each.required and not each.holds_steps]
+    return [*ports, *plain, *given]
+
+
+def _needs_of(block: Block) -> list[tuple[str, str]]:
+    required = (each for each in block.args.values() if each.default is None)
+    return [(each.name, "[" if each.type == "steps" else "") for each in required]
+
+
+def _abouts(verb: Verb) -> dict[str, str]:
+    """Return the descriptions of the arguments of a verb."""
+    if isinstance(verb.meaning, Block):
+        return {name: f"{each.type}. {each.meaning()}" for name, each in verb.meaning.args.items()}
+    if not isinstance(verb.meaning, type):
+        return {}
+    found = {each.name: about_argument(each) for each in reference.arguments(verb.meaning)}
+    if issubclass(verb.meaning, Op):
+        found |= {reference.port_key(port): reference.describe_port(port) for port in verb.meaning.ports}
+    return found
+
+
+@lru_cache(maxsize=1)
+def bundled_blocks() -> dict[str, tuple[str, Block]]:
+    """Return the blocks of the bundled files that are made to be used, each with the name of its file."""
+    return {name: (file, block) for file, blocks in _bundled_blocks_by_file().items() for name, block in blocks.items()}
+
+
+@lru_cache(maxsize=1)
+def _bundled_blocks_by_file() -> dict[str, dict[str, Block]]:
+    found = {}
+    for name, path in bundled().items():
+        if path.parent.name == "blocks":
+            file = analyse_text(path.read_text("utf-8"), str(path), path.parent, kind="bundled").file
+            found[name] = dict(file.blocks) if file else {}
+    return found

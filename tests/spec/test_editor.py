@@ -1,0 +1,512 @@
+"""What an editor shows of a spec, as functions without a protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqblocks import graph
+from seqblocks.editor import diagnostics, navigation, rename
+from seqblocks.editor.completion import Item, complete
+from seqblocks.editor.edits import applied
+from seqblocks.editor.fixes import QuickFix, fixes
+from seqblocks.editor.hints import hints
+from seqblocks.editor.hover import hover
+from seqblocks.editor.lens import lenses
+from seqblocks.editor.opened import Opened, is_spec
+from seqblocks.editor.positions import Lines, Place, Spot
+from seqblocks.editor.symbols import Symbol, symbols
+from seqblocks.errors import Diagnostic, Report, Source, Span
+from seqblocks.language.document import parse
+from seqblocks.language.files import bundled
+
+SOME = ("jamba_small", "captioner", "vil", "transformer")
+FAULTS = sorted((Path(__file__).parents[1] / "golden" / "faults").glob("*.yaml"))
+FAULTS = [path for path in FAULTS if not path.stem.endswith("not_utf8")]  # an editor decodes the text
+HEAD = """\
+seqblocks: 1
+use: [prenorm]
+let: {dim: 64, act: silu, wide: 2 * dim}
+blocks:
+  mine:
+    args: {width: int, other: wire, inner: steps}
+    let: {half: width / 2}
+    steps:
+      - linear: {features: width, as: m}
+      - inner
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: wide, as: x, name: first}
+"""
+
+
+def opened(text: str, path: Path | None = None, before: Opened | None = None) -> Opened:
+    return Opened(text, path, before=before)
+
+
+def spot_of(text: str, word: str) -> Spot:
+    before = text[: text.index(word)].split("\n")
+    return Spot(len(before), len(before[-1]) + 1)
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def test_positions_count_utf16_and_end_lines_as_the_protocol_does() -> None:
+    lines = Lines("a🙂b\r\nc\u2028d\re", "utf-16")
+    assert lines.place(Spot(1, 3)) == Place(0, 3)  # the emoji is two units
+    assert lines.spot(Place(0, 3)) == Spot(1, 3)
+    assert lines.spot(Place(0, 2)) == Spot(1, 2)  # inside the emoji: before it
+    assert lines.place(Spot(3, 1)) == Place(1, 2)  # to YAML, \u2028 ends a line
+    assert lines.spot(Place(1, 2)) == Spot(3, 1)
+    assert lines.spot(Place(0, 99)) == Spot(1, 4)
+    assert lines.spot(Place(99, 0)) == Spot(4, 2)
+    assert Lines("é", "utf-8").place(Spot(1, 2)) == Place(0, 2)
+    assert Lines("🙂", "utf-32").place(Spot(1, 2)) == Place(0, 1)
+
+
+@given(st.text("ab é🙂\n\r\u2028\x85", max_size=20), st.sampled_from(("utf-8", "utf-16", "utf-32")))
+def test_positions_go_there_and_back(text: str, encoding: str) -> None:
+    lines = Lines(text, encoding)
+    for offset in range(len(text) + 1):
+        spot = lines.spot_at(offset)
+        assert lines.offset_of(spot) == offset
+        if text[offset - 1 : offset + 1] != "\r\n":  # no position of the protocol is between the two
+            assert lines.spot(lines.place(spot)) == spot
+
+
+@given(st.text("ab🙂 \n\r", min_size=1, max_size=12))
+def test_positions_are_those_of_yaml(text: str) -> None:
+    """The span of a plain word contains the word, whatever ends the lines before it."""
+    whole = f'"{text}": word\n'
+    root = parse(Source.of("", whole), Report(None))
+    lines = Lines(whole)
+    if root is not None:
+        (entry,) = root  # type: ignore[misc]
+        span = entry[2].span
+        start = lines.offset_of(Spot(span.line, span.column))
+        assert whole[start : lines.offset_of(Spot(span.end_line, span.end_column))] == "word"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seqblocks: 1\n", True),
+        ("# first\nabout: x\n'seqblocks': 1\n", True),
+        ("# first\n\n{ seqblocks: 1}", True),
+        ("services: {seqblocks: 1}\n", False),
+        ("a:\n  seqblocks: 1\n", False),
+        ("", False),
+    ],
+)
+def test_specs_are_told_from_other_yaml(text: str, expected: bool) -> None:
+    assert is_spec(text) is expected
+
+
+def test_all_bundled_files_are_specs_without_diagnostics() -> None:
+    for path in bundled().values():
+        text = path.read_text("utf-8")
+        assert is_spec(text)
+        assert diagnostics.by_file(opened(text, path)) == {str(path): []}
+
+
+# --- hints, outline, hover, navigation --------------------------------------------------------------------------------
+
+
+def nested(outline: list[Symbol], around: Span | None = None) -> None:
+    for each in outline:
+        assert starts(each.span) <= starts(each.own)
+        assert ends(each.own) <= ends(each.span)
+        if around:
+            assert starts(around) <= starts(each.span)
+            assert ends(each.span) <= ends(around)
+        nested(each.children, each.span)
+
+
+def starts(span: Span) -> tuple[int, int]:
+    return span.line, span.column
+
+
+def ends(span: Span) -> tuple[int, int]:
+    return span.end_line, span.end_column
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_everything_is_known_of_bundled_files(name: str) -> None:
+    path = bundled()[name]
+    found = opened(path.read_text("utf-8"), path)
+    nested(symbols(found))
+    shown = {hint.spot.line for hint in hints(found)}
+    assert shown == {step.span.line for step in found.steps if found.is_own(step.span)}
+    for span, reference in found.own_references.items():
+        about = hover(found, Spot(span.line, span.column))
+        assert about is not None
+        assert reference.name in about.text
+        assert about.span == span
+        if reference.definition:
+            assert navigation.definition(found, Spot(span.line, span.column)) == reference.definition
+            if found.is_own(reference.definition):
+                others = navigation.occurrences(found, Spot(*starts(reference.definition)))
+                assert span in others
+
+
+def test_hints_and_definitions_stay_where_lines_did_not_change() -> None:
+    good = opened(HEAD + "    - silu\n    - linear: {from: x, features: dim}\n")
+    text = good.text.replace("    - silu\n", "    - {silu\n\n")
+    broken = opened(text, before=good)
+    assert broken.analysis.file is None
+    assert [(hint.spot.line, hint.text) for hint in hints(broken)][-1] == (17, "[batch, seq, 64] · 8,256 parameters")
+    assert not any(hint.spot.line in (15, 16) for hint in hints(broken))
+    assert navigation.definition(broken, spot_of(text, "x, features: dim}")) == Span(broken.source, 14, 36, 14, 37)
+    again = opened(text.replace("{silu", "{silu, "), before=broken)
+    assert hints(again) == hints(broken)
+
+
+def test_a_hint_is_of_a_step_with_a_type() -> None:
+    found = opened(HEAD + "    - slu\n    - linear: {features: 3}\n")
+    assert [hint.spot.line for hint in hints(found) if hint.spot.line > 13] == [14]
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+
+
+def items(tail: str, head: str = HEAD) -> list[Item]:
+    """Return the completions at the bar in a text."""
+    text = head + tail
+    at = text.index("|")
+    text = text[:at] + text[at + 1 :]
+    now = opened(text, before=opened(head))
+    found = complete(now, now.lines.spot_at(at))
+    return found.items if found else []
+
+
+def labels(tail: str, head: str = HEAD) -> list[str]:
+    return [item.label for item in items(tail, head)]
+
+
+@pytest.mark.parametrize(
+    ("tail", "first", "never"),
+    [
+        ("    - |", ["prenorm", "mine"], ["inner", "dim"]),
+        ("    - lin|", ["prenorm"], ["dim"]),
+        ("    - residual: [|", ["prenorm"], ["x"]),
+        ("    - residual:\n        steps:\n          - |", ["prenorm"], ["x"]),
+        ("    - linear: {|", ["features", "bias"], ["silu"]),
+        ("    - linear: {features: 3, |}\n    - silu\n", ["bias"], ["features"]),
+        ("    - linear:\n        features: 3\n        |", ["bias"], ["features"]),
+        ("    - linear:\n        |", ["features"], ["silu"]),
+        ("    - linear: {features: |", ["dim", "wide"], ["act", "x"]),
+        ("    - linear: {features: 2 * |}\n", ["dim", "wide"], ["act"]),
+        ('    - linear: {features: "round_up(|', ["dim", "wide"], ["act"]),
+        ("    - linear: |", ["dim", "wide"], ["features"]),
+        ("    - linear: {from: |", ["x", "input"], ["dim"]),
+        ("    - linear: {from: [x, |]}", ["x", "input"], ["dim"]),
+        ("    - gate: {by: x, activation: |", ["silu"], ["dim"]),
+        ("    - linear: {features: 3, bias: |", ["true", "false"], ["dim"]),
+        ("    - linear: {features: 3, share: |", ["first"], ["x"]),
+        ("    - linear: {features: 3, init: {|", ["weight", "bias"], ["features"]),
+        ("    - linear: {features: 3, init: {weight: |", ["zeros"], ["weight"]),
+        ("    - linear: {features: 3, as: {a: |", ["dim", "wide"], ["x"]),
+        ("    - mine: {|", ["width", "other", "inner"], ["features", "init"]),
+        ("    - mine: {other: |", ["x", "input"], ["dim"]),
+        ("    - mine: {width: 3, other: x, inner: [{linear: {from: |", ["input"], ["x", "m"]),
+        ("    - mine: {width: 3, other: x, inner: [|", ["prenorm"], ["inner"]),
+        ("    - repeat: {times: 2, steps: [{linear: {features: |", ["dim", "act", "wide", "layer"], ["x"]),
+        ("    - repeat: {times: |", ["dim"], ["layer"]),
+        ("    - silu\nexpect: {|", ["params"], ["model"]),
+        ("    - silu\nexpect:\n  |", ["params"], ["model"]),
+        ("    - silu\n|", ["about", "needs"], ["model", "use"]),
+        ("    - silu\n  outputs: {a: |", ["x", "input"], ["dim"]),
+        ("    - # |", [], ["linear"]),
+    ],
+)
+def test_completion_knows_what_may_be_written(tail: str, first: list[str], never: list[str]) -> None:
+    found = labels(tail)
+    assert [label for label in found if label in first] == [label for label in first if label != "act"]
+    assert found[:1] == first[:1]
+    assert not {*found} & {*never}
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("seqblocks: 1\nuse: [|", "attention"),
+        ("seqblocks: 1\nmodel:\n  input: {|", "tokens"),
+        ("seqblocks: 1\nmodel: {|", "about"),
+        ("seqblocks: 1\nblocks:\n  a:\n    |", "about"),
+        ("seqblocks: 1\nblocks: {a: {args: {b: |", "int"),
+        ("seqblocks: 1\nblocks: {a: {args: {b: {|", "type"),
+        ("seqblocks: 1\nblocks: {a: {args: {b: {type: |", "int"),
+        ("seqblocks: 1\nlet: {a: 1, b: |", "a"),
+        ("seqblocks: 1\nblocks:\n  a:\n    args: {b: int, c: wire}\n    steps:\n      - linear: {features: |", "b"),
+        ("seqblocks: 1\nblocks:\n  a:\n    args: {b: int, c: wire}\n    steps:\n      - linear: {from: |", "c"),
+        ("seqblocks: 1\nblocks:\n  a:\n    args: {b: steps}\n    steps:\n      - |", "b"),
+    ],
+)
+def test_completion_outside_of_the_steps_of_a_model(text: str, first: str) -> None:
+    assert labels(text, "")[:1] == [first]
+
+
+def test_a_verb_brings_its_required_arguments_and_its_braces() -> None:
+    by_label = {item.label: item for item in items("    - |")}
+    assert by_label["linear"].text == "linear: {features: $1}"
+    assert by_label["silu"].text == "silu"
+    assert by_label["mine"].text == "mine: {width: $1, other: $2, inner: [$3]}"
+    assert by_label["residual"].text == "residual: {steps: [$1]}"
+    in_list = {item.label: item for item in items("    - residual: [|")}
+    assert in_list["linear"].text == "{linear: {features: $1}}"
+    before_colon = {item.label: item for item in items("    - lin|: {features: 3}")}
+    assert before_colon["linear"].text == "linear"
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("use: [prenorm]\n", "use: [prenorm, mamba]\n"),
+        ("use:\n  - prenorm\n", "use:\n  - prenorm\n  - mamba\n"),
+        ("", "use: [mamba]\n"),
+    ],
+)
+def test_a_bundled_block_is_added_to_the_used_files(use: str, expected: str) -> None:
+    head = f"seqblocks: 1\n{use}model:\n  input: {{features: 8}}\n  steps:\n"
+    item = next(each for each in items("    - |", head) if each.label == "mamba_mixer")
+    assert item.more is not None
+    span, text = item.more
+    lines = Lines(head)
+    at = lines.offset_of(Spot(*starts(span)))
+    done = head[:at] + text + head[at:]
+    assert done == head.replace(f"seqblocks: 1\n{use}", f"seqblocks: 1\n{expected}")
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("cut", ["whole", "half", "line"])
+def test_every_word_of_bundled_files_is_offered_again(name: str, cut: str) -> None:
+    """Delete a word, half of it, or half of it with the rest of its line: it is among the completions."""
+    path = bundled()[name]
+    good = opened(path.read_text("utf-8"), path)
+    references = [*good.own_references.items()]
+    for span, reference in random.Random(name + cut).sample(references, min(12, len(references))):
+        start = good.lines.offset_of(Spot(*starts(span)))
+        end = good.lines.offset_of(Spot(*ends(span)))
+        at = start if cut == "whole" else start + max((end - start) // 2, 1)
+        rest = good.text.index("\n", end) if cut == "line" else end
+        now = opened(good.text[:at] + good.text[rest:], path, good)
+        found = complete(now, now.lines.spot_at(at))
+        assert found is not None, (span, reference)
+        assert reference.name in [item.label for item in found.items], (span, reference)
+
+
+# --- rename -----------------------------------------------------------------------------------------------------------
+
+TWO = """\
+seqblocks: 1
+let: {dim: 8}
+blocks:
+  mine:
+    args: {width: int, body: steps}
+    steps:
+      - linear: {features: width, as: h}
+      - body
+      - linear: {from: h, features: width, name: out}
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: dim, as: q}   # kept
+    - silu: {as: r}
+    - mine: {width: dim, body: [{linear: {features: "2 * dim"}}]}
+    - gate: {from: q, by: r}
+    - repeat:
+        times: 2
+        steps: [{mine: {width: dim, body: [layer_norm]}}]
+expect: {output: [batch, seq, dim]}
+"""
+
+
+def renamed(text: str, word: str, new: str, path: Path | None = None) -> str:
+    now = opened(text, path)
+    return applied(text, rename.rename(now, spot_of(text, word), new))
+
+
+def test_a_wire_keeps_the_name_of_its_step() -> None:
+    expected = TWO.replace("as: q}", "name: q, as: query}").replace("from: q,", "from: query,")
+    assert renamed(TWO, "q}", "query") == expected
+    assert renamed(TWO, "q, by", "query") == expected
+    assert renamed(TWO, "r}\n    - mine", "s") == TWO.replace("as: r", "as: s").replace("by: r", "by: s")
+
+
+def test_a_wire_in_block_style_keeps_the_name_of_its_step() -> None:
+    old = "    - linear: {features: dim, as: q}   # kept\n"
+    block = "    - linear:\n        features: dim\n        as: q\n"
+    text = TWO.replace(old, block)
+    new = block.replace("as: q", "name: q\n        as: query")
+    assert renamed(text, "q, by", "query") == text.replace(block, new).replace("from: q,", "from: query,")
+
+
+def test_a_name_is_renamed_in_expressions_and_expectations() -> None:
+    assert renamed(TWO, "dim: 8", "size") == TWO.replace("dim", "size")
+
+
+def test_an_argument_is_renamed_in_calls() -> None:
+    assert renamed(TWO, "width: int", "size") == TWO.replace("width", "size")
+
+
+def test_a_block_keeps_the_names_of_its_steps() -> None:
+    done = renamed(TWO, "mine:", "other")
+    assert done == TWO.replace("mine: {", "other: {name: mine, ").replace("  mine:\n", "  other:\n")
+    body = renamed(TWO, "body: steps", "inner")
+    assert "      - inner: {name: body}\n" in body
+    assert "inner: [layer_norm]" in body
+
+
+@pytest.mark.parametrize(
+    ("word", "new", "reason"),
+    [
+        ("linear", "lin", "a verb of the language"),
+        ("q}", "r", "'r'"),
+        ("q}", "2q", "not a valid name"),
+        ("q}", "as: x", "cannot become"),
+        ("dim: 8", "depth x", "cannot become"),
+        ("mine:", "linear", "built-in verb"),
+        ("input:", "x", "no wire, name or block"),
+        ("# kept", "x", "no wire, name or block"),
+    ],
+)
+def test_a_rename_that_changes_the_model_is_refused(word: str, new: str, reason: str) -> None:
+    with pytest.raises(rename.Refused, match=reason):
+        renamed(TWO, word, new)
+
+
+def test_names_of_inputs_outputs_and_other_files_are_refused() -> None:
+    path = bundled()["captioner"]
+    with pytest.raises(rename.Refused, match="calls of the built model use its name"):
+        renamed(path.read_text("utf-8"), "image:", "picture", path)
+    path = bundled()["memoroid_actor_critic"]
+    with pytest.raises(rename.Refused, match="is an output of the model"):
+        renamed(path.read_text("utf-8"), "policy}", "choice", path)
+    path = bundled()["jamba_small"]
+    with pytest.raises(rename.Refused, match="rename it there"):
+        renamed(path.read_text("utf-8"), "prenorm: {", "pre", path)
+
+
+def names_of_parameters(found: Opened) -> list[tuple[str, tuple[int, ...]]]:
+    body = found.analysis.lowered.body
+    return [(each.name, each.parameter.shape) for each in graph.parameters(body)] if body else []
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_what_is_renamed_in_bundled_files_gives_the_same_parameters(name: str) -> None:
+    path = bundled()[name]
+    found = opened(path.read_text("utf-8"), path)
+    definitions = {each.definition for each in found.own_references.values() if each.definition}
+    own = sorted(span for span in definitions if found.is_own(span))
+    done = 0
+    for span in random.Random(name).sample(own, 8):
+        try:
+            edits = rename.rename(found, Spot(*starts(span)), "w17")
+        except rename.Refused:
+            continue  # an alias reads the name in several blocks, or it is that of an input
+        changed = opened(applied(found.text, edits), path)
+        assert names_of_parameters(changed) == names_of_parameters(found)
+        assert changed.analysis.ok
+        untouched = [line for line in found.text.splitlines() if line in changed.text.splitlines()]
+        assert len(untouched) >= len(found.text.splitlines()) - len(edits)
+        done += 1
+    assert done >= 4
+
+
+# --- quick fixes, lens, links -----------------------------------------------------------------------------------------
+
+
+def all_fixes(found: Opened) -> list[QuickFix]:
+    return fixes(found, Spot(1, 1), Spot(10**6, 1))
+
+
+@pytest.mark.parametrize("path", FAULTS, ids=lambda path: path.stem)
+def test_a_fix_removes_its_fault(path: Path) -> None:
+    """Each suggestion for a word of the file has a quick fix, which removes the fault."""
+    found = opened(path.read_text("utf-8"), path)
+    suggested = [each for each in found.analysis.diagnostics if each.fix and each.fix.span in _own_spans(found, each)]
+    offered = all_fixes(found)
+    assert {id(each) for each in suggested} <= {id(fix.diagnostic) for fix in offered}
+    for fix in offered:
+        changed = opened(applied(found.text, fix.edits), path)
+        same = [each for each in changed.analysis.diagnostics if _described(each) == _described(fix.diagnostic)]
+        assert len(same) < sum(_described(each) == _described(fix.diagnostic) for each in found.analysis.diagnostics)
+
+
+def _described(each: Diagnostic) -> tuple[str, str, int]:
+    return each.code, each.message, each.span.line if each.span else 0
+
+
+def _own_spans(found: Opened, each: Diagnostic) -> list[Span]:
+    return [each.fix.span] if each.fix and each.fix.span and each.span and found.is_own(each.span) else []
+
+
+def test_a_clash_of_names_and_a_wrong_number_have_fixes() -> None:
+    text = HEAD + "    - linear: 64\n    - linear: {features: 64}\nexpect: {params: 12}\n"
+    (fix,) = all_fixes(opened(text))
+    assert fix.title == "Add `name: linear_2`"
+    better = applied(text, fix.edits)
+    assert "    - linear: {name: linear_2, features: 64}\n" in better
+    (fix,) = all_fixes(opened(better))
+    assert fix.title == "Set `params` to 20,736"
+    best = applied(better, fix.edits)
+    assert "expect: {params: 20_736}" in best
+    assert opened(best).analysis.ok
+
+
+def test_the_lens_shows_the_totals_of_a_valid_model() -> None:
+    (lens,) = lenses(opened(HEAD))
+    assert lens.text == "[batch, seq, 64] → [batch, seq, 128] · 8,320 parameters"
+    assert lens.span.text == "model"
+    assert lenses(opened(HEAD + "    - slu\n")) == []
+
+
+def test_used_files_are_links(tmp_path: Path) -> None:
+    found = opened("seqblocks: 1\nuse: [prenorm, ./mine.yaml, nothing]\n", tmp_path / "spec.yaml")
+    files = [(span.text, file.source.name) for span, file in navigation.links(found)]
+    assert files == [("prenorm", "<bundled prenorm>"), ("./mine.yaml", str(tmp_path / "mine.yaml"))]
+
+
+# --- any text ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> tuple[str, str, int]:
+    """Draw a text, the text after an edit, and an offset in it."""
+    path = draw(st.sampled_from(FAULTS)) if draw(st.booleans()) else bundled()[draw(st.sampled_from(SOME))]
+    good = path.read_text("utf-8")
+    start = draw(st.integers(0, len(good)))
+    end = draw(st.integers(start, min(len(good), start + 30)))
+    text = good[:start] + draw(st.text("{}[]:,-# \n\t'\"&*a1🙂", max_size=4)) + good[end:]
+    near = st.integers(max(start - 40, 0), min(start + 40, len(text)))
+    return good, text, draw(near)
+
+
+@settings(max_examples=60, deadline=None)
+@given(edited())
+def test_any_text_has_an_answer(drawn: tuple[str, str, int]) -> None:
+    good, text, offset = drawn
+    now = opened(text, before=opened(good))
+    spot = now.lines.spot_at(offset)
+    nested(symbols(now))
+    complete(now, spot)
+    hover(now, spot)
+    lenses(now)
+    for fix in all_fixes(now):
+        assert applied(text, fix.edits) != text
+    with contextlib.suppress(rename.Refused):
+        rename.rename(now, spot, "w17")
+    for span in (navigation.definition(now, spot), *navigation.references(now, spot)):
+        assert span is None or starts(span) <= ends(span)
+    for hint in hints(now):
+        assert now.lines.spot_at(now.lines.offset_of(hint.spot)) == hint.spot
+    for found in diagnostics.by_file(now).values():
+        for _, diagnostic in found:
+            assert diagnostics.message(diagnostic)
