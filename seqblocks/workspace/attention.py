@@ -4,6 +4,7 @@ positions."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from seqblocks.tape import Tape, Value
@@ -119,6 +120,33 @@ def _block(
         return explicit(tape, query, keys, values, scores)
 
     return run
+
+
+def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int, scores: Scores) -> Value:
+    """Record attention in blocks of queries that read their windows and the first tokens."""
+    S = q.shape[1]
+
+    def block(a: int, b: int) -> Value:
+        begin = min(first, a)
+        count = k.shape[1] if S <= BLOCK else begin + b - max(begin, a - window + 1)
+        query, keys, values = q, k, v
+        if S > BLOCK:
+            query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
+            keys, values = (tape.copy(tape.slice(x, (x.shape[0], count, *x.shape[2:]))) for x in (k, v))
+        pairs = q.shape[0], b - a, count
+        ahead = [tape.new(pairs, ID), tape.new(pairs, ID)]
+        seen = tape.new(pairs, 1)
+        ahead.clear()
+        if not scores.plain:
+            return explicit(tape, query, keys, values, scores)
+        y = fused(tape, query, keys, values, tape.new(pairs, q.item))
+        del seen
+        return y
+
+    if S <= BLOCK:
+        return block(0, S)
+    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
+    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
 
 
 def windowed(

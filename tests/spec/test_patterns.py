@@ -36,7 +36,10 @@ def test_a_word_with_steps_is_not_split() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["", "()", "m ()", "(m", "m)", "(m))", "m(s)", "(m)s", "m*2s", "m**2", "m*0", "(m)*0", "m *2", "(m) *2", "2m", "m,s"],
+    [
+        "", "()", "m ()", "(m", "m)", "(m))", "m(s)", "(m)s", "m*2s", "m**2", "m*0", "(m)*0", "m *2", "(m) *2", "2m",
+        "m,s",
+    ],
 )
 def test_invalid_patterns(pattern: str) -> None:
     with pytest.raises(Fault) as caught:
@@ -44,7 +47,7 @@ def test_invalid_patterns(pattern: str) -> None:
     assert caught.value.code == "E601"
 
 
-@pytest.mark.parametrize("pattern", ["m*9999", "((m*99)*99)*99", "(((((m*9999)*9999)*9999)*9999)*9999)*9999", "ms*2049"])
+@pytest.mark.parametrize("pattern", ["m*9999", "((m*99)*99)*99", "((((m*9999)*9999)*9999)*9999)*9999", "ms*2049"])
 def test_too_many_layers_take_no_time(pattern: str) -> None:
     with pytest.raises(Fault) as caught:
         read_pattern(pattern, {"m", "s"})

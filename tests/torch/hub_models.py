@@ -206,6 +206,30 @@ def gpt_neox(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def deepseek(chance: random.Random) -> dict[str, Any]:
+    found = dense(chance)
+    heads = found["num_attention_heads"]
+    if found["rope_parameters"]["rope_type"] == "llama3":
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    return {
+        **found, "num_key_value_heads": heads, "num_hidden_layers": 3, "q_lora_rank": chance.choice((None, 5)),
+        "kv_lora_rank": 6, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": chance.choice((6, 9)),
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": chance.choice((1.0, 2.5)),
+        "attention_bias": chance.random() < 0.5,
+    }  # fmt: skip
+
+
+def deepseek_v2(chance: random.Random) -> dict[str, Any]:
+    grouped = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+    return {**deepseek(chance), **(grouped if chance.random() < 0.5 else {"topk_method": "greedy"})}
+
+
+def deepseek_v3(chance: random.Random) -> dict[str, Any]:
+    return {**deepseek(chance), "n_group": 2, "topk_group": chance.choice((1, 2)),
+            "norm_topk_prob": chance.random() < 0.5}  # fmt: skip
+
+
 # The transformers class, its configurations, and the layout that it writes.
 DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
@@ -227,6 +251,8 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "mixtral": ("Mixtral", mixtral, "official"),
     "qwen3_moe": ("Qwen3Moe", qwen3_moe, "official"),
     "lfm2": ("Lfm2", lfm2, "official"),
+    "deepseek_v2": ("DeepseekV2", deepseek_v2, "official"),
+    "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
 }
 

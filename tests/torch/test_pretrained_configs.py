@@ -55,6 +55,9 @@ DENSE += [
     {**ATTENTION, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2,
      "moe_intermediate_size": 8, "mlp_only_layers": [0]},
     {**ATTENTION, "model_type": "lfm2", "full_attn_idxs": [1]},
+    *({**ATTENTION, "model_type": kind, "kv_lora_rank": 6, "q_lora_rank": 5, "qk_rope_head_dim": 4, "n_group": 2,
+       "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1,
+       "moe_intermediate_size": 6, "first_k_dense_replace": 1} for kind in ("deepseek_v2", "deepseek_v3")),
     {**{key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"}, "model_type": "gpt_neox",
      "rotary_pct": 0.5},
 ]  # fmt: skip
@@ -83,7 +86,8 @@ MORE = {  # optional entries of a config
     "linear_a_log_max", "linear_dt_min", "rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers",
     "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "rope_theta", "partial_rotary_factor", "mlp_bias",
-    "num_local_experts", "moe_intermediate_size", "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
+    "num_local_experts", "moe_intermediate_size", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor",
+    "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
     "block_multiple_of", "full_attn_idxs", "use_parallel_residual", "rotary_pct", "rotary_emb_base", "norm_topk_prob",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
 }  # fmt: skip
@@ -163,6 +167,13 @@ RELEASES = {  # what differs from the defaults of the family's config, and the p
         "lfm2", (65536, 1024, 6656, 16, 16), {"num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
         354_483_968,
     ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2", (102400, 2048, 10944, 27, 16),
+        {"q_lora_rank": None, "moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+         "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707,
+                          "mscale_all_dim": 0.707}}, 15_706_484_224,
+    ),
+    "DeepSeek-V3": ("deepseek_v3", (129280, 7168, 18432, 61, 128), {}, 671_026_419_200),
     "pythia-70m": ("gpt_neox", (50304, 512, 2048, 6, 8), {"rotary_pct": 0.25}, 70_426_624),
 }  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

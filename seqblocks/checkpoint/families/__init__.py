@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqblocks.checkpoint.families import dense, fla, gpt_neox, griffin, jamba, kimi, lfm, mamba, olmo, qwen, zamba
+from seqblocks.checkpoint.families import (
+    deepseek,
+    dense,
+    fla,
+    gpt_neox,
+    griffin,
+    jamba,
+    kimi,
+    lfm,
+    mamba,
+    olmo,
+    qwen,
+    zamba,
+)
 from seqblocks.checkpoint.families.unread import check_all_read
 from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
@@ -28,6 +41,8 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "gemma3_text": dense.gemma3,
     "mixtral": dense.mixtral,
     "qwen3_moe": dense.qwen3_moe,
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
     "lfm2": lfm.lfm2,
     "gpt_neox": gpt_neox.gpt_neox,
     "recurrent_gemma": griffin.recurrent_gemma,

@@ -22,8 +22,16 @@ TAKEN = {
 
 
 class Rope(NamedTuple):
-    """The arguments of a `rotary` step as YAML."""
+    """The arguments of a `rotary` step as YAML, and its base."""
 
+    text: str
+    base: float
+
+
+class Scaled(NamedTuple):
+    """The entries of `scaling:`, and the same as YAML."""
+
+    entries: dict[str, Any]
     text: str
 
 
@@ -39,24 +47,33 @@ def rope(
     found = mapping(config, "rope_parameters")
     if kind and kind in found:
         found = mapping(found, kind)
-    old = {} if base_name != "rope_theta" else mapping(config, "rope_scaling")
+    scaled = scaling_of(config, found, base_name == "rope_theta")
     theta = number(found if "rope_theta" in found else {"rope_theta": config.get(base_name, base)}, "rope_theta")
     name = "partial_rotary_factor"
     share = number(found if name in found else config, name, part)
-    given = found if _kind(found) != "default" else old
     parts = [f"base: {scalar(theta)}"]
     if share != 1.0:
         parts.append(f"features: {int(head * share)}")
-    if _kind(given) != "default":
-        parts.append(f"scaling: {_scaling(config, given)}")
-    return Rope(", ".join(parts))
+    if scaled:
+        parts.append(f"scaling: {scaled.text}")
+    return Rope(", ".join(parts), theta)
+
+
+def scaling_of(config: Config, found: Config | None = None, may_be_old: bool = True) -> Scaled | None:
+    """Return how the angles are scaled, None if they are not. found: the parameters, by default the config's.
+
+    may_be_old: whether `rope_scaling` of older versions may say it.
+    """
+    found = mapping(config, "rope_parameters") if found is None else found
+    given = found if _kind(found) != "default" or not may_be_old else mapping(config, "rope_scaling")
+    return None if _kind(given) == "default" else _scaling(config, given)
 
 
 def _kind(given: Config) -> str:
     return str(given.get("rope_type") or given.get("type") or "default")
 
 
-def _scaling(config: Config, given: Config) -> str:
+def _scaling(config: Config, given: Config) -> Scaled:
     kind = {"su": "longrope"}.get(_kind(given), _kind(given))
     if kind not in TAKEN:
         known = listing(["default", *TAKEN])
@@ -76,7 +93,7 @@ def _scaling(config: Config, given: Config) -> str:
         if before or "factor" not in entries:  # transformers then ignores the entry
             entries["factor"] = longest / (before or longest)
         entries |= {name: _divisors(given, name) for name in ("short_factor", "long_factor")}
-    return "{" + ", ".join(f"{name}: {_text(value)}" for name, value in entries.items()) + "}"
+    return Scaled(entries, "{" + ", ".join(f"{name}: {_text(value)}" for name, value in entries.items()) + "}")
 
 
 def _original(given: Config) -> int:

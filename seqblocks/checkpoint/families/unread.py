@@ -46,6 +46,14 @@ IDLE = {
     "qwen2": "sliding_window",
     "qwen3": "sliding_window",
     "qwen3_moe": "intermediate_size sliding_window",
+    "deepseek_v2": """
+        aux_loss_alpha ep_size head_dim moe_layer_freq n_group num_key_value_heads qk_head_dim scoring_func seq_aux
+        topk_group
+    """,
+    "deepseek_v3": """
+        aux_loss_alpha ep_size head_dim moe_layer_freq num_key_value_heads num_mtp_layers qk_head_dim scoring_func
+        seq_aux topk_method
+    """,
     "lfm2": """
         block_dim block_ff_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of block_norm_eps
         block_out_init_scale block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init
