@@ -43,7 +43,7 @@ model:
     - calc: tanh(x) * 2
     - aside: [{tanh: {as: side}}]
     - aside: {from: side, when: true, steps: [{softmax: {as: shares}}]}
-    - constant: {features: dim, learned: false, formula: 1 / (1 + feature), as: rates}
+    - aside: [{constant: {features: dim, learned: false, formula: 1 / (1 + feature), as: rates}}]
     - mine: {width: dim, other: a, order: [forward, reverse]}
     - repeat:
         name: blocks

@@ -339,7 +339,7 @@ def _named_word(ctx: Context, node: Scalar, name: str, value: Any, kind: FieldKi
         return value
     if isinstance(value, list) and kind.kind == "words":
         return value
-    word = value if isinstance(value, str) else None
+    word = value if isinstance(value, str) and name in ctx.names else None  # the place of an entry is not known
     choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, name))))
     message = f"{shown_value(value)} is not an allowed value of {name}"
     hint = None if word is None else lambda: _near(word, choices)
