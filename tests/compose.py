@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.compose_context import Contexts
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
@@ -22,7 +21,7 @@ from tests.compose_tokens import INITS
 from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Contexts, Sequences):
+class Composer(Mixers, Rates, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -311,12 +310,16 @@ class Composer(Mixers, Rates, Contexts, Sequences):
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
+        moves += [self.after_learned_tokens, self.learned]
+        if body.now.prefix:
+            changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)
+            moves = [move for move in moves if move not in changing]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
             moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
-            moves += [] if body.fixed else [self.class_token] * 2
-            moves += [self.one_after_another] * 2
+            moves += [] if body.fixed or body.now.prefix else [self.class_token] * 2
+            moves += [] if body.now.prefix else [self.one_after_another] * 2
         return self.chance.choice(moves)
 
     def embed(self, body: Body) -> None:

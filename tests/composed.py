@@ -22,10 +22,11 @@ class Kind:
     length: int | None = None  # None: open
     grid: tuple[int, int] | None = None
     rate: int = 1
+    prefix: int = 0  # of its tokens, in a sequence
 
     @property
     def place(self) -> Any:
-        return self.name, self.length, self.rate, self.grid if self.name == "image" else None
+        return self.name, self.length, self.rate, self.prefix, self.grid if self.name == "image" else None
 
 
 class Owner(NamedTuple):
