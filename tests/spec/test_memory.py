@@ -102,6 +102,7 @@ def test_command(run_main: Run, wide: Path) -> None:
     ("words", "message"),
     [
         ([], "give one, as in --length 1024"),
+        (["--length", "5000000"], "at most 4,194,304 tokens"),
         (["--length", "32", "--fits", "24XB"], "a size is written as 24GB"),
         (["--length", "32", "--dtype", "float7"], "not a supported dtype"),
         (["--length", "32", "--optimizer", "adam"], "invalid choice: 'adam'"),
