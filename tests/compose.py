@@ -18,7 +18,7 @@ from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
 from tests.compose_tokens import INITS
-from tests.composed import Body, Call, Kind, Step, has_own
+from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
 class Composer(Mixers, Rates, Sequences):
@@ -176,8 +176,13 @@ class Composer(Mixers, Rates, Sequences):
             self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
             return
         layers = [self.inner(body, self.chance.randint(1, 2), width=now.width, layered=True) for _ in range(2)]
-        words = {self.fresh("m"): inside for inside in layers}
-        pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
+        letters = self.maybe(0.3)
+        words = {"pq"[at] if letters else self.fresh("m"): inside for at, inside in enumerate(layers)}
+        pattern = ("" if letters else " ").join(words)
+        longer = f"{pattern}*2" if letters else pattern
+        pattern = self.chance.choice([longer, f"({pattern})*2", f"{pattern} ({pattern})"])
+        if not letters and self.maybe(0.5):
+            pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
         grid = now.grid if all(inside.now.grid == now.grid for inside in words.values()) else None
         made = replace(now, grid=grid if now.name != "image" else now.grid)
         self.add_maybe(
@@ -398,6 +403,7 @@ class Composer(Mixers, Rates, Sequences):
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}
+        let = {**let, "sizes": SIZES} if "sizes[" in json.dumps([model, self.blocks]) else let
         spec |= {"let": let} if let else {}
         spec |= {"blocks": self.blocks} if self.blocks else {}
         return json.dumps(spec | {"model": model}) + "\n"
