@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -149,6 +150,13 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
         return None
     _check_values(text, name, known, values)
     return Init(name, tuple(float(value) for value in values.values()))
+
+
+def names_read(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the names that an initialiser reads, with their places in its text. Raises Fault as `read_init` does."""
+    for name in dict.fromkeys(_names(text)):
+        for found in re.finditer(rf"\b{name}\b(?!\s*=[^=])", text):  # `normal(std=std)` reads the second one
+            yield name, found.start()
 
 
 @lru_cache(maxsize=1024)

@@ -178,12 +178,13 @@ class Mixers(Tokens):
         heads, values = shared * self.chance.randint(1, 2), self.chance.randint(1, 3)
         width = 2 * self.chance.randint(1, 2)
         causal = self.streams or self.maybe(0.7)
+        first = [{"window": 3, "keep_first": 2}] if causal else []
         self.add(
             body, "attention", replace(now, width=heads * values),
             q=self.project(body, source, now, heads * width), k=self.project(body, source, now, shared * width),
             v=self.project(body, source, now, shared * values), heads=heads, kv_heads=shared,
             rotary=self.chance.choice([0, 10000]),
-            **self.chance.choice([{}, {}, {"window": 1}, {"window": 2}, {"window": 5}, {"chunk": 3}]),
+            **self.chance.choice([{}, {}, {"window": 1}, {"window": 2}, {"window": 5}, {"chunk": 3}, *first]),
             causal=causal, cache=self.chance.choice([40, 100]), soft_cap=self.chance.choice([None, None, 2]),
             sinks=self.chance.choice([None, True]), bias=self.chance.choice([None, None, "alibi", "learned_alibi"]),
         )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.attention.kept import Kept, indices, updated
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.positions import rotary as turned
@@ -43,28 +44,46 @@ class AttentionState(NamedTuple):
     length: Tensor
 
 
+class FirstState(NamedTuple):
+    """Like AttentionState, with keys and values of the first F tokens of the sequence, in order.
+
+    first_k [B, F, G, D] (rotated), first_v [B, F, G, DV]: zeros for tokens that do not exist yet.
+    """
+
+    k: Tensor
+    v: Tensor
+    length: Tensor
+    first_k: Tensor
+    first_v: Tensor
+
+
+State = AttentionState | FirstState | tuple[Tensor, ...]
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = True,
     window: int | None = None,
     chunk: int | None = None,
+    first: int | None = None,
     rotary: float | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    state: AttentionState | tuple[Tensor, Tensor, Tensor] | None = None,
+    state: State | None = None,
     keep: int | None = None,
     return_state: bool = False,
     resets: Tensor | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, AttentionState]:
+) -> Tensor | tuple[Tensor, AttentionState | FirstState]:
     """Attend over a sequence.
 
     q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: number of visible tokens, the current
     one included (not causal: that many to either side, the current one included in each). chunk: a sequence is cut into
-    chunks of so many tokens, and a token sees only its own chunk. rotary: base of the rotary positions, which count
-    from the last reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become soft_cap tanh(s / soft_cap). slopes
+    chunks of so many tokens, and a token sees only its own chunk. first: number of first tokens of a sequence that stay
+    visible outside the window, which is then required. rotary: base of the rotary positions, which count from the last
+    reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become soft_cap tanh(s / soft_cap). slopes
     [H]: subtracted from a score for each token between query and key (see `alibi_slopes`). sinks [H]: score of a
     further key with the value 0, which every query sees; the weights of the others then add up to less than 1. state:
     the state that the previous call returned. keep: number of tokens in the returned state (default: window - 1 with a
@@ -72,13 +91,15 @@ def attention(
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, chunk, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
-    Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. Tokens dropped from the state are no
-    longer visible: without a window, the caller must set `keep` to the final length of the sequence.
+    Returns y [B, S, H, DV] in v's dtype, and with return_state the next state: with `first`, a FirstState. Tokens
+    dropped from the state are no longer visible: without a window, the caller must set `keep` to the final length of
+    the sequence.
     The torch implementation has first derivatives only.
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """
     window = _narrower(window, chunk)
-    _check(q, k, v, causal, window, rotary, state, return_state, resets)
+    _check_first(first, window, causal)
+    _check(q, k, v, causal, window, rotary, state, return_state, resets, first or 0)
     _check_scores(q.shape[2], soft_cap, slopes, sinks)
     B, S, _, _ = q.shape
     before = state[2] if state is not None else None
@@ -91,7 +112,13 @@ def attention(
     if state is not None:
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
-    sequence = _sequences(before, past, index, resets, chunk)
+    sequence, kept = _sequences(before, past, index, resets, chunk), None
+    if first:
+        kept = Kept(first, indices(before, past, first, index), resets is None)
+        if state is not None and sequence is not None:
+            keys, values = (torch.cat([x.to(y.dtype), y], 1) for x, y in zip(state[3:], (keys, values), strict=True))
+            slots = torch.where(kept.places[:, :first] < 0, -1, 0)
+            sequence = torch.cat([slots, sequence], 1)
     over = None  # keys of sequences that a reset ended: the next call must not read them
     if resets is not None and sequence is not None and S:
         over = sequence != sequence[:, -1:]
@@ -105,25 +132,29 @@ def attention(
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks)
     if several:
         assert sequence is not None
-        y = _contained(run, q, keys, values, sequence, causal, window, scores)
+        y = _contained(run, q, keys, values, sequence, causal, window, scores, kept)
     else:
-        y = run(q, keys, values, sequence, causal, window, scores)
+        y = run(q, keys, values, sequence, causal, window, scores, kept)
     if not return_state:
         return y
     if keep is None:
         keep = window - 1 if window is not None else keys.shape[1] if state is None else past
     kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
+    if kept is not None and state is not None:  # the slots are not the last tokens
+        keys, values = (x[:, kept.first :] for x in (keys, values))
+        over = None if over is None else over[:, kept.first :]
     keys, values = (_last_tokens(x, keep, own=state is not None) for x in (keys, values))
     if several and over is not None:
         over = _last_tokens(over, keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
-    return y, AttentionState(keys.to(kind_k), values.to(kind_v), length)
+    last = AttentionState(keys.to(kind_k), values.to(kind_v), length)
+    return y, last if first is None else _with_slots(last, state, k, v, first)
 
 
 def attention_state(
-    k: Tensor, v: Tensor, *, state: AttentionState, keep: int, chunk: int | None = None, rotary: float | None = None,
-    resets: Tensor | None = None,
-) -> AttentionState:
+    k: Tensor, v: Tensor, *, state: AttentionState | FirstState, keep: int, chunk: int | None = None,
+    rotary: float | None = None, resets: Tensor | None = None,
+) -> AttentionState | FirstState:
     """Return the state that `attention` would return after k [B, S, G, D], v [B, S, G, DV], without computing y."""
     B, S = k.shape[:2]
     index, length = running_positions(B, S, state.length, resets, k.device)
@@ -134,24 +165,38 @@ def attention_state(
     if resets is not None and sequence is not None and S:
         over = _last_tokens(sequence != sequence[:, -1:], keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
-    return AttentionState(keys, values, length)
+    last = AttentionState(keys, values, length)
+    return _with_slots(last, state, k, v, state.first_k.shape[1]) if isinstance(state, FirstState) else last
+
+
+def _with_slots(last: AttentionState, before: State | None, k: Tensor, v: Tensor, first: int) -> FirstState:
+    """Return a state with the first tokens of the sequence, given the state before the tokens k and v."""
+    if before is None:
+        slots = [x.new_zeros(x.shape[0], first, *x.shape[2:]) for x in (k, v)]
+    else:
+        slots = [*before[3:]]
+    return FirstState(*last, *(updated(old, x, last.length) for old, x in zip(slots, (k, v), strict=True)))
 
 
 def _contained(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, causal: bool, window: int | None,
-    scores: Scores,
+    scores: Scores, kept: Kept | None,
 ) -> Tensor:
     """Call `run` with zeros for NaN and inf, which masked products would carry into other sequences as 0 * NaN.
 
     The result is NaN for tokens that are nonfinite or see a nonfinite one.
     """
     if finite(q, k, v):
-        return run(q, k, v, sequence, causal, window, scores)
+        return run(q, k, v, sequence, causal, window, scores, kept)
     past = k.shape[1] - q.shape[1]
     wrong_q, wrong_k, wrong_v = (~x.isfinite().flatten(2).all(-1) for x in (q, k, v))
     wrong = wrong_k | wrong_v
     q, k, v = (x.masked_fill(along(bad, x), 0.0) for x, bad in ((q, wrong_q), (k, wrong), (v, wrong)))
-    y = run(q, k, v, sequence, causal, window, scores)
+    y = run(q, k, v, sequence, causal, window, scores, kept)
+    if kept is not None:  # equal weights of all visible tokens: is any wrong?
+        none, marks = k.new_zeros(*k.shape[:2], 1, 1), wrong.to(k.dtype)[..., None, None]
+        found = run(none[:, past:], none, marks, sequence, causal, window, Scores(1.0), kept)[..., 0, 0]
+        return y.masked_fill(along((found > 0) | wrong_q, y), torch.nan)
     first, last = _visible(sequence, past, causal, window)
     count = pad(wrong.long().cumsum(1), (1, 0))
     seen = count.gather(1, last + 1) > count.gather(1, first)
@@ -220,7 +265,7 @@ def _last_tokens(x: Tensor, keep: int, own: bool = True) -> Tensor:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, rotary: float | None,
-    state: AttentionState | tuple[Tensor, Tensor, Tensor] | None, return_state: bool, resets: Tensor | None,
+    state: State | None, return_state: bool, resets: Tensor | None, first: int,
 ) -> None:
     memory = not causal and window is None and rotary is None and resets is None  # k and v may differ in length from q
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
@@ -241,6 +286,7 @@ def _check(
     if state is not None:
         K = state[0].shape[1]
         shapes = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
+        shapes += [(q.shape[0], first, *x.shape[2:]) for x in (k, v) if first]
         found = [tuple(t.shape) for t in state]
         if found != shapes:
             raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
@@ -254,3 +300,11 @@ def _check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sin
     for name, values in (("slopes", slopes), ("sinks", sinks)):
         if values is not None and values.shape != (heads,):
             raise ValueError(f"attention expects {name} [H] = [{heads}]; got {list(values.shape)}")
+
+
+def _check_first(first: int | None, window: int | None, causal: bool) -> None:
+    if first is not None and (first < 1 or window is None or not causal):
+        raise ValueError(
+            f"attention: first must be at least 1, with a window and causal=True; got first={first}, window={window}, "
+            f"causal={causal}"
+        )

@@ -8,31 +8,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqblocks.kernels.attention.kept import Kept
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import without_autocast
 
 
 def sees(
-    query: Tensor, key: Tensor, sequence: Tensor | None, causal: bool, window: int | None
+    query: Tensor, key: Tensor, sequence: Tensor | None, causal: bool, window: int | None, kept: Kept | None = None
 ) -> Tensor:
-    """Return which keys each query sees, [B or 1, queries, keys], from their positions [queries] and [keys].
+    """Return which keys each query sees, [B or 1, queries, keys], from their places [queries] and [keys].
 
     sequence [B, T]: sequence index of each key.
     """
-    ahead = key - query.unsqueeze(-1)
+    ahead = later(query, key, kept)
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
     if window is not None:
-        seen = seen & (ahead.abs() < window)
-    seen = seen.unsqueeze(0)
+        near = ahead.abs() < window
+        seen = seen & (near if kept is None else near | (kept.places[:, key] < kept.first).unsqueeze(-2))
     if sequence is not None:
         seen = seen & (sequence[:, query].unsqueeze(-1) == sequence[:, key].unsqueeze(-2))
     return seen
 
 
+def later(query: Tensor, key: Tensor, kept: Kept | None) -> Tensor:
+    """Return by how many tokens each key is later than each query, [B or 1, queries, keys], from their places."""
+    if kept is None:
+        return (key - query.unsqueeze(-1)).unsqueeze(0)
+    return kept.places[:, key].unsqueeze(-2) - kept.places[:, query].unsqueeze(-1)
+
+
 def run(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None,
-    scores: Scores,
+    scores: Scores, kept: Kept | None = None,
 ) -> Tensor:
     """Return y [B, S, H, DV], given q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV] and sequence [B, T]."""
     S, T = q.shape[1], k.shape[1]
@@ -43,8 +51,8 @@ def run(
         keys, values = wide
         products = torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
         query = torch.arange(T - S, T, device=q.device)  # a memory (not causal) may have fewer keys than queries
-        seen = sees(query, place, sequence, causal, window).unsqueeze(1)
-        p = scores.weights(scores.scale * products, seen, (place - query.unsqueeze(-1)).abs())
+        seen = sees(query, place, sequence, causal, window, kept).unsqueeze(1)
+        p = scores.weights(scores.scale * products, seen, later(query, place, kept).abs().unsqueeze(1))
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
 
 

@@ -38,14 +38,14 @@ class Scores(NamedTuple):
         slopes, sinks = (None if x is None else x.view(shape) for x in (self.slopes, self.sinks))
         return self._replace(slopes=slopes, sinks=sinks)
 
-    def weights(self, scores: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
+    def weights(self, scores: Tensor, seen: Tensor, distance: Tensor | None) -> Tensor:
         """Return the weights of scaled scores [B, H, S, T], of the same shape.
 
-        seen, of a shape that can be expanded to it: whether a query sees a key. distance [S, T]: the number of tokens
-        between them.
+        seen, distance, of shapes that can be expanded to it: whether a query sees a key, and the number of tokens
+        between them, which only slopes need.
         """
         scores = self.capped(scores)
-        if self.slopes is not None:
+        if self.slopes is not None and distance is not None:
             scores = scores - self.slopes.to(scores.dtype)[..., None, None] * distance.to(scores.dtype)
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sinks is None:

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.kernels.attention.reference import sees
+from seqblocks.kernels.attention.kept import Kept
+from seqblocks.kernels.attention.reference import later, sees
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
@@ -27,12 +28,16 @@ BLOCK = 512
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scores: Scores,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
         return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v, scores.slopes, scores.sinks)
+    if kept is not None:
+        assert window is not None
+        return _with_first(q, k, v, sequence, window, scores, kept)
     if window is not None and (unknown(S) or window < S):
         return _windowed(q, k, v, sequence, causal, window, scores)
     if scores.plain and sequence is None and (window is None or window >= S):
@@ -40,12 +45,13 @@ def run(
     place = torch.arange(T, device=q.device)
     if unknown(S) or S <= BLOCK:
         at = torch.arange(T - S, T, device=q.device)  # a memory may have fewer keys than queries
-        return _masked(q, k, v, at, place, sees(at, place, sequence, causal, window), scores)
+        mask = sees(at, place, sequence, causal, window)
+        return _masked(q, k, v, mask, _distance(at, place, scores), scores)
 
     def block(query: Tensor, a: int, b: int, first: int, last: int) -> Tensor:
         at, keys = torch.arange(a, b, device=q.device), place[first:last]
         mask = sees(at, keys, sequence, causal, window)
-        return _masked(query, k[:, first:last], v[:, first:last], at, keys, mask, scores)
+        return _masked(query, k[:, first:last], v[:, first:last], mask, _distance(at, keys, scores), scores)
 
     parts = []
     for a in range(T - S, T, BLOCK):
@@ -56,8 +62,41 @@ def run(
     return torch.cat(parts, 1)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Attend with a mask [B or 1, S, T]. query [S], key [T]: positions."""
+def _with_first(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, window: int, scores: Scores, kept: Kept
+) -> Tensor:
+    """Attend in blocks of queries, with the keys of their windows and the first ones.
+
+    If resets separate sequences within a row, each block reads all keys before it.
+    """
+    S, T = q.shape[1], k.shape[1]
+
+    def block(query: Tensor, at: Tensor, keys: Tensor | None) -> Tensor:
+        some_k, some_v = (k, v) if keys is None else (k[:, keys], v[:, keys])
+        keys = torch.arange(T, device=q.device) if keys is None else keys
+        mask = sees(at, keys, sequence, True, window, kept)
+        return _masked(query, some_k, some_v, mask, _distance(at, keys, scores, kept), scores)
+
+    place = torch.arange(T - S, T, device=q.device)
+    if unknown(S) or S <= BLOCK:
+        return block(q, place, None)
+    parts = []
+    for a in range(0, S, BLOCK):
+        b = min(a + BLOCK, S)
+        first = T - S + min(kept.first, a) if kept.single else T - S + a  # all that is cached, and the first new tokens
+        near = torch.arange(max(first, T - S + a - window + 1), T - S + b, device=q.device)
+        keys = torch.cat([torch.arange(first, device=q.device), near])
+        parts.append(checkpoint(block, q[:, a:b], place[a:b], keys, use_reentrant=False))
+    return torch.cat(parts, 1)
+
+
+def _distance(query: Tensor, key: Tensor, scores: Scores, kept: Kept | None = None) -> Tensor | None:
+    """Return the number of tokens between queries and keys [B or 1, queries, keys], if their scores depend on it."""
+    return None if scores.slopes is None else later(query, key, kept).abs()
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor | None, scores: Scores) -> Tensor:
+    """Attend with a mask [B or 1, S, T]. distance [B or 1, S, T]: tokens between query and key, for slopes."""
     if scores.plain:
         return _fused(q, k, v, seen, False, scores.scale)
     # A power of two as factor of q prevents overflow of products in float16, and rounds nothing.
@@ -67,7 +106,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, seen: T
         k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
     # Heads before the batch, which may have an open size: exporters cannot divide by it.
     queries, keys, values = (x.movedim(2, 0) for x in (q * 2.0**exponent, k, v))
-    distance, wide = (key - query.unsqueeze(-1)).abs(), torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)
     # no names for products of queries and keys: they would stay alive
     p = scores.with_heads(H, 1).weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
     return (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
@@ -153,9 +192,8 @@ def _windowed(
         queries(q).flatten(0, 1),
         cut(k).flatten(0, 1),
         cut(v).flatten(0, 1),
-        place[block : 2 * block],
-        place,
         seen.flatten(0, 1),
+        _distance(place[block : 2 * block], place, scores),
         scores,
     )
     y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)

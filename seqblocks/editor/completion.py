@@ -10,7 +10,7 @@ from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.analysis.scope.step import Verb
 from seqblocks.editor.context import Context, context_of, holds_steps
-from seqblocks.editor.cursor import Cursor, at_cursor
+from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
 from seqblocks.editor.hover import COMMON, about_argument, about_block, about_verb
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
@@ -90,7 +90,7 @@ def _items(context: Context, maker: _Maker) -> Iterator[Item]:
         case "parameter":
             yield from maker.parameters(context)
         case "initialiser":
-            yield from (Item(name, "function", name) for name in [*INITIALISERS, "default"])
+            yield from maker.initialisers(context)
 
 
 class _Maker:
@@ -200,6 +200,16 @@ class _Maker:
                 yield Item(name, "name", name, about)
         if kind in ("number", ""):
             yield from (Item(name, "function", f"{name}($1)", "function") for name in FUNCTIONS)
+
+    def initialisers(self, context: Context) -> Iterator[Item]:
+        """Yield initialisers, and the names of values that their numbers and conditions may read."""
+        last = self.cursor.path[-1].node
+        before = last.text.partition(HOLE)[0] if isinstance(last, Scalar) else ""
+        if before.count("(") > before.count(")"):
+            yield from self.names(context)
+        else:
+            yield from (Item(name, "function", name) for name in [*INITIALISERS, "default"])
+            yield from self.names(context, "")
 
     def wires(self, context: Context) -> Iterator[Item]:
         types = {step.span[1:]: step.type for step in self.analysis.steps if self.opened.is_own(step.span)}

@@ -35,6 +35,11 @@ def used_files(opened: Opened) -> Iterator[tuple[Span, Span]]:
             yield item.span, Source.of(str(opened.path.parent / item.value), "").character_at(1, 1)
 
 
+def links(opened: Opened) -> list[tuple[Span, Span]]:
+    """Return the entries of `use:` as they are now, each with the start of its file."""
+    return [(now, file) for span, file in used_files(opened) if (now := opened.now(span))]
+
+
 def same(opened: Opened, spot: Spot) -> list[Reference]:
     """Return all references to what is at a position of the known text: a reference or a definition."""
     references = opened.known.analysis.references

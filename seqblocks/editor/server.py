@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lsprotocol import types
+from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
 from seqblocks._version import __version__
 from seqblocks.analysis.analyse import Folders
-from seqblocks.editor import diagnostics, hints, navigation, symbols
+from seqblocks.editor import diagnostics, fixes, hints, lens, navigation, rename, symbols
 from seqblocks.editor.completion import Completion, complete
+from seqblocks.editor.edits import Edit
 from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
 from seqblocks.errors import Diagnostic, Span
 from seqblocks.language.files import bundled
 
+REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
 DELAY = 0.1  # seconds without a change before diagnostics are published
 KINDS = {
     "section": types.SymbolKind.Namespace,
@@ -97,6 +100,15 @@ class Server(LanguageServer):
         found: str | None = from_fs_path(source_name) if source_name else None
         return found
 
+    def changes(self, uri: str, opened: Opened, edits: list[Edit]) -> types.WorkspaceEdit:
+        """Return edits of the protocol, by file."""
+        found: dict[str, list[types.TextEdit]] = {}
+        for span, text in edits:
+            where = self.uri(uri, opened, span.source.name)
+            if where:
+                found.setdefault(where, []).append(types.TextEdit(self.range(span), text))
+        return types.WorkspaceEdit(changes=found)
+
     def location(self, opened_uri: str, opened: Opened, span: Span) -> types.Location | None:
         uri = self.uri(opened_uri, opened, span.source.name)
         return types.Location(uri, self.range(span)) if uri else None
@@ -118,7 +130,7 @@ class Server(LanguageServer):
             for name, each in diagnostics.by_file(opened).items():
                 where = self.uri(uri, opened, name)
                 if where:
-                    found[where] = [self._diagnostic(uri, opened, *one) for one in each]
+                    found[where] = [self.diagnostic(uri, opened, *one) for one in each]
         before = [other for other, causes in self.published.items() if uri in causes]
         for where in {*before, *found}:
             causes = self.published.setdefault(where, {})
@@ -136,7 +148,7 @@ class Server(LanguageServer):
         version = document.version if document else None
         self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, shown, version))
 
-    def _diagnostic(self, uri: str, opened: Opened, span: Span, each: Diagnostic) -> types.Diagnostic:
+    def diagnostic(self, uri: str, opened: Opened, span: Span, each: Diagnostic) -> types.Diagnostic:
         related = []
         for note in each.notes:
             where = self.location(uri, opened, note.span) if note.span else None
@@ -170,7 +182,7 @@ def _path(uri: str) -> Path | None:
 def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
     """Return a server with all its features."""
     made = Server(allow_use, delay)
-    for add in (_changes, _descriptions, _navigation, _completion):
+    for add in (_changes, _descriptions, _navigation, _completion, _changes_of_text):
         add(made)
     return made
 
@@ -229,6 +241,21 @@ def _descriptions(server: Server) -> None:
     def on_symbols(params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
         opened = server.spec(params.text_document.uri)
         return [_symbol(server, each) for each in symbols.symbols(opened)] if opened else []
+
+    @server.feature(types.TEXT_DOCUMENT_CODE_LENS)
+    def on_lens(params: types.CodeLensParams) -> list[types.CodeLens]:
+        opened = server.spec(params.text_document.uri)
+        found = lens.lenses(opened) if opened else []
+        return [types.CodeLens(server.range(each.span), types.Command(each.text, "")) for each in found]
+
+    @server.feature(types.TEXT_DOCUMENT_DOCUMENT_LINK)
+    def on_links(params: types.DocumentLinkParams) -> list[types.DocumentLink]:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return []
+        found = ((span, server.uri(uri, opened, file.source.name)) for span, file in navigation.links(opened))
+        return [types.DocumentLink(server.range(span), target) for span, target in found]
 
 
 def _symbol(server: Server, each: symbols.Symbol) -> types.DocumentSymbol:
@@ -298,3 +325,45 @@ def _completion_items(server: Server, found: Completion) -> list[types.Completio
             )
         )
     return items
+
+
+def _changes_of_text(server: Server) -> None:
+    @server.feature(types.TEXT_DOCUMENT_CODE_ACTION, types.CodeActionOptions([types.CodeActionKind.QuickFix]))
+    def on_fixes(params: types.CodeActionParams) -> list[types.CodeAction]:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return []
+        found = fixes.fixes(opened, server.spot(opened, params.range.start), server.spot(opened, params.range.end))
+        return [
+            types.CodeAction(
+                each.title, types.CodeActionKind.QuickFix, is_preferred=len(found) == 1,
+                diagnostics=[server.diagnostic(uri, opened, each.diagnostic.span, each.diagnostic)],
+                edit=server.changes(uri, opened, each.edits),
+            )
+            for each in found
+            if each.diagnostic.span
+        ]  # fmt: skip
+
+    @server.feature(types.TEXT_DOCUMENT_PREPARE_RENAME)
+    def on_prepare(params: types.PrepareRenameParams) -> types.PrepareRenamePlaceholder | None:
+        opened = server.spec(params.text_document.uri)
+        if opened is None:
+            return None
+        try:
+            found = rename.target(opened, server.spot(opened, params.position))
+        except rename.Refused as error:
+            raise JsonRpcException(str(error), REFUSED) from None
+        return types.PrepareRenamePlaceholder(server.range(found.span), found.name)
+
+    @server.feature(types.TEXT_DOCUMENT_RENAME, types.RenameOptions(prepare_provider=True))
+    def on_rename(params: types.RenameParams) -> types.WorkspaceEdit | None:
+        uri = params.text_document.uri
+        opened = server.spec(uri)
+        if opened is None:
+            return None
+        try:
+            edits = rename.rename(opened, server.spot(opened, params.position), params.new_name)
+        except rename.Refused as error:
+            raise JsonRpcException(str(error), REFUSED) from None
+        return server.changes(uri, opened, edits)

@@ -77,7 +77,9 @@ class Attention(_Heads):
     head's slope from a score: 2^(-8 / H), 2^(-16 / H), …; with `learned_alibi`, `slopes` [H] begins with these.
 
     State per sequence: keys and values of the last `window` - 1 or `chunk` - 1 tokens (without these, of up to `cache`
-    tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4).
+    tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4). With
+    `keep_first`, keys and values of as many first tokens as well (StreamingLLM, whose positions are those in its cache,
+    while here they are those in the sequence).
     """
 
     ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
@@ -85,6 +87,7 @@ class Attention(_Heads):
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
     )
+    keep_first: int = argument(0, "first tokens of a sequence that stay visible outside the window (0: none)", ge=0)
     chunk: int = argument(0, "cut sequences into chunks of this many tokens: a token sees its own (0: no chunks)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
     bias: Literal["none", "alibi", "learned_alibi"] = argument(
@@ -108,6 +111,10 @@ class Attention(_Heads):
         if self.window and self.chunk:
             hint = "remove `window:` or `chunk:`"
             raise Fault("E210", "the visible tokens are limited twice: by `window` and `chunk`", at="chunk", hint=hint)
+        if self.keep_first and not (self.window and self.causal):
+            hint = "add `window:`" if self.causal else "remove `causal:`"
+            message = "first tokens are kept besides a causal window only"
+            raise Fault("E210", message, at="keep_first", hint=hint)
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         return v.with_features(found.features)
@@ -139,11 +146,15 @@ class Attention(_Heads):
     def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
         if not self.causal:
             return {}
-        return {
+        found = {
             "k": State((self.cache_size(), k.features), "model", per_token=not self.span),
             "v": State((self.cache_size(), v.features), "model", per_token=not self.span),
             "length": State((), "int64"),
         }
+        if self.keep_first:
+            widths = {"first_k": k.features, "first_v": v.features}
+            found |= {name: State((self.keep_first, width), "model") for name, width in widths.items()}
+        return found
 
     def cannot_stream(self, q: Wire, k: Wire, v: Wire) -> str | None:
         return None if self.causal else "it is not causal: it reads the whole sequence"
@@ -154,7 +165,7 @@ class Attention(_Heads):
         return (self.span - 1) * q.rate if self.span else math.inf
 
     def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
-        return (self.span - 1) * q.rate if self.span else math.inf
+        return (self.span - 1) * q.rate if self.span and not self.keep_first else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
@@ -167,7 +178,7 @@ class Attention(_Heads):
         if self.chunk:
             return self.seen(self.chunk) * width // self.chunk
         if self.causal:
-            return (self.window or self.cache // 2) * width
+            return (self.window + self.keep_first if self.window else self.cache // 2) * width
         return (2 * self.window - 1 if self.window else self.cache) * width
 
     def seen(self, tokens: int) -> int:
@@ -175,7 +186,10 @@ class Attention(_Heads):
         if self.chunk:
             whole, rest = divmod(tokens, self.chunk)
             return whole * self.pairs(self.chunk, self.chunk) + self.pairs(rest, rest)
-        return self.pairs(tokens, min(self.window or tokens, tokens))
+        seen = self.pairs(tokens, min(self.window or tokens, tokens))
+        outside = max(tokens - self.window, 0)  # tokens that the window has left behind, and how many of them are first
+        kept = min(self.keep_first, outside)
+        return seen + kept * outside - kept * (kept - 1) // 2
 
     def pairs(self, tokens: int, most: int) -> int:
         """Return the number of pairs of a query and one of `most` visible keys, itself included."""
@@ -186,22 +200,34 @@ class Attention(_Heads):
         return "attention", {"window": self.span or None}
 
     def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
-        from seqblocks.kernels.attention import AttentionState, attention_state
+        from seqblocks.kernels.attention import attention_state
 
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
 
         def move(state: Any) -> Any:
-            keys, values = (state[name].unflatten(-1, (self.shared, -1)) for name in ("k", "v"))
-            before = AttentionState(keys, values, state["length"])
-            keep = self.span - 1 if self.span else keys.shape[1] + k.shape[1]
+            before = self.in_heads(state)
+            keep = self.span - 1 if self.span else before.k.shape[1] + k.shape[1]
             after = attention_state(
                 k, v, state=before, keep=keep, chunk=self.chunk or None, rotary=self.rotary or None, resets=call.resets
             )  # fmt: skip
-            return {"k": after.k.flatten(-2), "v": after.v.flatten(-2), "length": after.length}
+            return self.flat(after)
 
         return move
 
+    def in_heads(self, state: Any) -> Any:
+        """Return a state of the kernel, given that of the step."""
+        from seqblocks.kernels.attention import AttentionState, FirstState
+
+        parts = {name: x if name == "length" else x.unflatten(-1, (self.shared, -1)) for name, x in state.items()}
+        return FirstState(**parts) if self.keep_first else AttentionState(**parts)
+
+    def flat(self, state: Any) -> dict[str, Any]:
+        """Return the state of the step, given one of the kernel."""
+        return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
+
     def prepare_step(self, p: Any) -> Any:
+        if self.keep_first:
+            return None
         import torch
 
         from seqblocks.kernels.attention.step import prepare
@@ -229,20 +255,20 @@ class Attention(_Heads):
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
         slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
         scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"))
+        if self.keep_first:
+            y = attention.with_first(tape, q, k, v, self.window, self.keep_first, scores)
+            return tape.view(y, tape.out)
         if self.span and self.span < q.shape[1]:
             return tape.view(attention.windowed(tape, q, k, v, self.span, self.causal, scores), tape.out)
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
         return tape.view(run(tape, q, k, v), tape.out)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
-        from seqblocks.kernels import AttentionState, attention
+        from seqblocks.kernels import attention
 
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
-        state = None
-        if call.state:
-            keys, values = (call.state[name].unflatten(-1, (self.shared, -1)) for name in ("k", "v"))
-            state = AttentionState(keys, values, call.state["length"])
+        state = self.in_heads(call.state) if call.state else None
         out: Any = attention(
             q,
             k,
@@ -250,6 +276,7 @@ class Attention(_Heads):
             causal=self.causal,
             window=self.window or None,
             chunk=self.chunk or None,
+            first=self.keep_first or None,
             rotary=self.rotary or None,
             scale=self.scale or None,
             soft_cap=self.soft_cap or None,
@@ -265,7 +292,7 @@ class Attention(_Heads):
         y, last = out
         if not self.span:
             self.must_hold(last.length, call.compiling)
-        return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
+        return y.flatten(-2), self.flat(last)
 
     def must_hold(self, length: Any, compiling: bool) -> None:
         """Raise RunError if the cache is too small for a sequence; in a compiled model, fail an assertion."""

@@ -4,6 +4,7 @@ positions."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from seqblocks.tape import Tape, Value
@@ -121,6 +122,33 @@ def _block(
     return run
 
 
+def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int, scores: Scores) -> Value:
+    """Record attention in blocks of queries that read their windows and the first tokens."""
+    S = q.shape[1]
+
+    def block(a: int, b: int) -> Value:
+        begin = min(first, a)
+        count = k.shape[1] if S <= BLOCK else begin + b - max(begin, a - window + 1)
+        query, keys, values = q, k, v
+        if S > BLOCK:
+            query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
+            keys, values = (tape.copy(tape.slice(x, (x.shape[0], count, *x.shape[2:]))) for x in (k, v))
+        pairs = q.shape[0], b - a, count
+        ahead = [tape.new(pairs, ID), tape.new(pairs, ID)]
+        seen = tape.new(pairs, 1)
+        ahead.clear()
+        if not scores.plain:
+            return explicit(tape, query, keys, values, scores)
+        y = fused(tape, query, keys, values, tape.new(pairs, q.item))
+        del seen
+        return y
+
+    if S <= BLOCK:
+        return block(0, S)
+    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
+    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+
+
 def windowed(
     tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores | None = None
 ) -> Value:
@@ -132,9 +160,10 @@ def windowed(
     seen = tape.new((B * blocks, block, span), 1)
 
     def cut(x: Value, length: int) -> Value:
-        """Return blocks of keys, which overlap, as copies [B * blocks, length, heads, width]."""
+        """Return blocks of keys [B * blocks, length, heads, width], which overlap; of several sequences, copies."""
         padded = tape.pad(x, (B, (blocks - 1) * block + length, *x.shape[2:]))
-        return tape.copy(tape.expand(padded, (B * blocks, length, *x.shape[2:])))
+        found = tape.expand(padded, (B * blocks, length, *x.shape[2:]))
+        return found if B == 1 else tape.copy(found)
 
     queries = q if blocks * block == S else tape.pad(q, (B, blocks * block, *q.shape[2:]))
     queries = tape.view(queries, (B * blocks, block, *q.shape[2:]))

@@ -427,7 +427,7 @@ def check_poison(
         leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in x.items()}
         last = in_pieces(subject, leaves, cuts, resets=marks, reverse=reverse)
         out = last.pop("out")
-        if subject.kernel.name == "attention":
+        if subject.kernel.name in ("attention", "attention_with_first"):
             last = {}  # a cache contains tokens that are no longer read
         return with_gradients({"after": out[0, after], "others": out[1:], **last}, leaves)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqblocks import kernels
 from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
-from tests.kernels.family_of_attention import ATTENTION
+from tests.kernels.family_of_attention import ATTENTION, FIRST
 from tests.kernels.gated_recurrence import GATED_RECURRENCE
 from tests.kernels.linear_attention import LINEAR_ATTENTION
 from tests.kernels.mlstm import MLSTM, MLSTM_INPUTS, mlstm_bar
@@ -568,6 +568,6 @@ MLSTM_MEMOROID = Kernel(
 
 KERNELS = (
     MLSTM, SLSTM, SELECTIVE_SCAN, CAUSAL_CONV, MIXING_CONV, CENTAURUS, HEAD_NORM, HEADWISE_LINEAR, ATTENTION,
-    ASSOCIATIVE_SCAN, MLSTM_MEMOROID, LINEAR_ATTENTION,
+    ASSOCIATIVE_SCAN, MLSTM_MEMOROID, LINEAR_ATTENTION, FIRST,
     GATED_RECURRENCE, RESIDUAL_NORM,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def attention_cancellation(
     return {"gradient of q": score * keys, "gradient of k": score * largest(x["q"]) * collected}
 
 
+def first_inputs(**sizes: int) -> Tensors:
+    """Return inputs with 2 first tokens besides the cache, which the first row no longer has in its window."""
+    x = attention_inputs(**sizes)
+    batch = len(x["length"])
+    for at, name in enumerate("kv"):
+        x[f"first {name}"] = draw(batch, 2, *x[name].shape[2:], seed=6 + at)
+    return {**x, "length": 9 * (torch.arange(batch) == 0)}
+
+
 WINDOW = {"past": 6}
 EXTRA = ("slopes", "sinks")
 ATTENTION = Kernel(
@@ -92,5 +102,21 @@ ATTENTION = Kernel(
         (lambda x: {"sinks": torch.zeros(3)}, r"expects sinks \[H\] = \[4\]; got \[3\]"),
         (lambda x: {"slopes": torch.zeros(1, 4)}, r"expects slopes \[H\] = \[4\]; got \[1, 4\]"),
         (lambda x: {"length": x["length"][:1]}, "expects a state of shapes"),
+    ),
+)
+
+FIRST = replace(
+    ATTENTION,
+    name="attention_with_first",
+    make=first_inputs,
+    states=(*ATTENTION.states, "first k", "first v"),
+    variants={
+        "window of 3": Variant({"window": 3, "first": 2}, {"past": 2}, without=EXTRA),
+        "biases, sinks, window of 7": Variant({"window": 7, "first": 2, "scale": 0.3}, WINDOW),
+    },
+    errors=(
+        (lambda x: {"window": None}, "first must be at least 1, with a window"),
+        (lambda x: {"causal": False}, "first must be at least 1, with a window and causal=True"),
+        (lambda x: {"first": 3}, "expects a state of shapes"),
     ),
 )

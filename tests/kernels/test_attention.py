@@ -33,7 +33,8 @@ def inputs(S: int, dtype: Any = torch.float64, **sizes: int) -> list[Tensor]:
 
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None,
-    chunk: int | None = None, soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    chunk: int | None = None, first: int | None = None, soft_cap: float | None = None, slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute each query separately."""
     B, S, H, D = q.shape
@@ -43,8 +44,8 @@ def by_hand(
         owner = [0] * S if resets is None else resets[b].long().cumsum(0).tolist()
         for t in range(S):
             near = [s for s in range(S) if owner[s] == owner[t] and (s <= t or not causal)]
-            near = [s for s in near if window is None or abs(s - t) < window]
             begin = owner.index(owner[t])
+            near = [s for s in near if window is None or abs(s - t) < window or (first and s - begin < first)]
             near = [s for s in near if chunk is None or (s - begin) // chunk == (t - begin) // chunk]
             for h in range(H):
                 query, keys, values = q[b, t, h], k[b, near, h // group], v[b, near, h // group]
@@ -82,15 +83,18 @@ def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
     causal=st.booleans(),
     marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 23)), max_size=3),
     chunk=st.sampled_from([None, None, 1, 3, 5]),
+    first=st.sampled_from([None, 1, 2, 5]),
     soft_cap=st.sampled_from([None, 1.5]),
     added=st.sets(st.sampled_from(["slopes", "sinks"])),
 )
 def test_by_hand(
     backend: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]],
-    chunk: int | None, soft_cap: float | None, added: set[str],
+    chunk: int | None, first: int | None, soft_cap: float | None, added: set[str],
 ) -> None:
     x = inputs(seq)
     options: dict[str, Any] = {"chunk": chunk, "soft_cap": soft_cap}
+    if first and window and causal:
+        options |= {"first": first, "chunk": None}
     options |= {name: draw(4, seed=7).abs().requires_grad_() for name in added}
     resets = marked(seq, marks) if marks else None
     found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend, **options)
@@ -115,6 +119,37 @@ def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None
         for backend in ("torch", "reference")
         for y in [attention(*x[:3], causal=causal, resets=resets, backend=backend, **options)]
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("past", [0, 1, 900])
+def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None:
+    """Without resets, a block of queries reads the first tokens and its window only; with them, all tokens before."""
+    x = inputs(1100, H=2, G=1, D=2)
+    resets = marked(1100, [(0, 3), (0, 700), (1, 600)]) if packed else None
+    options: dict[str, Any] = {"slopes": draw(2).abs(), "sinks": draw(2)} if explicit else {}
+    options |= {"window": 70, "first": 3}
+    state = None
+    if past:
+        earlier = [t.detach() for t in inputs(past, H=2, G=1, D=2)]
+        _, state = attention(*earlier, return_state=True, **options)
+    near(*(
+        [y, *torch.autograd.grad(y.square().sum(), x)]
+        for backend in ("torch", "reference")
+        for y in [attention(*x, resets=resets, state=state, backend=backend, **options)]
+    ))  # fmt: skip
+
+
+def test_first_tokens_do_not_square_the_length() -> None:
+    """The largest tensor is the mask of a block of 512 queries, or the queries themselves."""
+    found = {}
+    for S in (2048, 8192):
+        x = inputs(S, H=2, G=1, D=8, DV=8, batch=1, dtype=torch.float32)
+        with Largest() as largest:
+            attention(*x, window=64, first=4).sum().backward()
+        found[S] = largest.numel
+    assert found[8192] <= max(2 * 512 * (512 + 64 + 4), 8192 * 16)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12])

@@ -50,6 +50,7 @@ from tests.kernels.families import KERNELS
 
 EVERYWHERE = (*CPU, "gpu")
 COMPILED = ("mlstm", "slstm", "causal_conv", "attention")  # whose compiled code the README's run tests; CI tests all
+VARYING = ("associative_scan", "attention", "attention_with_first")  # the graph differs between lengths
 SEQUENTIAL = [kernel for kernel in KERNELS if kernel.states]
 DOUBLE = Precision(torch.float64)
 
@@ -250,7 +251,7 @@ def test_resets_equal_separate_pieces(subject: Subject, reverse: bool) -> None:
     ys = [part["out"] for part in alone]
     expected = {**alone[-1], "out": torch.cat(ys[::-1] if reverse else ys, 1)}
     # A cache contains tokens before a reset, and an associative scan without a carry has other states than with one.
-    if subject.kernel.name in ("attention", "associative_scan"):
+    if subject.kernel.name in ("attention", "attention_with_first", "associative_scan"):
         packed, expected = ({"out": out["out"]} for out in (packed, expected))
     bar = subject.kernel.exactness(subject.on, subject.on.exact, S)
     assert_close(with_gradients(packed, x), with_gradients(expected, x), bar)
@@ -356,7 +357,7 @@ def test_autocast(subject: Subject) -> None:
         found = subject(x)["out"]
         by_torch = subject(x, backend="torch")["out"]
     assert found.dtype == by_torch.dtype or subject.on.name == "reference"
-    if subject.kernel.name in ("mixing_conv", "headwise_linear", "attention"):
+    if subject.kernel.name in ("mixing_conv", "headwise_linear", "attention", "attention_with_first"):
         # The factors of a few products are rounded.
         assert_close({"out": found.float()}, {"out": plain}, 2**-5)
     else:
@@ -384,7 +385,7 @@ def test_compiled_in_one_graph(subject: Subject) -> None:
 
 # Ops below the first are compiled again for every length, as is torch's attention for some.
 @cases(
-    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], ["torch"], variants=(), quick_for=COMPILED
+    [k for k in KERNELS if k.name not in VARYING], ["torch"], variants=(), quick_for=COMPILED
 )
 def test_one_graph_for_all_lengths(subject: Subject) -> None:
     """There is one graph for the first length, and one for any other."""
@@ -414,7 +415,7 @@ class Caller(torch.nn.Module):
         return self.subject(x, resets=marks if self.resets else None)
 
 
-EXPORTED = [k for k in KERNELS if k.name not in ("associative_scan", "attention")]
+EXPORTED = [k for k in KERNELS if k.name not in VARYING]
 
 
 @cases(EXPORTED, CPU[1:], variants=(), quick_for=COMPILED, resets=both_in_torch)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.spec.language_server import Client
+from tests.spec.language_server import Client, ServerError
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "seqblocks", "lsp"]
@@ -121,6 +121,94 @@ def test_hints_stay_while_the_yaml_is_broken(client: Client) -> None:
     assert fault["code"] == "E101"
     found = client.request("textDocument/inlayHint", whole(uri))
     assert [each["position"]["line"] for each in found] == [6, 8]
+
+
+def test_completion_with_and_without_snippets(client: Client, tmp_path: Path) -> None:
+    uri = "file:///complete.yaml"
+    text = TEXT + "    - li"
+    client.open(uri, text)
+    place = {"textDocument": {"uri": uri}, "position": {"line": 9, "character": 8}}
+
+    def linear(of: Client) -> dict[str, Any]:
+        found = of.request("textDocument/completion", place)
+        assert found["isIncomplete"] is False
+        return next(each for each in found["items"] if each["label"] == "linear")
+
+    plain = linear(client)
+    assert plain["textEdit"]["newText"] == "linear: {features: }"
+    assert plain["textEdit"]["range"] == {"start": {"line": 9, "character": 6}, "end": {"line": 9, "character": 8}}
+    able = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
+    other = Client(COMMAND, tmp_path, {}, able)
+    other.open(uri, text)
+    assert linear(other)["textEdit"]["newText"] == "linear: {features: $1}"
+    other.close()
+
+
+def test_rename_and_its_refusals(client: Client) -> None:
+    uri = "file:///rename.yaml"
+    client.open(uri, TEXT)
+    place = at(uri, TEXT, "x,")
+    assert client.request("textDocument/prepareRename", place)["placeholder"] == "x"
+    edit = client.request("textDocument/rename", {**place, "newName": "wider"})
+    written = [(each["newText"], each["range"]["start"]["line"]) for each in edit["changes"][uri]]
+    assert sorted(written) == [("name: x, ", 6), ("wider", 6), ("wider", 8)]
+    with pytest.raises(ServerError, match="'linear' is a verb of the language"):
+        client.request("textDocument/prepareRename", at(uri, TEXT, "linear"))
+    with pytest.raises(ServerError, match="'dim' cannot become 'wide'"):
+        client.request("textDocument/rename", {**at(uri, TEXT, "dim"), "newName": "wide"})
+
+
+def test_a_quick_fix_repairs_the_text(client: Client) -> None:
+    uri = "file:///fix.yaml"
+    text = TEXT.replace("- silu", "- sillu")
+    (fault,) = client.open(uri, text)
+    (action,) = client.request(
+        "textDocument/codeAction",
+        {"textDocument": {"uri": uri}, "range": fault["range"], "context": {"diagnostics": [fault]}},
+    )
+    assert action["diagnostics"] == [fault]
+    assert action["edit"]["changes"][uri] == [{"range": fault["range"], "newText": "silu"}]
+    assert client.change(uri, TEXT, 2) == []
+
+
+def test_the_lens_and_the_links(client: Client) -> None:
+    uri = "file:///lens.yaml"
+    client.open(uri, TEXT)
+    (lens,) = client.request("textDocument/codeLens", {"textDocument": {"uri": uri}})
+    assert lens["command"]["title"] == "[batch, seq, 64] → [batch, seq, 64] · 16,576 parameters"
+    assert lens["range"]["start"] == {"line": 3, "character": 0}
+    (link,) = client.request("textDocument/documentLink", {"textDocument": {"uri": uri}})
+    assert link["target"].endswith("specs/blocks/prenorm.yaml")
+    assert link["range"]["start"] == {"line": 1, "character": 6}
+
+
+BROKEN = ["    - {", "    - linear: {from: [x", '    - "', "    - linear:\n\t- x", "*a", "\0", "- - -"]
+
+
+@pytest.mark.parametrize("tail", BROKEN)
+def test_every_request_has_an_answer_in_a_broken_text(client: Client, tail: str) -> None:
+    uri = f"file:///half{abs(hash(tail))}.yaml"
+    client.open(uri, TEXT)
+    client.tell(uri, TEXT + tail, 2)
+    end = {"line": 9 + tail.count("\n"), "character": 50}
+    place = {"textDocument": {"uri": uri}, "position": end}
+    for method in ("hover", "completion", "definition", "documentHighlight"):
+        client.request(f"textDocument/{method}", place)
+    client.request("textDocument/references", {**place, "context": {"includeDeclaration": True}})
+    for method in ("documentSymbol", "codeLens", "documentLink"):
+        client.request(f"textDocument/{method}", {"textDocument": {"uri": uri}})
+    client.request("textDocument/codeAction", {**whole(uri), "context": {"diagnostics": []}})
+    assert [each["position"]["line"] for each in client.request("textDocument/inlayHint", whole(uri))] == [6, 7, 8]
+    with pytest.raises(ServerError):
+        client.request("textDocument/rename", {**place, "newName": "w"})
+
+
+def test_a_file_that_was_never_opened_has_no_answers(client: Client) -> None:
+    uri = "file:///nowhere.yaml"
+    place = {"textDocument": {"uri": uri}, "position": {"line": 0, "character": 0}}
+    assert client.request("textDocument/hover", place) is None
+    assert client.request("textDocument/completion", place) is None
+    assert client.request("textDocument/documentSymbol", {"textDocument": {"uri": uri}}) == []
 
 
 def test_the_protocol_is_followed_to_the_end(tmp_path: Path) -> None:

@@ -60,6 +60,34 @@ def test_the_law_of_chunks(given: str) -> None:
     check_law(model)
 
 
+@pytest.mark.parametrize("given", [
+    "window: 1, keep_first: 1", "window: 4, keep_first: 2, rotary: 100", "window: 3, keep_first: 30",
+    "window: 5, keep_first: 4, sinks: true, bias: alibi",
+])
+def test_the_law_of_first_tokens(given: str) -> None:
+    model = build(given)
+    check_law(model, resets=((0, 3), (1, 22)))
+    check_law(model)
+
+
+def test_first_tokens_stay_visible() -> None:
+    """The last of 9 tokens sees the first 2 and itself with the 2 tokens before it."""
+    model = build("window: 3, keep_first: 2")
+    x = torch.randn(1, 9, 8, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x)[0, -1].sum(), x)
+    assert [*gradient[0].any(-1)] == [True, True, *[False] * 4, *[True] * 3]
+    assert {name: tuple(part.shape[1:]) for name, part in model.init_state(1)["attention"].items()} == {
+        "k": (2, 4), "v": (2, 4), "length": (), "first_k": (2, 4), "first_v": (2, 4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "pairs"), [(2, 3), (4, 10), (9, 35)])
+def test_costs_of_first_tokens(length: int, pairs: int) -> None:
+    """Of 9 tokens, the first three see 1, 2 and 3, the fourth 4, and all later ones 3 in the window and 2 before it."""
+    q, k = (Wire("sequence", width, length=length) for width in (8, 4))
+    assert Attention(heads=4, kv_heads=2, window=3, keep_first=2).macs(q, k, k) == pairs * 16 // length
+
+
 @pytest.mark.parametrize("causal", ["true", "false"])
 def test_a_chunk_is_a_sequence_of_its_own(causal: str) -> None:
     """Without positions, chunks give the same result as resets at their starts; with resets, chunks start there."""
@@ -192,7 +220,10 @@ def test_attention_to_a_memory(given: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "length"),
-    [*((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600)],
+    [
+        *((given, 256) for given in OPTIONS[:3]), (OPTIONS[-1], 600), ("soft_cap: 2, window: 32", 600),
+        ("window: 32, keep_first: 4", 600),
+    ],
 )
 def test_the_memory_of_training_is_estimated(given: str, length: int) -> None:
     """Weights of all pairs, or of a block of queries, are most of it."""

@@ -16,7 +16,7 @@ from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
 from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint
 from seqblocks.op import Op, fields_of
-from seqblocks.parameters import DEFAULT, Init, Parameter, read_init
+from seqblocks.parameters import DEFAULT, Init, Parameter, names_read, read_init
 from seqblocks.record import Record
 from seqblocks.types import Wire
 
@@ -128,6 +128,8 @@ def read_initialiser(ctx: Context, node: Node) -> Init | None:
         ctx.report(Fault("E408", "invalid initialiser", expected=expected, found=kind_of(node)), node.span)
         return None
     try:
+        if ctx.run.references is not None:
+            ctx.refer(node.value, node, names_read(node.value))
         return read_init(node.value, ctx.scope(node.value))
     except NameFault as fault:
         explain_name(ctx, fault)
