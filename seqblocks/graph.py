@@ -389,6 +389,21 @@ def is_context(node: Node) -> bool:
     return node.type is not None and node.type.context
 
 
+def is_prefixed(node: Node) -> bool:
+    """Return whether the output of a step has tokens before those of the stream, which a stream computes once."""
+    return node.type is not None and node.type.prefix > 0
+
+
+def has_prefix(graph: Graph) -> bool:
+    """Return whether some step puts tokens before those of the stream."""
+    return any(map(is_prefixed, walk(graph)))
+
+
+def begins(graph: Graph) -> bool:
+    """Return whether some steps run once, before the first token of a stream: on the context, or on a prefix."""
+    return bool(graph.ports) or any(is_context(node) or is_prefixed(node) for node in walk(graph))
+
+
 def streamed(graph: Graph) -> Iterator[Node]:
     """Yield each node that depends on a streaming input, outer before inner."""
     for node in graph.nodes:
@@ -409,6 +424,11 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
             return f"{node.name} ({node.span})", why
+    for value in model.graph.results:
+        wire = model.types[value]
+        if wire and wire.prefix:
+            first = "its first token is" if wire.prefix == 1 else f"its first {wire.prefix} tokens are"
+            return f"the output {model.labels[value]}", f"{first} not of the stream: `slice: {{first: {wire.prefix}}}`"
     if model.input.kind in ("image", "vector"):
         origin = model.input.origin
         what = "a whole image" if model.input.kind == "image" else "one vector"
@@ -416,11 +436,17 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
     return None
 
 
+def is_prefix_join(node: Node) -> bool:
+    """Return whether a step joins the tokens of a stream to others before them, which it reads only once."""
+    return node.op is not None and node.op.joins_tokens() and is_prefixed(node)
+
+
 def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:
     """Return why a step would need all of the stream at once, or a part of the context for each token; else None."""
     if node.op:
         ports = {port.name for port in node.op.ports if not port.length}
         values = [value for port in node.inputs.keys() & ports for value in node.inputs[port]]
+        values = values[-1:] if is_prefix_join(node) else values
     else:
         values = [body.result for body in node.bodies.values()][-1 if node.kind == "repeat" else 0 :]
         values += node.inputs["x"] if node.kind in ("residual", "scan") else ()

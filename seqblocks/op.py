@@ -124,6 +124,8 @@ class Op(BaseModel):
     """Whether undeclared keys are whole numbers (`model_config` must then allow extra keys)."""
     names_results: ClassVar[bool] = False
     """Whether undeclared keys are names of results with their formulas; the analysis then lowers the verb by itself."""
+    fixed: ClassVar[bool] = False
+    """Whether its output depends on no input, so that a stream computes it once."""
     exact: ClassVar[bool] = False
     """Whether it returns float32 in a 16-bit model."""
     mixed: ClassVar[bool] = False

@@ -197,15 +197,17 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
 
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:
-            if y is None and context:  # this call only computed the stream's initial state
+            if y is None and given["call"].phase == "context":  # this call only computed the stream's initial state
                 return
             axes = [size_of(axis, lengths.__getitem__) for axis in wire.axes[1:]]
+            if wire.prefix and given["call"].phase:  # a stream runs a step on the prefix, and then on its own tokens
+                axes[0] = wire.prefix if given["call"].phase == "context" else axes[0] - wire.prefix
             expected = [batch, *axes]
             if name.startswith(experts):  # an expert gets a varying number of tokens
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
-            if streams and isinstance(step, Primitive) and not wire.context:
+            if given["call"].return_state and isinstance(step, Primitive) and not wire.context:
                 carried = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
                 _assert_state(name, given["call"].made, carried, batch)
 
@@ -218,6 +220,8 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     try:
         with torch.no_grad():
             model(random_input(model, batch, seq, seed), return_state=streams, **context)
+            if graph.has_prefix(model.graph):
+                model(random_input(model, batch, seq, seed), **context)
     finally:
         for hook in hooks:
             hook.remove()

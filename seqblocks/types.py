@@ -189,6 +189,14 @@ def summed(lengths: Iterable[Size]) -> Size:
     return PLUS.join([*names, *([str(number)] if number else [])]) if names else number
 
 
+def less(length: Size | None, number: int) -> Size:
+    """Return a length without some of its tokens, which are a number in it: `seq` for `seq + 4` less 4."""
+    if isinstance(length, int):
+        return length - number
+    *names, last = str(length).split(PLUS)
+    return summed([*names, *([int(last) - number] if int(last) > number else [])])
+
+
 def names_of(length: Size) -> list[str]:
     """Return the names of the axes that determine a length: `seq` for `seq/4 + 2`."""
     return [part.partition("/")[0] for part in str(length).split(PLUS) if not part.isdigit()]

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.compose_context import Contexts
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
 from tests.compose_tokens import INITS
-from tests.composed import Body, Call, Kind, Step, has_own
+from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Contexts, Sequences):
+class Composer(Mixers, Rates, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -177,8 +176,13 @@ class Composer(Mixers, Rates, Contexts, Sequences):
             self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
             return
         layers = [self.inner(body, self.chance.randint(1, 2), width=now.width, layered=True) for _ in range(2)]
-        words = {self.fresh("m"): inside for inside in layers}
-        pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
+        letters = self.maybe(0.3)
+        words = {"pq"[at] if letters else self.fresh("m"): inside for at, inside in enumerate(layers)}
+        pattern = ("" if letters else " ").join(words)
+        longer = f"{pattern}*2" if letters else pattern
+        pattern = self.chance.choice([longer, f"({pattern})*2", f"{pattern} ({pattern})"])
+        if not letters and self.maybe(0.5):
+            pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
         grid = now.grid if all(inside.now.grid == now.grid for inside in words.values()) else None
         made = replace(now, grid=grid if now.name != "image" else now.grid)
         self.add_maybe(
@@ -306,12 +310,16 @@ class Composer(Mixers, Rates, Contexts, Sequences):
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
+        moves += [self.after_learned_tokens, self.learned]
+        if body.now.prefix:
+            changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)
+            moves = [move for move in moves if move not in changing]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
             moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
-            moves += [] if body.fixed else [self.class_token] * 2
-            moves += [self.one_after_another] * 2
+            moves += [] if body.fixed or body.now.prefix else [self.class_token] * 2
+            moves += [] if body.now.prefix else [self.one_after_another] * 2
         return self.chance.choice(moves)
 
     def embed(self, body: Body) -> None:
@@ -392,6 +400,7 @@ class Composer(Mixers, Rates, Contexts, Sequences):
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}
+        let = {**let, "sizes": SIZES} if "sizes[" in json.dumps([model, self.blocks]) else let
         spec |= {"let": let} if let else {}
         spec |= {"blocks": self.blocks} if self.blocks else {}
         return json.dumps(spec | {"model": model}) + "\n"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
+SIZES = [1, 2, 3, 4, 6, 8]  # `sizes` in the file's `let:`
 UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
 
@@ -21,10 +22,11 @@ class Kind:
     length: int | None = None  # None: open
     grid: tuple[int, int] | None = None
     rate: int = 1
+    prefix: int = 0  # of its tokens, in a sequence
 
     @property
     def place(self) -> Any:
-        return self.name, self.length, self.rate, self.grid if self.name == "image" else None
+        return self.name, self.length, self.rate, self.prefix, self.grid if self.name == "image" else None
 
 
 class Owner(NamedTuple):
@@ -98,6 +100,8 @@ class Writer:
 
     def number(self, value: int) -> int | str:
         """Return the number, or an expression of that value."""
+        if value in SIZES and self.maybe(0.05):
+            return f"sizes[{SIZES.index(value) - self.chance.choice([0, len(SIZES)])}]"
         if self.numbers and self.maybe(0.2):
             name, known = self.chance.choice(list(self.numbers.items()))
             if known == value:

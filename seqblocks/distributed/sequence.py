@@ -38,6 +38,8 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
         raise UsageError(f"sequence_parallel needs a model from seqblocks.build, not {type(model).__name__}")
     if obstacle := graph.stream_obstacle(inner.spec, ORDERS):
         raise RunError(" cannot run on a part of a sequence: ".join(obstacle))
+    if graph.has_prefix(inner.spec.graph):
+        raise RunError("the model puts tokens before the sequence, which only the first part of a sequence may do")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"the mesh has {group.ndim} dimensions, but a sequence is split along one")

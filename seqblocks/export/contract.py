@@ -11,7 +11,7 @@ import torch
 
 from seqblocks._version import __version__
 from seqblocks.errors import RunError, UsageError, listing
-from seqblocks.graph import stream_obstacle
+from seqblocks.graph import begins, has_prefix, stream_obstacle
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.state import States, declared, dtype_of
 from seqblocks.state_layout import State
@@ -134,6 +134,9 @@ def _check_graph(model: SequenceModel, graph: str) -> None:
     obstacle = stream_obstacle(model.spec) if graph != "forward" else None
     if obstacle:
         raise RunError(f"{' cannot stream: '.join(obstacle)}. Export its graph `forward`")
+    if graph != "forward" and (has_prefix(model.graph) or (begins(model.graph) and not model.graph.ports)):
+        what = f"a stream of {model.spec.name} begins with learned tokens, which an exported graph cannot read first"
+        raise RunError(f"{what}. Export its graph `forward`")
     if graph == "context" and not model.graph.ports:
         what = f"{model.spec.name} has no graph `context`: its only input is the one that streams"
         raise UsageError(f"{what}. Fill its first state as the contract of `step` describes")

@@ -54,18 +54,18 @@ class SequenceModel(Body):
         self._exact = graph.is_exact(spec.graph)
         names = frozenset(item.name for item in shared)
         sources = grid_sources(spec.graph, spec.types)
-        place = Place(spec.types, sources, "", names, streams=bool(spec.graph.ports), exact=self._exact)
+        obstacle = graph.stream_obstacle(spec)
+        self._has_context = bool(spec.graph.ports) or (obstacle is None and graph.begins(spec.graph))
+        place = Place(spec.types, sources, "", names, streams=self._has_context, exact=self._exact)
         super().__init__(spec.graph, place, spec.name)
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
         self._first_of_tail = first_of_tail(self._plan)
         self._timed = frozenset(value for value, wire in spec.types.items() if has_tokens(wire))
-        self._has_context = bool(spec.graph.ports)
         self._context_names = {value: name for name, value in spec.graph.ports.items()}
         inputs = zip(spec.graph.reads, spec.inputs.values() or (spec.input,), strict=True)
         self._grids = {value: wire.grid for value, wire in inputs if wire.grid and wire.kind != "image"}
         self._declared_state = declared(spec.graph)
-        obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
         self._resets_obstacle = _resets_obstacle(spec)
         self.frame_size = graph.frame_size(spec.graph)
@@ -145,12 +145,13 @@ class SequenceModel(Body):
     def _run_with_context(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
         """Run the steps of a model with several inputs. A stream first runs those that depend on the context only."""
         if call.state is None:
-            arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs)))
+            arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs), "the input"))
         else:
             arguments.check_no_context(inputs)
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
-        call.state = self._context_state(inputs, call.routed) if call.state is None else call.state
+        if call.state is None:
+            call.state = self._context_state(inputs, x.shape[0], call.routed)
         call.phase = "stream"
         kept = call.state.get("input", {})
         y, states = self._run_explained({self.graph.input: x} | self._context_values(kept), call)
@@ -159,9 +160,14 @@ class SequenceModel(Body):
     def _context_values(self, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
         return {self.graph.ports[name]: x for name, x in inputs.items()}
 
-    def _context_state(self, inputs: dict[str, Tensor], routed: dict[str, list[Routed]] | None = None) -> States:
-        """Run the steps that depend on the context only, and return the values that the state holds."""
-        call = Call(self.training, grid=self._grid(), phase="context", routed=routed)
+    def _context_state(
+        self, inputs: dict[str, Tensor], batch: int, routed: dict[str, list[Routed]] | None = None
+    ) -> States:
+        """Run the steps that come before the first token, and return the part of the state that they determine."""
+        call = Call(
+            self.training, return_state=True, streaming=True, grid=self._grid(), phase="context", routed=routed,
+            batch=batch,
+        )  # fmt: skip
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
 
@@ -204,7 +210,7 @@ class SequenceModel(Body):
         try:
             return self._run(values, call)
         except PartOfWindow as error:
-            length, size = inputs[0].shape[1], self.frame_size
+            length, size = inputs[0].shape[1] if inputs else 0, self.frame_size
             if error.factor == size or length % size == 0:
                 raise  # it names the right numbers, or those of another input
             message = f"the model merges {size} tokens into one: pass a multiple of {size}, not {length}"
@@ -238,6 +244,9 @@ class SequenceModel(Body):
             arguments.report_extra(self.spec.inputs, others)
         if self._obstacle:
             raise RunError(self._obstacle)
+        if self._has_context and not self.graph.ports and state is None:
+            self._check_call(x, "a step", self._step_axes, resets)
+            state = self.init_state(x.shape[0])
         planned = self._stepper_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
         if planned is None or resets is not None or not planned.takes(x):
             self._check_call(x, "a step", self._step_axes, resets)
@@ -382,7 +391,7 @@ class SequenceModel(Body):
             check_inputs(self._parts.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
-        return new_state(self._declared_state, count, device, kind, self._context_state(inputs))
+        return new_state(self._declared_state, count, device, kind, self._context_state(inputs, count))
 
     def stream(self, batch_size: int, device: Any = None, **inputs: Tensor) -> Stream:
         """Return a stream of `batch_size` sequences that manages its own state; arguments as in `init_state`."""

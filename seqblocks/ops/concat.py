@@ -14,7 +14,8 @@ class Concat(Op):
     """Join wires into one, along the features (or the channels of images) or along the tokens.
 
     Along the features, a vector is repeated for each token of the others. Along the tokens, the wires are sequences of
-    the same width, one after another; the length of the result is the sum of theirs. The result has no grid.
+    the same width, one after another; the length of the result is the sum of theirs. The result has no grid. It streams
+    if only the last one does, and the others are learned tokens or context of a fixed length.
     """
 
     ports = (Port("x", "the wires, in order", main=True, joins=True, several=True, kinds=FLOATS),)
@@ -25,16 +26,22 @@ class Concat(Op):
         return self.axis == "tokens"
 
     def looks_ahead(self, x: Wire) -> int | float:
-        return float("inf") if self.joins_tokens() else 0
+        return float("inf") if self._joins_sequences(x) else 0
 
     def looks_back(self, x: Wire) -> int | float:
-        return float("inf") if self.joins_tokens() else 0
+        return float("inf") if self._joins_sequences(x) else 0
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return "it joins whole sequences" if self.joins_tokens() else None
+        if not self._joins_sequences(x):
+            return None
+        return "it joins sequences of which more than the last one stream, or are of open length"
 
     def ignores_resets(self, x: Wire) -> str | None:
-        return "it joins whole sequences" if self.joins_tokens() else None
+        return "it puts tokens before the first sequence only" if self.joins_tokens() else None
+
+    def _joins_sequences(self, x: Wire) -> bool:
+        """Return whether the tokens are not those of a stream after a fixed prefix."""
+        return self.joins_tokens() and not x.prefix
 
     def facts(self, x: Wire) -> Facts:
         return x.facts

@@ -94,7 +94,7 @@ class ClassToken(Op):
         if not isinstance(x.length, int):
             hint = "give the input a length"
             raise Fault("E412", "class_token needs a sequence of known length", found=str(x), hint=hint)
-        return x._replace(length=x.length + 1, grid=None)
+        return x._replace(length=x.length + 1, grid=None, prefix=0)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         return {"weight": Parameter((1, 1, x.features), Init("trunc_normal", (0.02,)), decay=False)}

@@ -6,12 +6,16 @@ from typing import Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
-from seqblocks.types import Facts, Wire
+from seqblocks.ops.concat import passes_on
+from seqblocks.types import Facts, Size, Wire, less
 
 
 @primitive("slice")
 class Slice(Op):
-    """Select consecutive tokens: `count` from index `first` on, or the `last` ones. The result has no grid."""
+    """Select consecutive tokens: `count` from index `first` on, or the `last` ones. The result has no grid.
+
+    `slice: {first: 4}` after `prefix: {count: 4}` removes the prefix, and streams.
+    """
 
     reads = "all"
     first: int | None = argument(None, "index of the first token, from 0 (default: 0)", ge=0)
@@ -34,7 +38,9 @@ class Slice(Op):
             at = "last" if self.last else "count" if self.count else "first"
             expected = f"at least {needed}"
             raise Fault("E412", "the selection exceeds the length", at=at, expected=expected, found=f"{x}")
-        count = self.last or self.count
+        count: Size | None = self.last or self.count
+        if count is None and self._is_in_prefix(x):
+            return x._replace(length=less(x.length, first), grid=None, origin=None, prefix=x.prefix - first)
         if count is None and not isinstance(x.length, int):
             message = "the number of tokens from `first` to the end is not known"
             raise Fault("E412", message, at="first", found=f"{x}", hint="add `count:`, or give the input a length")
@@ -43,19 +49,31 @@ class Slice(Op):
             count = x.length - first
         return x._replace(length=count, grid=None, origin=None, prefix=0)
 
+    def _is_in_prefix(self, x: Wire) -> bool:
+        """Return whether only tokens of a prefix are left out."""
+        return not (self.count or self.last) and 0 < (self.first or 0) <= x.prefix
+
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
     def looks_ahead(self, x: Wire) -> int | float:
-        return float("inf") if self.last else (self.first or 0) * x.rate
+        return float("inf") if self.last else max((self.first or 0) - x.prefix, 0) * x.rate
+
+    def looks_back(self, x: Wire) -> int | float:
+        return 0 if self._is_in_prefix(x) else float("inf")
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return "it selects tokens of the whole sequence"
+        return None if self._is_in_prefix(x) else "it selects tokens of the whole sequence"
+
+    def prepare_step(self, p: Any) -> Any:
+        return passes_on()
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         return tape.slice(x, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        if call.phase == "stream" and not (self.count or self.last):
+            return x  # the tokens that it leaves out came before the stream
         first = x.shape[1] - self.last if self.last else self.first or 0
         end = x.shape[1] if self.last or not self.count else first + self.count
         if not 0 <= first < end <= x.shape[1]:

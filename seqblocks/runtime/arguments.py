@@ -88,7 +88,7 @@ def check_names_of_context(inputs: dict[str, Wire], given: dict[str, Any], batch
 
 def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, whose: str) -> None:
     """Raise RunError unless these are all inputs except the first, for `batch` sequences of `whose`."""
-    _, *others = inputs
+    others = [*inputs][1:]
     for name in others:
         if name not in given:
             raise RunError(f"the input {name} is missing: pass {', '.join(f'{other}=…' for other in others)}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.graph import Graph, Node, is_context
+from seqblocks.graph import Graph, Node, is_context, is_prefixed
 from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
@@ -81,6 +81,8 @@ def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
 class Phases(NamedTuple):
     """The steps of a body with context, divided into those that run once in a stream and those that run at each token.
 
+    Steps on a prefix are in both: they run once on it, and then at each token with the state that it leaves.
+
     kept: the steps that run once and whose output the others read. values: all values that steps read, and the results.
     """
 
@@ -92,16 +94,16 @@ class Phases(NamedTuple):
 
 def _phases(body: Graph, plan: list[Group]) -> Phases:
     steps = [step for group in plan for step in group.steps]
-    once = [Group((step,)) for step in steps if step.once or _holds_context(step.node)]
+    once = [Group((step,)) for step in steps if step.once or is_prefixed(step.node) or _runs_inside_once(step.node)]
     stream = [group for group in plan if not group.steps[0].once]
     values = frozenset([*body.results, *(value for step in steps for value in step.reads)])
     kept = [step._replace(spent=()) for step in steps if step.once and step.node.kept]
     return Phases(once, stream, kept, values)
 
 
-def _holds_context(node: Node) -> bool:
-    """Return whether a step that reads the stream contains steps that depend on the context only."""
-    return any(is_context(inner) for body in node.bodies.values() for inner in graph.walk(body))
+def _runs_inside_once(node: Node) -> bool:
+    """Return whether a step that reads the stream contains steps on the context only, or on a prefix."""
+    return any(is_context(each) or is_prefixed(each) for body in node.bodies.values() for each in graph.walk(body))
 
 
 def first_of_tail(plan: list[Group]) -> str | None:
@@ -278,7 +280,9 @@ class Body(StepModule):
 def _store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
     """Store the output of a step, or the list of its parts, and delete the values that no later step reads."""
     node = step.node
-    if node.split:
+    if node.split and y is None:  # not yet computed
+        values.update(dict.fromkeys(node.outputs, y))  # type: ignore[arg-type]
+    elif node.split:
         separate = y if isinstance(y, list) else y.split(node.split, step.axis)
         values.update(zip(node.outputs, separate, strict=True))
     else:

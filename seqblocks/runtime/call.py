@@ -111,6 +111,7 @@ class Call:
     relay: set if this sequence is a part of a longer one, whose other parts are on other ranks.
     last_only: whether only the last token's output is needed.
     made: the new states of the module that was called with this, which returns the output alone.
+    batch: the number of sequences, before the first token of a stream, where no input tells it.
     """
 
     training: bool
@@ -126,6 +127,7 @@ class Call:
     relay: Relay | None = None
     last_only: bool = False
     made: States | None = None
+    batch: int = 0
 
     @property
     def compiling(self) -> bool:
@@ -139,7 +141,7 @@ class Call:
         # dataclasses.replace takes four times as long, and a stream does this for each step and token
         return Call(
             self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed,
-            self.phase, self.routed,
+            self.phase, self.routed, batch=self.batch,
         )  # fmt: skip
 
     def in_mode(self, training: bool) -> Call:
@@ -148,7 +150,7 @@ class Call:
 
     def for_context(self) -> Call:
         """Return the call for a step that depends on the context only, without the stream's resets and direction."""
-        return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed)
+        return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed, batch=self.batch)
 
     def set_grid(self, size: Size) -> None:
         """Store the rows and columns of an image that was cut into tokens."""

@@ -47,7 +47,7 @@ class Experts(StepModule):
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
-        inner = Call(call.training, directed=call.directed, routed=call.routed)
+        inner = Call(call.training, directed=call.directed, phase=call.phase, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
         scores, weights, chosen = self.route(logits, call)
         if call.routed is not None:

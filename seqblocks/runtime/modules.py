@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import RunError
-from seqblocks.graph import Node, is_context
+from seqblocks.graph import Node, is_context, is_prefix_join
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.runtime.call import NO_VALUE, Call, Grid, Gridded
 from seqblocks.runtime.grids import has_grid
@@ -124,12 +124,12 @@ def call_child(
     """
     assert child is not None
     takes_call = isinstance(child, StepModule) or _takes_call(type(child))
-    if call.phase == "context" and not takes_call:
-        return None, {}  # type: ignore[return-value]  # replacements do not run in the phase of the context
+    if call.phase == "context" and not takes_call and any(x is None for x in tensors):
+        return None, {}  # type: ignore[return-value]  # replacements run there only on a prefix
     call.made = cast("States | None", None)  # the child sets it
     joins = node is not None and node.op is not None and len(tensors) > len(node.inputs)
     if not takes_call or (joins and not getattr(child, "_takes_wires", False)):
-        tensors = _inputs(tensors, node)  # wires that are joined are one tensor for the module
+        tensors = _inputs(tensors, node, call)  # wires that are joined are one tensor for the module
     y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
     if call.made is not None:
         if not isinstance(y, Tensor) and call.phase != "context":
@@ -165,7 +165,7 @@ def _takes_call(kind: type[nn.Module]) -> bool:
     return "call" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
+def _inputs(tensors: Sequence[Tensor], node: Node | None, call: Call) -> Sequence[Tensor]:
     """Return the arguments of a replacement: an op's inputs, each joined; all inputs of a block; a layer's first."""
     if node is None:
         return tensors[:1]
@@ -174,7 +174,14 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
     vectors = vectors_of(node)
     rest = iter(broadcast(tensors, vectors) if vectors else tensors)
     ports = [[next(rest) for _ in values] for values in node.inputs.values()]
+    if is_prefix_join(node):
+        ports = [present(part, call) for part in ports]
     return [part[0] if len(part) == 1 else torch.cat(part, joining_axis(node)) for part in ports if part]
+
+
+def present(part: Sequence[Any], call: Call) -> list[Tensor]:
+    """Return the wires to join at present: a stream reads those before its own tokens first, and only once."""
+    return [*part[-1:]] if call.phase == "stream" else [x for x in part if x is not None]
 
 
 def joining_axis(node: Node) -> int:

@@ -34,7 +34,8 @@ class Parallel(StepModule):
             results.append(y)
             if state:
                 states[label] = state
-        return results[0] if call.phase == "context" else merged(results, self._merge, self._axis), states
+        not_yet = call.phase == "context" and None in results
+        return results[0] if not_yet else merged(results, self._merge, self._axis), states
 
     def _get_name(self) -> str:
         return "parallel"

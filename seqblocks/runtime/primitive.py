@@ -22,6 +22,7 @@ from seqblocks.runtime.modules import (
     broadcast,
     gridded,
     joining_axis,
+    present,
     vectors_of,
 )
 from seqblocks.runtime.residual_sums import Sum, added_up
@@ -45,6 +46,7 @@ class Primitive(StepModule, Holder):
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
+        self._joins_prefix = graph.is_prefix_join(node)
         rate = node.wires[0].rate if node.wires and node.wires[0] else 1
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
         self._gridded = gridded(node, place)
@@ -117,8 +119,9 @@ class Primitive(StepModule, Holder):
             call.grid.step = self._gridded
         parameters = self.parameters_by_name(call)
         if self._converts_to is not None:
-            tensors = tuple(narrowed(x, parameters[self._converts_to].dtype) for x in tensors)
-        return parameters, self._at_ports(tensors)
+            kind = parameters[self._converts_to].dtype
+            tensors = tuple(x if x is None else narrowed(x, kind) for x in tensors)
+        return parameters, self._at_ports(tensors, call)
 
     @property
     def takes_plain_tokens(self) -> bool:
@@ -137,7 +140,7 @@ class Primitive(StepModule, Holder):
             state = {name: compact(x) for name, x in state.items()}
         return y, state
 
-    def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+    def _at_ports(self, tensors: tuple[Tensor, ...], call: Call) -> list[Any]:
         """Return one input per port: several wires are joined, a port without wires gets None."""
         if len(tensors) < sum(self._sizes):  # they are joined already
             given = iter(tensors)
@@ -148,9 +151,14 @@ class Primitive(StepModule, Holder):
             tensors = tuple(broadcast(tensors, self._vectors))
         for size in self._sizes:
             part = tensors[at : at + size]
-            inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, self._axis))
+            inputs.append(None if not part else part[0] if size == 1 else self._one_input(part, call))
             at += size
         return inputs
+
+    def _one_input(self, part: Sequence[Any], call: Call) -> Tensor:
+        """Join the wires of a port."""
+        part = present(part, call) if self._joins_prefix else part
+        return part[0] if len(part) == 1 else torch.cat([*part], self._axis)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
         """Compute the norm of a deferred sum."""

@@ -35,7 +35,7 @@ class Residual(Body):
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         y, states = super()._compute(*tensors, call=call)
-        if call.phase == "context":
+        if call.phase == "context" and any(each is None for each in (y, tensors[0])):
             return y, states
         if self._draws and self.training:
             y = drop_samples(y, self._drop_path)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks.graph import Graph, ModelSpec, Node, is_context
+from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
@@ -91,7 +91,7 @@ class Stepper:
         frame = (self._frames.size,) if self._frames.have_several_tokens else ()
         self._sizes = frame + (() if of_tokens else (spec.input.features,))
         self._grid = Grid(spec.input.grid)
-        self._phase: Phase = "stream" if spec.graph.ports else None
+        self._phase: Phase = "stream" if begins(spec.graph) else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
         self._guard.note_owner(model)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.graph import Node
+from seqblocks.graph import Node, is_prefix_join
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
 from seqblocks.streaming.token_rows import as_rows, over_tokens
@@ -161,6 +161,7 @@ class StepperSource:
         for port in node.op.ports:
             part = inputs[at : at + len(node.inputs.get(port.name, ()))]
             at += len(part)
+            part = part[-1:] if is_prefix_join(node) else part  # the prefix was read before the first token
             arguments.append(self._join(part) if len(part) > 1 else part[0] if part else "None")
         return arguments
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning") 
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 
-SPECS = [compose(seed) for seed in range(500)]
+SPECS = [compose(seed) for seed in range(600)]
 
 
 def test_every_verb_and_key_is_written() -> None:

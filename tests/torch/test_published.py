@@ -20,6 +20,7 @@ WHOLE: dict[str, dict[str, Any]] = {
         "model.layers.times": 1,
     },
     "convnext_tiny": {"dim": 4, "input.image.size": 64},
+    "dinov2_small_registers": {"dim": 24, "input.image.size": 28, "model.blocks.times": 1},
     "mixer_b16": {"dim": 8, "model.layers.times": 1},
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
 }
@@ -70,7 +71,8 @@ def test_it_runs_and_trains(name: str) -> None:
     check_shapes(model)
     length = model.spec.input.length
     x = random_input(model, 2, length if isinstance(length, int) else 6)
-    model(x, **random_context(model, 2)).square().sum().backward()
+    y = model(x, **random_context(model, 2))
+    torch.stack([each.square().sum() for each in (y.values() if isinstance(y, dict) else [y])]).sum().backward()
     for what, parameter in model.named_parameters():
         assert parameter.grad is not None, what
         assert parameter.grad.isfinite().all(), what

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks.export.contract import interface
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead, check_shapes
 from tests.draws import draw
@@ -40,7 +41,7 @@ def test_tokens_are_joined_in_order(given: str) -> None:
     check_shapes(model, seq=9)
     assert model.spec.output
     assert model.spec.output.length == (18 if "length" in given else "seq + seq")
-    with pytest.raises(seqblocks.RunError, match="cannot stream: it joins whole sequences"):
+    with pytest.raises(seqblocks.RunError, match="more than the last one stream"):
         model.init_state(1)
 
 
@@ -77,3 +78,97 @@ def test_joined_features_stream() -> None:
     check_law(built(f"{steps}, {{token_shift: {{name: t}}}}"), resets=((0, 5), (1, 1)))
     frames = "{downsample: {factor: 2, as: h}}, {causal_conv: {kernel: 2, as: c}}, {concat: {from: [c, h]}}"
     check_law(built(frames))
+
+
+# --- learned tokens, and tokens before a stream ---------------------------------------------------------------------
+
+LAYERS = "{repeat: {times: 2, steps: [{mlstm_block: {dim: 6, heads: 2}}, {attention_layer: {dim: 6, heads: 1}}]}}"
+INSIDE = "{repeat: {times: 2, steps: [{residual: [{prefix: {count: 2}}, token_shift, {slice: {first: 2}}]}]}}"
+TWICE = "{prefix: {count: 3, name: a}}, {prefix: {count: 2, name: b}}, {slice: {first: 1}}, {causal_conv: {kernel: 7}}"
+JOINED = "{learned_tokens: {count: 4, as: t}}, {concat: {from: [t, input], axis: tokens}}"
+PARTS = "{linear: {features: 8, as: [a, b]}}, {shift: {from: a, by: 1}}, {gate: {by: b}}"
+SENT = "{experts: {count: 3, top: 2, steps: [{swiglu: 4}]}}"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "{prefix: {count: 3}}, {causal_conv: {kernel: 3}}, {slice: {first: 3}}",
+        f"{{prefix: {{count: 3}}}}, {LAYERS}, {{slice: {{first: 3}}}}, silu",
+        f"{TWICE}, {{slice: {{first: 4}}}}",
+        f"{JOINED}, token_shift, {{slice: {{first: 4}}}}",
+        INSIDE,
+        f"{{prefix: {{count: 3}}}}, {SENT}, {{shift: 2}}, {{slice: {{first: 3}}}}",
+        "{prefix: {count: 3}}, {position_embed: {length: 26}}, {rotary: {heads: 1}}, {slice: {first: 3}}",
+        f"{{prefix: {{count: 3}}}}, {PARTS}, {{slice: {{first: 3}}}}",
+        "{downsample: {factor: 2}}, {prefix: {count: 3}}, {shift: 1}, {slice: {first: 3}}, {upsample: {factor: 2}}",
+        "{prefix: {count: 3}}, {causal_conv: {kernel: 9}}, {pool: {mode: last}}",
+        "{learned_tokens: {count: 4, as: m}}, {cross_attention: {q: input, k: m, v: m, heads: 2}}, {shift: 1}",
+    ],
+)
+def test_a_stream_reads_a_prefix_once(steps: str) -> None:
+    text = f"seqblocks: 1\nuse: [transformer, xlstm]\nmodel:\n  input: {{features: 6}}\n  steps: [{steps}]\n"
+    check_law(seqblocks.build_text(text, dtype="float64"))
+
+
+def test_a_prefix_is_before_the_tokens() -> None:
+    steps = "{prefix: {count: 3}}, {causal_conv: {kernel: 4, bias: false}}"
+    model, whole = built(f"{steps}, {{slice: {{first: 3}}}}"), built(steps)
+    whole.load_state_dict(model.state_dict())
+    tokens, weight = model.get_parameter("prefix.weight"), model.get_parameter("causal_conv.weight")
+    x = torch.cat([tokens.expand(2, -1, -1), X], 1)
+    y = torch.nn.functional.conv1d(torch.nn.functional.pad(x.mT, (3, 0)), weight, groups=6).mT
+    torch.testing.assert_close(whole(X), y)
+    torch.testing.assert_close(model(X), y[:, 3:])
+    with pytest.raises(seqblocks.RunError, match=r"its first 3 tokens are not of the stream: `slice: \{first: 3\}`"):
+        whole.init_state(1)
+
+
+def test_the_state_has_read_the_prefix() -> None:
+    """A step without a state begins a stream, as `init_state` does."""
+    model = built("{prefix: {count: 3}}, {causal_conv: {kernel: 3}}, {slice: {first: 3}}")
+    state = model.init_state(2)
+    read = model.get_parameter("prefix.weight")[:, 1:].expand(2, -1, -1)
+    torch.testing.assert_close(state["causal_conv"]["window"], read)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            y, _ = model.step(X[:, 0])
+            torch.testing.assert_close(y, model.step(X[:, 0], state)[0])
+            torch.testing.assert_close(y, model(X)[:, 0])
+
+
+def test_resets_and_graphs_of_streams_are_refused() -> None:
+    model = built("{prefix: {count: 3}}, {causal_conv: {kernel: 3}}, {slice: {first: 3}}")
+    resets = torch.zeros(2, 9, dtype=torch.bool)
+    for call in (lambda: model(X, resets=resets), lambda: model.step(X[:, 0], resets=resets[:, 0])):
+        with pytest.raises(seqblocks.RunError, match="puts tokens before the first sequence only"):
+            call()
+    with pytest.raises(seqblocks.RunError, match="begins with learned tokens"):
+        interface(model, "step", {})
+
+
+def test_an_image_is_read_before_the_text() -> None:
+    """A picture as the prefix of a language model: `init_state` reads it."""
+    steps = """{patch_embed: {from: image, patch: 4, features: 8, as: seen}}, {embed: {from: text, features: 8, as: t}},
+      {concat: {from: [seen, t], axis: tokens}}, {attention_layer: {dim: 8, heads: 2}},
+      {mlstm_block: {dim: 8, heads: 2}}, {slice: {first: 4}}, {unembed: {}}"""
+    inputs = "inputs: {text: {tokens: 16}, image: {image: {size: 8, channels: 3}}}"
+    text = f"seqblocks: 1\nuse: [transformer, xlstm]\nmodel:\n  {inputs}\n  steps: [{steps}]\n"
+    model = seqblocks.build_text(text, dtype="float64")
+    check_law(model)
+    ids, image = torch.tensor([[1, 2], [3, 4]]), draw(2, 3, 8, 8)
+    made = torch.stack(seqblocks.generate(model, ids, 3, image=image))
+    for _ in range(3):
+        ids = torch.cat([ids, model(text=ids, image=image)[:, -1:].argmax(-1)], 1)
+    assert made.tolist() == ids[:, 2:].tolist()
+
+
+def test_learned_queries_read_a_sequence() -> None:
+    steps = "{learned_tokens: {count: 5, features: 4, as: q}}, {cross_attention: {q: q, k: input, v: input, heads: 2}}"
+    with pytest.raises(seqblocks.SpecError, match="as wide as"):
+        built(steps)
+    model = built(steps.replace(", features: 4", ""))
+    check_shapes(model)
+    assert model(X).shape == (2, 5, 6)
+    with pytest.raises(seqblocks.RunError, match="it reads q token by token, which is context"):
+        model.init_state(1)

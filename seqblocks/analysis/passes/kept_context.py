@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks.graph import Graph, ModelSpec, Node, is_context
+from seqblocks.graph import Graph, ModelSpec, Node, is_context, is_prefix_join
 from seqblocks.state_layout import kept_state
 
 
@@ -35,6 +35,8 @@ class _Reads:
 
     def of_node(self, node: Node) -> set[int]:
         """Return the outer values that a node reads at each token."""
+        if is_prefix_join(node):
+            return {node.inputs["x"][-1]}
         at_ports = {value for values in node.inputs.values() for value in values}
         if not node.bodies:
             return at_ports

@@ -237,7 +237,7 @@ def _joined_tokens(ctx: Context, step: Step, values: Values) -> Wire | None:
     lengths = [wire.length or "seq" for wire in known]
     before = [length for length in lengths[:-1] if isinstance(length, int)]
     is_prefix = not last.context and len(before) + 1 == len(known) and all(wire.context for wire in known[:-1])
-    prefix = sum(before) + last.prefix if is_prefix else 0
+    prefix = sum(before) + last.prefix if is_prefix else 0  # read once, before the first token of a stream
     context = all(wire.context for wire in known)
     facts = Facts(min(wire.facts.low for wire in known), max(wire.facts.high for wire in known))
     joined = last.with_features(last.features).with_facts(facts)

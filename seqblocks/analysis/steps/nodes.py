@@ -45,7 +45,10 @@ def make_node(
     origin = Origin(step.verb, step.span)
     if wire and not wire.origin:
         wire = wire.made_by(origin)
-    if wire and run.has_context and wire.context != _is_context(run, inputs, more.get("bodies", {})):
+    op = more.get("op")
+    fixed = op is not None and op.fixed
+    run.has_context |= fixed
+    if wire and run.has_context and wire.context != (fixed or _is_context(run, inputs, more.get("bodies", {}))):
         wire = wire._replace(context=not wire.context)
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
