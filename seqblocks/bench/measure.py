@@ -19,10 +19,10 @@ from seqblocks import graph
 from seqblocks.bench.floors import Limits, measured, moved, wait
 from seqblocks.errors import UsageError
 from seqblocks.kernels.triton_common import arch_of
+from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.testing import dtype_of, random_context, random_input
 
 MODES = ("forward", "train", "step")
 MOST_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated

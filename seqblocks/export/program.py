@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from seqblocks.errors import RunError, SeqblocksError, UnavailableError, UsageError
 from seqblocks.export.contract import BATCH, Contract, Port, interface
 from seqblocks.kernels import dispatch
+from seqblocks.model.random_inputs import random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import is_sharded
 from seqblocks.state import States, declared
-from seqblocks.testing import random_context, random_input
 from seqblocks.types import Size
 
 EXAMPLE = 3  # sequences of an example if the batch size is open
