@@ -305,7 +305,7 @@ class Composer(Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.positions, *nested, *nested[:2],
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
