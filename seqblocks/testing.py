@@ -29,7 +29,7 @@ from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States, declared
 from seqblocks.streaming.token_rows import has_tokens
-from seqblocks.types import UNBOUNDED, Facts, Wire, size_of
+from seqblocks.types import UNBOUNDED, Facts, Wire, names_of, size_of
 
 Output = Any  # a tensor, or a dict of them where the spec names its outputs
 
@@ -61,7 +61,7 @@ def check_law(
     Raises AssertionError if a check fails, RunError if the model cannot stream, and UsageError for positions outside
     the sequence or a model with dropout in training mode (call `model.eval()` first).
     """
-    context = random_context(model, batch, seed)
+    context = random_context(model, batch, seed, seq * model.frame_size)
     model.init_state(batch, **context)  # raises if the model cannot stream
     cuts = _checked_cuts(cuts, seq)
     _check_resets(resets, batch, seq)
@@ -138,7 +138,7 @@ def check_lookahead(
     tolerance = _tolerance(model) if tolerance is None else tolerance
     seq = _length(model, seq)
     rates = {name: wire.rate for name, wire in _output_types(model).items() if name in ahead}
-    context = random_context(model, batch, seed)
+    context = random_context(model, batch, seed, seq)
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = _by_name(model(x, **context))
@@ -194,8 +194,10 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     seq = _length(model, seq)
     streams = model._obstacle is None
     states = declared(model.graph)
-    context = random_context(model, batch, seed)
-    lengths = {name: open_context_length(model) for name in context} | {next(iter(model.spec.inputs), "seq"): seq}
+    context = random_context(model, batch, seed, seq)
+    wires = [*model.spec.inputs.values()] or [model.spec.input]
+    lengths = {name: open_context_length(model) for wire in wires for name in names_of(wire.length or 0)}
+    lengths |= dict.fromkeys(names_of(wires[0].length or 0), seq)
 
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:

@@ -166,7 +166,7 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
     tokens = frame if mode == "step" else fixed or -(-(length or 256) // frame) * frame
     shown = None if wire.kind in ("image", "vector") else tokens
     x = random_input(model, batch, tokens).detach()
-    context = {name: value.detach() for name, value in random_context(model, batch).items()}
+    context = {name: value.detach() for name, value in random_context(model, batch, seq=tokens).items()}
     if mode == "step":
         return _stepping(model, x, batch, context), None
     if mode == "forward":

@@ -23,15 +23,20 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
     return _random(model, model.spec.input, batch, seq, torch.Generator("cpu").manual_seed(seed))
 
 
-def random_context(model: SequenceModel, batch: int, seed: int = 0) -> Context:
-    """Return random inputs that do not stream, by name, as `random_input` does. Open lengths become a few tokens."""
+def random_context(model: SequenceModel, batch: int, seed: int = 0, seq: int | None = None) -> Context:
+    """Return random inputs that do not stream, by name, as `random_input` does. Open lengths become a few tokens.
+
+    seq: the length of the input that streams, for those that share it.
+    """
     generator = torch.Generator("cpu").manual_seed(seed + 1000)
     others = [*model.spec.inputs.items()][1:]
-    return {name: _random(model, wire, batch, _context_length(model, wire), generator) for name, wire in others}
+    return {name: _random(model, wire, batch, _context_length(model, wire, seq), generator) for name, wire in others}
 
 
-def _context_length(model: SequenceModel, wire: Wire) -> int:
-    return wire.length if isinstance(wire.length, int) else open_context_length(model)
+def _context_length(model: SequenceModel, wire: Wire, seq: int | None) -> int:
+    if isinstance(wire.length, int):
+        return wire.length
+    return seq if seq and wire.length == model.spec.input.length else open_context_length(model)
 
 
 def open_context_length(model: SequenceModel) -> int:
