@@ -18,7 +18,7 @@ from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
 from tests.compose_tokens import INITS
-from tests.composed import Body, Call, Kind, Step, has_own
+from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
 class Composer(Mixers, Rates, Sequences):
@@ -115,7 +115,7 @@ class Composer(Mixers, Rates, Sequences):
             choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
         columns = any(order.startswith("columns") for order in orders)
-        wires = dict(body.wires)
+        wires = {name: kind for name, kind in body.wires.items() if name not in self.alongside}
         if columns:
             alike = {name: kind for name, kind in wires.items() if (kind.place, kind.grid) == (now.place, now.grid)}
             wires = alike | {name: kind for name, kind in wires.items() if kind.name == "vector"}
@@ -176,8 +176,13 @@ class Composer(Mixers, Rates, Sequences):
             self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
             return
         layers = [self.inner(body, self.chance.randint(1, 2), width=now.width, layered=True) for _ in range(2)]
-        words = {self.fresh("m"): inside for inside in layers}
-        pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
+        letters = self.maybe(0.3)
+        words = {"pq"[at] if letters else self.fresh("m"): inside for at, inside in enumerate(layers)}
+        pattern = ("" if letters else " ").join(words)
+        longer = f"{pattern}*2" if letters else pattern
+        pattern = self.chance.choice([longer, f"({pattern})*2", f"{pattern} ({pattern})"])
+        if not letters and self.maybe(0.5):
+            pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
         grid = now.grid if all(inside.now.grid == now.grid for inside in words.values()) else None
         made = replace(now, grid=grid if now.name != "image" else now.grid)
         self.add_maybe(
@@ -300,7 +305,7 @@ class Composer(Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.positions, *nested, *nested[:2],
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
@@ -375,6 +380,7 @@ class Composer(Mixers, Rates, Sequences):
             self.numbers[self.fresh("l")] = self.chance.choice([1, 2, 3, 4])
         self.let = let = dict(self.numbers)
         wires, others = self.contexts() if self.maybe(0.3) and kind.name in ("tokens", "sequence") else ({}, {})
+        word = self.another_of_its_length(kind, wires, others)
         body = Body(kind, wires)
         while self.budget > 0:
             self.fill(body, 1)
@@ -392,9 +398,12 @@ class Composer(Mixers, Rates, Sequences):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
         text = json.dumps([body.steps, self.blocks])
         others = {name: each for name, each in others.items() if re.search(rf"\b{name}\b", text)}
+        if not others.keys().isdisjoint(self.alongside):
+            written["length"] = word
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}
+        let = {**let, "sizes": SIZES} if "sizes[" in json.dumps([model, self.blocks]) else let
         spec |= {"let": let} if let else {}
         spec |= {"blocks": self.blocks} if self.blocks else {}
         return json.dumps(spec | {"model": model}) + "\n"

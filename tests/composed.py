@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
+SIZES = [1, 2, 3, 4, 6, 8]  # `sizes` in the file's `let:`
 UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
 
@@ -84,6 +85,7 @@ class Writer:
         self.numbers: dict[str, int] = {}  # names that expressions may use
         self.let: dict[str, int] = {}  # the subset of these that the file's own `let:` defines
         self.blocks: dict[str, Any] = {}
+        self.alongside: set[str] = set()  # inputs with the length of the first one, which do not stream
         self.calls: list[Call] = []
         self.count = 0
         self.budget = self.chance.randint(3, 12)  # steps other than those that only complete another
@@ -99,6 +101,8 @@ class Writer:
 
     def number(self, value: int) -> int | str:
         """Return the number, or an expression of that value."""
+        if value in SIZES and self.maybe(0.05):
+            return f"sizes[{SIZES.index(value) - self.chance.choice([0, len(SIZES)])}]"
         if self.numbers and self.maybe(0.2):
             name, known = self.chance.choice(list(self.numbers.items()))
             if known == value:

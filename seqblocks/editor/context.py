@@ -252,7 +252,7 @@ def _step(path: list[Part], step: Written, verb: Verb, file: SpecFile, scope: Sc
     if isinstance(arguments, Scalar):
         if arguments.span.line > step.span.line:
             return Context("argument", scope, verb=verb, step=step)
-        sole = verb.required[0] if len(verb.required) == 1 and not verb.steps else ""
+        sole = verb.sole or ""
         return _argument(path, step, verb, sole, scope) if sole else None
     if isinstance(arguments, Sequence):
         return _inner_steps(path, step, verb, file, scope) if verb.steps else None

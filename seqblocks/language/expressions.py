@@ -134,6 +134,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "tanh": (math.tanh, 1, 1),
     "sigmoid": (_sigmoid, 1, 1),
     "softplus": (_softplus, 1, 1),
+    "len": (len, 1, 1),
     "round_up": (_round_up, 2, 2),
     "round_down": (_round_down, 2, 2),
 }
@@ -161,7 +162,12 @@ class Expression(Record):
         if any(names[name] is UNKNOWN for name, _ in self.names):
             return UNKNOWN
         try:
-            value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
+            if isinstance(self.tree, ast.Subscript) and not is_condition:
+                value = _value(self.tree, names)
+            else:
+                value = _flag(self.tree, names) if is_condition else _walk(self.tree, names)
+        except _UnknownEntry:
+            return UNKNOWN
         except ZeroDivisionError:
             hint = "use max(…, 1) to avoid dividing by 0"
             raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
@@ -221,10 +227,10 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant():
             return node.value
-        case ast.Name():
-            value = names[node.id]
+        case ast.Name() | ast.Subscript():
+            value = _value(node, names)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"'{node.id}' is {quote(str(value))}, not a number")
+                raise ValueError(f"'{ast.unparse(node)}' is {quote(str(value))}, not a number")
             return value
         case ast.BinOp():
             left, right = _walk(node.left, names), _walk(node.right, names)
@@ -242,13 +248,39 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.IfExp():
             return _walk(node.body if _flag(node.test, names) else node.orelse, names)
         case ast.Call(func=ast.Name(id=name)):
-            return _bounded(FUNCTIONS[name][0](*[_walk(a, names) for a in node.args]))
+            read = _list if name == "len" else _walk
+            return _bounded(FUNCTIONS[name][0](*[read(a, names) for a in node.args]))
     raise AssertionError(node)
 
 
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of a name, or an entry of a list that has a name. Raises _UnknownEntry and ValueError."""
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    assert isinstance(node, ast.Subscript)
+    entries, index = _list(node.value, names), _whole(_walk(node.slice, names))
+    if not -len(entries) <= index < len(entries):
+        count = f"{len(entries)} entr{'y' if len(entries) == 1 else 'ies'}"
+        raise ValueError(f"the index is {index}, and '{ast.unparse(node.value)}' has {count}")
+    if entries[index] is UNKNOWN:
+        raise _UnknownEntry
+    return entries[index]
+
+
+def _list(node: ast.expr, names: Mapping[str, Any]) -> list[Any]:
+    entries = _value(node, names)
+    if isinstance(entries, list):
+        return entries
+    raise ValueError(f"'{ast.unparse(node)}' is {quote(str(entries))}, not a list")
+
+
+class _UnknownEntry(Exception):
+    """An entry of a list is UNKNOWN."""
+
+
 def _any(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Evaluate one side of a comparison: a number, or a name whose value is a word or a boolean."""
-    value = names[node.id] if isinstance(node, ast.Name) else None
+    """Evaluate one side of a comparison: a number, or a name or an entry whose value is a word or a boolean."""
+    value = _value(node, names) if isinstance(node, ast.Name | ast.Subscript) else None
     return value if isinstance(value, bool | str) else _walk(node, names)
 
 
@@ -256,7 +288,7 @@ def _flag(node: ast.expr, names: Mapping[str, Any]) -> bool:
     """Evaluate a condition. Numbers other than 0 are true."""
     value = _any(node, names)
     if isinstance(value, str):
-        word = f"'{node.id}' is {quote(value)}" if isinstance(node, ast.Name) else quote(value)
+        word = quote(value) if isinstance(node, ast.Constant) else f"'{ast.unparse(node)}' is {quote(value)}"
         raise ValueError(f"{word}, neither true nor false: compare it, as in `{ast.unparse(node)} == 'none'`")
     return bool(value)
 
@@ -342,13 +374,7 @@ def _check(node: ast.AST, text: str) -> None:
         case ast.Constant(value=int() | float()):
             return
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            if name not in FUNCTIONS:
-                message, expected = f"there is no function {quote(name)}", f"one of {listing(FUNCTIONS)}"
-                raise Fault("E303", message, expected=expected, hint=lambda: did_you_mean(name, FUNCTIONS))
-            _, least, most = FUNCTIONS[name]
-            if not least <= len(args) <= most:
-                count = str(least) if least == most else f"{least} to {most}"
-                raise Fault("E501", f"{name} takes {count} arguments", found=f"{len(args)}")
+            _check_call(name, args)
             return
         case ast.Compare(ops=[op]) if type(op) in _COMPARE:
             return
@@ -358,13 +384,33 @@ def _check(node: ast.AST, text: str) -> None:
             pass
         case ast.UnaryOp(op=op) if type(op) not in (*_UNARY, ast.Not):
             pass
-        case _ if isinstance(node, _ALLOWED):
+        case _ if isinstance(node, _ALLOWED) or _is_index(node):
             return
     raise _unsupported(text, notation(text))
 
 
+def _check_call(name: str, args: list[ast.expr]) -> None:
+    """Raise Fault (E303, E501) for an unknown function, or arguments that it does not take."""
+    if name not in FUNCTIONS:
+        message, expected = f"there is no function {quote(name)}", f"one of {listing(FUNCTIONS)}"
+        raise Fault("E303", message, expected=expected, hint=lambda: did_you_mean(name, FUNCTIONS))
+    _, least, most = FUNCTIONS[name]
+    if not least <= len(args) <= most:
+        count = str(least) if least == most else f"{least} to {most}"
+        raise Fault("E501", f"{name} takes {count} arguments", found=f"{len(args)}")
+    if name == "len" and not isinstance(args[0], ast.Name | ast.Subscript):
+        raise Fault("E501", "len takes the name of a list", found=quote(ast.unparse(args[0])))
+
+
+def _is_index(node: ast.AST) -> bool:
+    """Return whether a node is an entry of a list: `widths[layer]`, `table[1][0]`."""
+    if not isinstance(node, ast.Subscript) or isinstance(node.slice, ast.Slice | ast.Tuple):
+        return False
+    return isinstance(node.value, ast.Name | ast.Subscript)
+
+
 def _unsupported(text: str, hint: str | None) -> Fault:
-    expected = "numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions"
+    expected = "numbers, names, `list[index]`, + - * / // % **, comparisons, and, or, not, `a if c else b`, functions"
     return Fault("E501", f"{quote(text)} uses syntax that expressions do not support", expected=expected, hint=hint)
 
 

@@ -52,10 +52,17 @@ def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:
     if "\t" in text[: column]:
         return "indent with spaces: YAML does not allow tabs"
     inside = text[unclosed[1].column : column - 1] if unclosed and unclosed[1].line == span.line else ""
-    hint = _hole(text, column) or _character(text, column) or _comma(inside[-NEAR:], text[column - 1 :])
+    hint = _hole(text, column) or _index(text, column) or _character(text, column)
+    hint = hint or _comma(inside[-NEAR:], text[column - 1 :])
     if unclosed and not hint:
         return f"is a '{'}' if unclosed[0] == '{' else ']'}' missing?"
     return hint
+
+
+def _index(text: str, column: int) -> str | None:
+    """Return a hint for an index without quotes in braces: `{features: widths[1]}`."""
+    name, index = re.search(r"\w+$", text[: column - 1]), re.match(r"\[[^\[\]{}]*\]", text[column - 1 :])
+    return f'inside braces, quote an expression with an index: "{name[0]}{index[0]}"' if name and index else None
 
 
 def _unreadable(error: yaml.reader.ReaderError, source: Source) -> Diagnostic:

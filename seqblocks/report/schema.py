@@ -162,7 +162,7 @@ def _input() -> Schema:
         "tokens": {**NUMBER, "description": "size of the vocabulary"},
         "features": {**NUMBER, "description": "width of the features"},
         "vector": {**NUMBER, "description": "width of a single vector for the whole sequence"},
-        "length": {**NUMBER, "description": "sequence length, if it is fixed"},
+        "length": {**NUMBER, "description": "sequence length, if fixed; or a word that equally long inputs share"},
         "sample_rate": {
             **NUMBER,
             "description": "tokens per second, in Hz; latency is then also reported in milliseconds",
@@ -276,7 +276,7 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
     if issubclass(verb, Op) and verb.names_results:
         return _formulas(out)
     if issubclass(verb, Op):
-        return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), required)
+        return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), _sole(verb, required))
     return _combinator(verb, out)
 
 
@@ -321,11 +321,18 @@ def _combinator(verb: type[Combinator], out: Schema) -> Schema:
     return out | {"type": [*_types(out), "array"], "items": items}
 
 
-def _short(out: Schema, required: list[str]) -> Schema:
-    """Allow the value of the only required argument in place of the arguments: `linear: 64`."""
-    if len(required) != 1:
+def _sole(verb: type[Op], required: list[str]) -> list[str]:
+    """Return the argument whose value may stand in place of the arguments, if there is one."""
+    others = [argument.name for argument in arguments(verb)]
+    only = others if len(others) == 1 and all(port.main for port in ports(verb)) else []
+    return required or only
+
+
+def _short(out: Schema, sole: list[str]) -> Schema:
+    """Allow the value of the only required argument, or the only one, in place of the arguments: `linear: 64`."""
+    if len(sole) != 1:
         return out
-    only = out["properties"][required[0]]
+    only = out["properties"][sole[0]]
     if only.get("$ref") == STEPS["$ref"]:  # perhaps with a description
         return out | {"type": [*_types(out), "array"], "items": STEP}
     limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "pattern", "patternErrorMessage")}
@@ -384,7 +391,8 @@ def _block(block: Block) -> Schema:
     properties = {a.name: _block_argument(a) for a in block.args.values()}
     properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name", "share", "when")}
     required = [a.name for a in block.args.values() if a.default is None]
-    return _short(_takes(block.about or f"the block {block.name}", properties, required), required)
+    only = [a.name for a in block.args.values() if a.type != "wire"] if len(block.args) == 1 else []
+    return _short(_takes(block.about or f"the block {block.name}", properties, required), required or only)
 
 
 def _arguments_that_are_steps(file: SpecFile | None) -> Iterator[Argument]:

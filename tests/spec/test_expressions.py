@@ -13,6 +13,8 @@ from seqblocks.errors import Fault
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, parse
 
 NAMES = {"dim": 192, "n": 3, "rate": 0.5, "act": "silu", "flag": True, "open": UNKNOWN}
+NAMES |= {"sizes": [8, 16, 32], "nested": [[1, 2], [3, 4]], "words": ["silu", "gelu"], "flags": [True, False]}
+NAMES |= {"partly": [1, UNKNOWN]}
 
 
 def value(text: str) -> Any:
@@ -52,6 +54,18 @@ def value(text: str) -> Any:
         ("6_088_360", 6088360),
         ("1e-3", 1e-3),
         ("open + 1", UNKNOWN),
+        ("sizes[0]", 8),
+        ("sizes[-1] * 2", 64),
+        ("sizes[n - 2] + sizes[n % 2]", 32),
+        ("nested[1][0]", 3),
+        ("words[1]", "gelu"),
+        ("words[0] == act and words[1] != act", True),
+        ("1 if flags[1] else 2", 2),
+        ("flags[0]", True),
+        ("len(sizes) + len(nested[0])", 5),
+        ("partly[0]", 1),
+        ("partly[1]", UNKNOWN),
+        ("partly[open]", UNKNOWN),
     ],
 )
 def test_values(text: str, expected: Any) -> None:
@@ -67,7 +81,19 @@ def test_values(text: str, expected: Any) -> None:
         ("sinh(1)", "E303"),
         ("2 *", "E501"),
         ("a.b", "E501"),
-        ("x[0]", "E501"),
+        ("x[0]", "E303"),
+        ("sizes[3]", "E502"),
+        ("sizes[n - 7]", "E502"),
+        ("sizes[0.5]", "E502"),
+        ("sizes[0, 1]", "E501"),
+        ("sizes[:1]", "E501"),
+        ("[1, 2][0]", "E501"),
+        ("n[0]", "E502"),
+        ("sizes + 1", "E502"),
+        ("words[0] + 1", "E502"),
+        ("len(n)", "E502"),
+        ("len(sizes, 2)", "E501"),
+        ("len(3)", "E501"),
         ("lambda: 1", "E501"),
         ("[1]", "E501"),
         ("'a'", "E501"),

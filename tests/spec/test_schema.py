@@ -37,7 +37,13 @@ model:
   input: {features: dim, grid: [2, 4]}
   steps:
     - bare
+    - dropout: 0.2
     - linear: {features: "round_up(dim, 8)", as: a}
+    - calc: {halved: "x * s / 2", tuned: "max(halved, 0)", learned: {s: 1}}
+    - calc: tanh(x) * 2
+    - aside: [{tanh: {as: side}}]
+    - aside: {from: side, when: true, steps: [{softmax: {as: shares}}]}
+    - aside: [{constant: {features: dim, learned: false, formula: 1 / (1 + feature), as: rates}}]
     - mine: {width: dim, other: a, order: [forward, reverse]}
     - repeat:
         name: blocks

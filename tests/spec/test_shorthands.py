@@ -1,4 +1,4 @@
-"""Shorthands of all verbs: a scalar is the one required argument, and a list is the steps of a combinator."""
+"""Shorthands of all verbs: a scalar is the one required argument or the only one, a list a combinator's steps."""
 
 from __future__ import annotations
 
@@ -45,25 +45,34 @@ def answer(step: str) -> str | list[tuple[str, str]]:
     return listing.text(model)
 
 
+def sole(verb: str) -> list[str]:
+    """Return the arguments of which a scalar may be one: those that are required, or all, if it is only one."""
+    cls = op.PRIMITIVES[verb]
+    every = [port.name for port in cls.ports if not port.main] + list(op.field_infos(cls))
+    only = every if len(every) == 1 and every[0] in op.field_infos(cls) else []
+    return required(verb) or only
+
+
 PRIMITIVES = sorted(verb for verb in VERBS if verb in op.PRIMITIVES and op.PRIMITIVES[verb].builtin)
-SOLE = [verb for verb in PRIMITIVES if len(required(verb)) == 1]
+SOLE = [verb for verb in PRIMITIVES if len(sole(verb)) == 1]
 
 
 @pytest.mark.parametrize("verb", SOLE)
-def test_a_scalar_is_the_one_required_argument(verb: str) -> None:
-    (name,) = required(verb)
+def test_a_scalar_is_the_one_argument(verb: str) -> None:
+    (name,) = sole(verb)
     value = value_of(verb, name)
     assert answer(f"{verb}: {value}") == answer(f"{verb}: {{{name}: {value}}}")
 
 
 def test_many_verbs_have_one() -> None:
     assert {"linear", "scale", "add", "multiply", "drop_path", "rearrange", "headwise_linear", "soft_cap"} <= set(SOLE)
-    accepted = [verb for verb in SOLE if isinstance(answer(f"{verb}: {value_of(verb, required(verb)[0])}"), str)]
+    assert {"dropout", "pool", "softmax", "leaky_relu", "layer_scale"} <= set(SOLE)
+    accepted = [verb for verb in SOLE if isinstance(answer(f"{verb}: {value_of(verb, sole(verb)[0])}"), str)]
     assert len(accepted) > len(SOLE) / 2
 
 
-@pytest.mark.parametrize("verb", [verb for verb in PRIMITIVES if len(required(verb)) != 1])
-def test_a_scalar_needs_exactly_one_required_argument(verb: str) -> None:
+@pytest.mark.parametrize("verb", [verb for verb in PRIMITIVES if len(sole(verb)) != 1])
+def test_a_scalar_needs_exactly_one_argument(verb: str) -> None:
     found = answer(f"{verb}: 2")
     assert isinstance(found, list)
     assert [code for code, _ in found] == ["E203"]
@@ -88,6 +97,7 @@ blocks:
   wide: {args: {dim: int, heads: 2}, steps: [{linear: dim}]}
   around: {args: {inner: steps}, steps: [inner]}
   beside: {args: {by: wire}, steps: [{multiply: {by: by}}]}
+  dropped: {args: {rate: 0.1}, steps: [{dropout: rate}]}
 """
 
     def of(step: str) -> str:
@@ -96,5 +106,6 @@ blocks:
         return listing.text(model)
 
     assert of("wide: 4") == of("wide: {dim: 4}")
+    assert of("dropped: 0.3") == of("dropped: {rate: 0.3}")
     assert of("around: [silu]") == of("around: {inner: [silu]}")
     assert of("beside: other") == of("beside: {by: other}")

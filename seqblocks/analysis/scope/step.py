@@ -32,6 +32,17 @@ class Verb(Record):
         return (*self.own, *self.common) if self.own else ()
 
     @property
+    def sole(self) -> str | None:
+        """Return the argument that is set if a scalar is written in place of the arguments, or None.
+
+        It is the only required argument; if none is required, the only argument that is no wire.
+        """
+        if self.steps or len(self.required) > 1:
+            return None
+        values = self.required or (self.own if len(self.own) == 1 and self.own[0] not in self.wires else ())
+        return values[0] if values else None
+
+    @property
     def is_known(self) -> bool:
         """Return whether its arguments are known. Those of an invalid block may not be."""
         return not (isinstance(self.meaning, Block) and self.meaning.incomplete)

@@ -319,7 +319,10 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     if node.value is None or text in kind.choices:
         return None if node.value is None else text
     if text in ctx.names:
-        return _named_word(ctx, node, text, kind)
+        ctx.refer(text, node)
+        return _named_word(ctx, node, text, ctx.names[text], kind)
+    if text.endswith("]") and text.partition("[")[0].strip() in ctx.names:
+        return _named_word(ctx, node, text, evaluate(ctx, text, node), kind)
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
     message = f"{quote(text)} is not allowed here"
@@ -328,16 +331,15 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     return UNKNOWN
 
 
-def _named_word(ctx: Context, node: Scalar, name: str, kind: FieldKind) -> Any:
-    ctx.refer(name, node)
-    value = ctx.names[name]
+def _named_word(ctx: Context, node: Scalar, name: str, value: Any, kind: FieldKind) -> Any:
+    """Return the value of a name, or of an entry of a list, if it is an allowed word."""
     if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
         return value
     if kind.open and isinstance(value, str):
         return value
     if isinstance(value, list) and kind.kind == "words":
         return value
-    word = value if isinstance(value, str) else None
+    word = value if isinstance(value, str) and name in ctx.names else None  # the place of an entry is not known
     choices = list(dict.fromkeys((*kind.choices, *_compared_words(ctx, name))))
     message = f"{shown_value(value)} is not an allowed value of {name}"
     hint = None if word is None else lambda: _near(word, choices)

@@ -142,8 +142,8 @@ def _long_form(item: Mapping, found: Verb) -> str | None:
     """Return a step in short form (`linear: 64`) and the arguments next to it as one mapping, or None."""
     (verb, _, only), *others = item
     key = found.steps if isinstance(only, Sequence) else None
-    if isinstance(only, Scalar) and only.value is not None and len(found.required) == 1 and not found.steps:
-        key = found.required[0]
+    if isinstance(only, Scalar) and only.value is not None and found.sole:
+        key = found.sole
     if any(name == key for name, *_ in others):
         return f"`{verb}: {_shown(only)}` sets {key}: remove one of the two"
     rest = ((name, _shown(node)) for name, _, node in others)
@@ -203,8 +203,8 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
     colon = missing_colon(node.text, found.keys) if isinstance(node, Scalar) else None
     if found.steps and isinstance(node, Sequence):
         return found.steps
-    if len(found.required) == 1 and not found.steps and isinstance(node, Scalar) and not colon:
-        return found.required[0]
+    if found.sole and isinstance(node, Scalar) and not colon:
+        return found.sole
     if not found.keys:
         hint = f"remove the value: `{verb}` has no arguments"
     elif found.steps:

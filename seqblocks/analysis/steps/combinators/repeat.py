@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument
 from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.combinators.pattern import read_pattern
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
@@ -22,8 +21,6 @@ from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
 
 Layer = tuple[str, Node]
-Pattern = list[tuple[str, int]]  # words and their counts
-_WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
 
 
 def _scope(ctx: Context, step: Step) -> Names:
@@ -47,8 +44,8 @@ def _words(step: Step) -> dict[str, Node]:
 def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
     """Return the node. Raises Fault if the pattern is invalid (E601, E602, E604), or `steps` is missing (E202)."""
     words = _words(step)
-    pattern = [] if arguments.pattern is None else _read_pattern(arguments.pattern)
-    _check_words(ctx, step, arguments.pattern, words, {word for word, _ in pattern})
+    pattern = [] if arguments.pattern is None else read_pattern(arguments.pattern, words)
+    _check_words(ctx, step, arguments.pattern, words, set(pattern))
     if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
         return None
     if step.incomplete and not _is_complete(arguments, words, pattern):
@@ -111,14 +108,14 @@ def _unknown_key(key: str, holds_steps: bool) -> Fault:
     return Fault("E201", f"unknown key {quote(key)} in repeat", hint=hint)
 
 
-def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> bool:
+def _is_complete(arguments: Repeat, words: dict[str, Node], pattern: list[str]) -> bool:
     """Return whether the steps of all layers are known."""
     if arguments.pattern is None:
         return arguments.steps is not None
-    return all(word in words for word, _ in pattern)
+    return all(word in words for word in pattern)
 
 
-def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list[Layer]:
+def _layers(arguments: Repeat, words: dict[str, Node], pattern: list[str]) -> list[Layer]:
     """Return the word and the steps of each layer."""
     if arguments.pattern is None:
         if arguments.steps is None:
@@ -128,7 +125,7 @@ def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list
         hint = "use `times` and `steps`, or a pattern and the steps of each of its words: m: […]"
         raise Fault("E210", "repeat takes either `steps` or `pattern`", at="steps", hint=hint)
     layers: list[Layer] = []
-    for word, count in pattern:
+    for word in pattern:
         if word not in words:
             raise Fault(
                 "E602",
@@ -137,22 +134,8 @@ def _layers(arguments: Repeat, words: dict[str, Node], pattern: Pattern) -> list
                 expected=f"one of {listing(words)}" if words else "a key that holds its steps",
                 hint=did_you_mean(word, words) or f"add `{word}: [steps]` next to the pattern",
             )
-        layers += [(word, words[word])] * count
-        if len(layers) * arguments.times > MAX_REPEATS:
-            raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
+        layers.append((word, words[word]))
+    if len(layers) * arguments.times > MAX_REPEATS:
+        raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
     return layers * arguments.times
 
-
-def _read_pattern(pattern: str) -> Pattern:
-    """Return the words of a pattern, each with its count. Raises Fault E601."""
-    found = []
-    for text in pattern.split():
-        match = re.match(_WORD, text)
-        if not match or match[2] == "0":
-            message = f"{quote(text)} is not a word of a pattern"
-            hint = "a pattern has no parentheses: use `times:` to repeat it" if "(" in text or ")" in text else None
-            raise Fault("E601", message, at="pattern", expected="m, or m*7", hint=hint)
-        found.append((match[1], int(match[2] or 1)))
-    if not found:
-        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
-    return found
