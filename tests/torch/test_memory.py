@@ -8,6 +8,7 @@ import torch
 import seqblocks
 from benchmarks.memory import measure, small_models
 from seqblocks.cost import tokens_of
+from seqblocks.graph import ModelSpec
 
 # Estimates leave out small tensors, such as those of one number per head, and know the temporaries of a kernel by the
 # sizes of its largest ones.
@@ -21,7 +22,10 @@ def one_thread() -> None:
 
 def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
     """Compare the estimate of a spec with what its model needs."""
-    spec = seqblocks.load_model(name)
+    compare(seqblocks.load_model(name), batch, length, optimizer, checkpoint)
+
+
+def compare(spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
     length = tokens_of(spec) or length
     found = seqblocks.memory(spec, batch=batch, length=length, optimizer=optimizer, checkpoint=checkpoint)
     real = measure(seqblocks.build_model(spec), batch, length, optimizer, checkpoint)
@@ -44,6 +48,31 @@ def test_small_models(name: str) -> None:
 def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
     check("transformer_small", 4, 128, optimizer, checkpoint)
     check("mamba_small", 2, 64, optimizer, checkpoint)
+
+
+# Each operator and function of `calc`, of wires and learned scalars, and constants that are computed or not trained.
+@pytest.mark.parametrize("steps", [
+    "calc: {y: a - lam * b / 8 + sigmoid(b) * tanh(a), learned: {lam: 0.5}}",
+    'calc: {y: "max(b, 0) * exp(-abs(b)) + softplus(a)"}',
+    "calc: {y: a / (1 + b ** 2) + 2 ** a, z: sin(y) + cos(b) - 1 / y}",
+    'calc: {y: "sqrt(2 + a * a) - log(3 + abs(a)) + min(a, b)"}',
+    "calc: {y: abs(a) ** b}",
+    "constant: {features: 64, learned: false, persistent: true, as: y}",
+    "constant: {features: 64, learned: false, formula: feature, as: y}",
+])
+def test_formulas_and_constants(steps: str) -> None:
+    _, spec = seqblocks.load_text(f"""
+seqblocks: 1
+model:
+  input: {{features: 64}}
+  steps:
+    - linear: {{features: 64, as: a}}
+    - linear: {{features: 64, as: b}}
+    - {steps}
+    - calc: a * b * y
+    - linear: 3
+""")
+    compare(spec, 4, 128)
 
 
 def test_state_of_streams() -> None:
