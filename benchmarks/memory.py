@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,72 +30,70 @@ LARGEST = 3_000_000  # parameters of the models that are measured by default
 
 
 class Measured(NamedTuple):
-    """Bytes. peak: the most in use during a step; kept: in use after the forward pass, besides weights and moments."""
+    """Bytes of a model, and the most that are in use during a step."""
 
     weights: int
     gradients: int
     optimizer: int
-    kept: int
     peak: int
 
 
-def measure(
-    model: Any, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none", seed: int = 0
-) -> Measured:
+class Run:
+    """A built model with inputs and targets, after a first step: the optimiser has its moments."""
+
+    def __init__(self, model: Any, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
+        torch.manual_seed(0)
+        inputs = inputs_of(model.spec, batch, length, next((x.dtype for x in model.parameters()), torch.float32))
+        self.model, self.spec = model, model.spec
+        self.call = partial(model, **inputs) if model.spec.inputs else partial(model, inputs[""])
+        self.targets = targets_of(model.spec, self.call)
+        if checkpoint == "blocks":
+            checkpoint_layers(model, partial(recompute, use_reentrant=False))
+        self.updates = optimizer_of(optimizer, model)
+        self.step()
+
+    def loss(self) -> Tensor:
+        return loss_of(self.call(), self.targets)
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.updates.step()
+
+    def measured(self) -> Measured:
+        self.updates.zero_grad()
+        gc.collect()
+        live = peak = 0
+        for size in allocations(self.step):
+            live += size
+            peak = max(peak, live)
+        weights, moments = list(self.model.parameters()), list(self.updates.state.values())
+        fixed = _bytes(weights), _bytes(x for state in moments for x in state.values() if isinstance(x, Tensor))
+        return Measured(fixed[0], _bytes(x.grad for x in weights if x.grad is not None), fixed[1], sum(fixed) + peak)
+
+    def kept(self) -> int:
+        """Return the bytes that are in use after a forward pass, besides weights and moments."""
+        self.updates.zero_grad()
+        gc.collect()
+        losses: list[Tensor] = []
+        return sum(allocations(lambda: losses.append(self.loss())))
+
+
+def measure(model: Any, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> Measured:
     """Measure a training step of a built model."""
-    torch.manual_seed(seed)
-    inputs = inputs_of(model.spec, batch, length, next(model.parameters()).dtype)
-    call = partial(model, **inputs) if model.spec.inputs else partial(model, inputs[""])
-    targets = targets_of(model.spec, call)
-    if checkpoint == "blocks":
-        checkpoint_layers(model, partial(recompute, use_reentrant=False))
-    updates = optimizer_of(optimizer, model)
-    step(model.spec, call, targets, updates)
-    updates.zero_grad()
-    gc.collect()
-    kept = 0
-
-    def forward() -> Tensor:
-        return loss_of(model.spec, call(), targets)
-
-    with recorded() as forward_only:
-        loss = forward()
-    kept = sum(forward_only())
-    del loss
-    gc.collect()
-    with recorded() as whole:
-        step(model.spec, call, targets, updates)
-    live = peak = 0
-    for size in whole():
-        live += size
-        peak = max(peak, live)
-    weights = sum(x.nbytes for x in model.parameters())
-    moments = sum(x.nbytes for state in updates.state.values() for x in state.values() if isinstance(x, Tensor))
-    gradients = sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
-    return Measured(weights, gradients, moments, kept, weights + moments + peak)
+    return Run(model, batch, length, optimizer, checkpoint).measured()
 
 
-def step(spec: ModelSpec, call: Callable[[], Any], targets: list[Tensor], updates: torch.optim.Optimizer) -> None:
-    loss = loss_of(spec, call(), targets)
-    loss.backward()
-    updates.step()
+def allocations(work: Callable[[], Any]) -> list[int]:
+    """Return the sizes of what is allocated, or (negative) freed, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    results: Any = found.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-class recorded:
-    """A context in which allocations are recorded; it returns a function that yields their sizes, negative if freed."""
-
-    def __enter__(self) -> Callable[[], Iterator[int]]:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
-        return self._sizes
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-
-    def _sizes(self) -> Iterator[int]:
-        results: Any = self._profile.profiler
-        events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-        yield from (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 def inputs_of(spec: ModelSpec, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -118,7 +116,7 @@ def targets_of(spec: ModelSpec, call: Callable[[], Any]) -> list[Tensor]:
     ]
 
 
-def loss_of(spec: ModelSpec, y: Any, targets: list[Tensor]) -> Tensor:
+def loss_of(y: Any, targets: list[Tensor]) -> Tensor:
     outputs, total = _outputs(y), None
     del y
     for target in targets:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.distributed.relay import Part, Relay
+from seqblocks.model.random_inputs import random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.call import Call, Carrying
-from seqblocks.testing import random_input
 
 RUNS = 5
 MICRO_BATCHES = 8

@@ -68,7 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         verb = VERBS[name]
         declare(verbs.add_parser(name, help=verb.about, description=verb.about), verb)
     options, extra = top.parse_known_args(words)
-    several = next((key for key in ("spec", "task") if isinstance(getattr(options, key, None), list)), None)
+    several = next((key for key in ("spec", "task", "run") if isinstance(getattr(options, key, None), list)), None)
     if several and not any(word.startswith("-") for word in extra):
         getattr(options, several).extend(extra)  # argparse does not collect positional arguments after an option
     elif extra:
@@ -188,6 +188,35 @@ def _probe(parser: Parser) -> None:
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument("--lr", type=_rate, metavar="R", help="highest learning rate (default: the task's)")
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
+
+
+def _try(parser: Parser) -> None:
+    parser.add_argument("spec", nargs="?", metavar="SPEC", help=SPEC)
+    parser.add_argument("--text", metavar="FILE", help="learn the bytes of a file, by predicting the next one")
+    parser.add_argument("--npz", metavar="FILE", help="learn arrays: x (inputs) and y (class numbers, or numbers)")
+    parser.add_argument("--minutes", type=_minutes, metavar="M", help="how long to learn (default: 3)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="learn until there are so many steps in all")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/NAME)")
+    parser.add_argument("--resume", metavar="DIR", help="continue a run exactly where its checkpoint is")
+    parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a step (default: 16)")
+    parser.add_argument("--length", type=_count, metavar="N", help="bytes of a sequence (default: 256)")
+    parser.add_argument("--lr", type=_rate, metavar="R", help="learning rate after a warm-up (default: 0.003)")
+    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of weights and batches (default: 0)")
+    parser.add_argument("--device", help="cpu, cuda, … (default: cuda if there is one)")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks try spec.yaml --text book.txt\n"
+        "  seqblocks try spec.yaml --text book.txt --steps 500 --out runs/first\n"
+        "  seqblocks try --resume runs/first --steps 1000\n"
+        "  seqblocks report runs/first runs/second --html page.html\n\n"
+        "It shows whether a model learns. Train with Lightning, torchtitan or transformers' Trainer."
+    )
+
+
+def _report(parser: Parser) -> None:
+    parser.add_argument("run", nargs="+", metavar="RUN", help="folder of a run of `seqblocks try`")
+    parser.add_argument("--html", metavar="FILE", help="the page (default: RUN/report.html); - prints it")
+    parser.epilog = "examples:\n  seqblocks report runs/first\n  seqblocks report runs/* --html runs.html"
 
 
 def _serve(parser: Parser) -> None:
@@ -338,12 +367,14 @@ VERBS = {
         "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)
     ),
     "probe": Verb("train a spec on small synthetic tasks", (_overrides, _use, _imports, _probe)),
+    "report": Verb("write a page about runs of `seqblocks try`", (_report,), ("text", "json")),
     "serve": Verb(
         "edit a spec in a page of the browser, with its picture, counts and problems", (_use, _imports, _serve)
     ),
     "spec": Verb("print the spec of weights from the Hugging Face Hub", (_spec,), ("text", "json")),
     "sweep": Verb("check a spec at every point of a grid", (_use, _imports, _design("sweep")), (*TABLES, "html")),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
+    "try": Verb("let a spec learn for a few minutes", (_overrides, _use, _imports, _try), ("text", "json")),
     "explain": Verb(
         "explain an error code, or show which kernels a model would use", (_overrides, _use, _imports, _explain)
     ),
@@ -369,6 +400,10 @@ def _positive(text: str, limit: float, what: str) -> float:
 
 def _rate(text: str) -> float:
     return _positive(text, 10, "a learning rate")
+
+
+def _minutes(text: str) -> float:
+    return _positive(text, 10_000, "a number of minutes")
 
 
 def _seconds(text: str) -> float:

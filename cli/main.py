@@ -63,7 +63,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.verb in ("list", "ops", "schema", "show"):
         run = getattr(importlib.import_module("seqblocks.cli.info"), options.verb)
     else:
-        run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
+        name = "trial" if options.verb == "try" else options.verb  # `try` is a word of Python
+        run = importlib.import_module(f"seqblocks.cli.{name}").run
     status: int = run(options)
     return status
 

@@ -31,6 +31,8 @@ def _row(tag: str, cells: Iterable[str], sides: list[str]) -> str:
     return f"<tr>{''.join(made)}</tr>"
 
 
-def text(value: str) -> str:
-    """Return text as HTML."""
+def text(value: str, lines: bool = False) -> str:
+    """Return text as HTML, with control characters made visible; `lines`: except for the ends of lines."""
+    if lines:
+        return "\n".join(map(text, value.splitlines()))
     return escape(visible(value))

@@ -37,16 +37,17 @@ class Memory:
 class Value:
     """A tensor without numbers: a shape, the bytes of a number, and the memory it lies in, perhaps with others.
 
-    dense: whether its numbers are contiguous. tracked: whether a gradient of it is needed.
+    dense: whether its numbers are contiguous. rows: whether it is a matrix of all its rows without a copy, as a part of
+    the features of a dense one is. tracked: whether a gradient of it is needed.
     """
 
-    __slots__ = ("dense", "item", "memory", "shape", "source", "tracked")
+    __slots__ = ("dense", "item", "memory", "rows", "shape", "source", "tracked")
 
     def __init__(
         self, memory: Memory, shape: Shape, item: int, *, dense: bool = True, tracked: bool = False,
         source: tuple[Node | None, int] = (None, 0),
     ) -> None:
-        self.memory, self.shape, self.item, self.dense = memory, shape, item, dense
+        self.memory, self.shape, self.item, self.dense, self.rows = memory, shape, item, dense, dense
         self.tracked, self.source = tracked, source
         memory.uses += 1
 
@@ -68,9 +69,11 @@ class Value:
     def features(self) -> int:
         return self.shape[-1]
 
-    def again(self, shape: Shape | None = None, *, dense: bool = True) -> Value:
+    def again(self, shape: Shape | None = None, *, dense: bool = True, rows: bool | None = None) -> Value:
         """Return a view that autograd does not know of."""
-        return Value(self.memory, self.shape if shape is None else shape, self.item, dense=dense and self.dense)
+        y = Value(self.memory, self.shape if shape is None else shape, self.item, dense=dense and self.dense)
+        y.rows = (dense if rows is None else rows) and self.rows
+        return y
 
 
 Keep = Value | int
@@ -103,8 +106,7 @@ class Layer:
         again, self.again = self.again, None
         if again is not None:
             for node, anew in zip(self.nodes, again(), strict=True):
-                node.kept = anew.kept
-                anew.kept = []
+                node.kept = [value.again() for value in anew.kept]
 
 
 class Tape:
@@ -262,17 +264,15 @@ class Tape:
         return y
 
     def dropout(self, x: Value) -> Value:
-        mask = self.new(x.shape, 1)
-        y = self.new(x.shape, x.item)
-        self.function([x], [y], [mask])
-        return y
+        """Return the product of x and a mask, which on a CPU has the dtype of x."""
+        return self.multiply(x, self.new(x.shape, x.item))
 
     def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
         """Normalise the last axis by torch's layer_norm, which keeps its input, the means and the deviations."""
-        x = self.dense(x)
+        self.passing(0 if x.dense else x.bytes)
         y = self.new(x.shape, x.item)
         rows = [self.new((*x.shape[:-1], 1), max(x.item, 4)) for _ in range(2)]
-        self.function([x, gain, bias], [y], [x, *rows])
+        self.function([x, gain, bias], [y], [x, *rows], 0 if x.dense else x.bytes)
         return y
 
     def matmul(self, a: Value, b: Value, shape: Shape) -> Value:
@@ -319,6 +319,10 @@ class Tape:
         """Return x, copied if it is not contiguous."""
         return x if x.dense else self.copy(x)
 
+    def rows(self, x: Value) -> Value:
+        """Return x, copied if a product cannot read it as a matrix of its rows."""
+        return x if x.rows else self.copy(x)
+
     def cast(self, x: Value, item: int) -> Value:
         return x if x.item == item else self.copy(x, item)
 
@@ -335,12 +339,14 @@ class Tape:
             return [y]
 
         x_item = x.item
-        parts = [x.again(shape, dense=len(sizes) == 1) for shape in shapes]
+        last = axis == len(x.shape) - 1
+        parts = [x.again(shape, dense=len(sizes) == 1, rows=last) for shape in shapes]
         return [*self.function([x], parts, (), backward)]
 
     def slice(self, x: Value, shape: Shape) -> Value:
         """Return a part of x as a view; its gradient is as large as x."""
-        y, whole = x.again(shape, dense=shape == x.shape), (x.shape, x.item)
+        rows = shape[:-1] == x.shape[:-1] or len(shape) == 2
+        y, whole = x.again(shape, dense=shape == x.shape, rows=rows), (x.shape, x.item)
         self.function([x], [y], (), lambda grads: [self.new(*whole)])
         return y
 
@@ -352,7 +358,7 @@ class Tape:
 
         def backward(grads: list[Value | None]) -> list[Value | None]:
             (grad,) = grads
-            return [grad and grad.again(shape, dense=False) for shape in shapes]
+            return [grad and grad.again(shape, dense=False, rows=axis == len(shape) - 1) for shape in shapes]
 
         self.function(values, [y], (), backward)
         return y
@@ -384,7 +390,7 @@ class Tape:
 
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
-        x = self.dense(x)
+        x = self.rows(x)
         y = self.new((*x.shape[:-1], weight.shape[0]), x.item)
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
@@ -392,7 +398,7 @@ class Tape:
         def backward(grads: list[Value | None]) -> list[Value | None]:
             (grad,) = grads
             assert grad
-            grad = grad if grad.dense else self.new(grad.shape, grad.item)
+            grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
             found = [None if size is None else self.new(*size) for size in sizes]
             if grad.item == 4 and grad.numbers * width >= LARGE_PRODUCT:

@@ -8,7 +8,6 @@ The state law, which holds for every model that streams:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -20,15 +19,18 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis.passes import lookahead
 from seqblocks.errors import UsageError
+from seqblocks.model.random_inputs import Context, open_context_length
+from seqblocks.model.random_inputs import dtype_of as dtype_of
+from seqblocks.model.random_inputs import random_context as random_context
+from seqblocks.model.random_inputs import random_input as random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States, declared
 from seqblocks.streaming.token_rows import has_tokens
-from seqblocks.types import UNBOUNDED, Facts, Wire, size_of
+from seqblocks.types import UNBOUNDED, Facts, Wire, names_of, size_of
 
-Context = dict[str, Any]  # tensors: inputs that do not stream, by name
 Output = Any  # a tensor, or a dict of them where the spec names its outputs
 
 
@@ -59,7 +61,7 @@ def check_law(
     Raises AssertionError if a check fails, RunError if the model cannot stream, and UsageError for positions outside
     the sequence or a model with dropout in training mode (call `model.eval()` first).
     """
-    context = random_context(model, batch, seed)
+    context = random_context(model, batch, seed, seq * model.frame_size)
     model.init_state(batch, **context)  # raises if the model cannot stream
     cuts = _checked_cuts(cuts, seq)
     _check_resets(resets, batch, seq)
@@ -136,7 +138,7 @@ def check_lookahead(
     tolerance = _tolerance(model) if tolerance is None else tolerance
     seq = _length(model, seq)
     rates = {name: wire.rate for name, wire in _output_types(model).items() if name in ahead}
-    context = random_context(model, batch, seed)
+    context = random_context(model, batch, seed, seq)
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = _by_name(model(x, **context))
@@ -192,8 +194,10 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     seq = _length(model, seq)
     streams = model._obstacle is None
     states = declared(model.graph)
-    context = random_context(model, batch, seed)
-    lengths = {name: _open_length(model) for name in context} | {next(iter(model.spec.inputs), "seq"): seq}
+    context = random_context(model, batch, seed, seq)
+    wires = [*model.spec.inputs.values()] or [model.spec.input]
+    lengths = {name: open_context_length(model) for wire in wires for name in names_of(wire.length or 0)}
+    lengths |= dict.fromkeys(names_of(wires[0].length or 0), seq)
 
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:
@@ -249,45 +253,6 @@ def _assert_facts(what: str, y: Tensor, facts: Facts) -> None:
     if facts.unit:
         longest = exact.reshape(*exact.shape[:-1], facts.unit, -1).norm(dim=-1).max().item()
         assert longest <= 1 + room, f"{what}: heads of length {longest:g} are longer than 1, as declared"
-
-
-def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:
-    """Return a random input of a model: token ids, or features from N(0, 1) that require gradients.
-
-    Images have the size in the spec; `seq` does not apply to them.
-    """
-    return _random(model, model.spec.input, batch, seq, torch.Generator("cpu").manual_seed(seed))
-
-
-def random_context(model: SequenceModel, batch: int, seed: int = 0) -> Context:
-    """Return random inputs that do not stream, by name, as `random_input` does. Open lengths become a few tokens."""
-    generator = torch.Generator("cpu").manual_seed(seed + 1000)
-    others = [*model.spec.inputs.items()][1:]
-    return {name: _random(model, wire, batch, _context_length(model, wire), generator) for name, wire in others}
-
-
-def _context_length(model: SequenceModel, wire: Wire) -> int:
-    return wire.length if isinstance(wire.length, int) else _open_length(model)
-
-
-def _open_length(model: SequenceModel) -> int:
-    """Return a length accepted by all steps that change the rate of a context."""
-    return 3 * math.lcm(*(node.type.rate for node in graph.walk(model.graph) if graph.is_context(node) and node.type))
-
-
-def _random(model: SequenceModel, wire: Wire, batch: int, seq: int, generator: torch.Generator) -> Tensor:
-    device = model._some_tensor().device
-    if wire.kind == "tokens":
-        return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(device)
-    sizes = {"image": (wire.features, *(wire.grid or ())), "vector": (wire.features,)}
-    shape = (batch, *sizes.get(wire.kind, (seq, wire.features)))
-    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return x.to(device, dtype_of(model)).requires_grad_()
-
-
-def dtype_of(model: SequenceModel) -> torch.dtype:
-    """Return the dtype that a model computes in."""
-    return model._own_dtype()
 
 
 def _chunks(

@@ -115,7 +115,7 @@ class Composer(Mixers, Rates, Sequences):
             choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
         columns = any(order.startswith("columns") for order in orders)
-        wires = dict(body.wires)
+        wires = {name: kind for name, kind in body.wires.items() if name not in self.alongside}
         if columns:
             alike = {name: kind for name, kind in wires.items() if (kind.place, kind.grid) == (now.place, now.grid)}
             wires = alike | {name: kind for name, kind in wires.items() if kind.name == "vector"}
@@ -305,7 +305,7 @@ class Composer(Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.positions, *nested, *nested[:2],
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
@@ -380,6 +380,7 @@ class Composer(Mixers, Rates, Sequences):
             self.numbers[self.fresh("l")] = self.chance.choice([1, 2, 3, 4])
         self.let = let = dict(self.numbers)
         wires, others = self.contexts() if self.maybe(0.3) and kind.name in ("tokens", "sequence") else ({}, {})
+        word = self.another_of_its_length(kind, wires, others)
         body = Body(kind, wires)
         while self.budget > 0:
             self.fill(body, 1)
@@ -397,6 +398,8 @@ class Composer(Mixers, Rates, Sequences):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
         text = json.dumps([body.steps, self.blocks])
         others = {name: each for name, each in others.items() if re.search(rf"\b{name}\b", text)}
+        if not others.keys().isdisjoint(self.alongside):
+            written["length"] = word
         inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}

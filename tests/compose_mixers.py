@@ -189,6 +189,20 @@ class Mixers(Tokens):
             sinks=self.chance.choice([None, True]), bias=self.chance.choice([None, None, "alibi", "learned_alibi"]),
         )  # fmt: skip
 
+    def latent_attention(self, body: Body) -> None:
+        now, source = body.now, self.named(body)
+        heads, own, value = self.chance.randint(1, 2), self.chance.randint(1, 3), self.chance.randint(1, 3)
+        common = self.chance.choice([0, 2])
+        wires = {"q": self.project(body, source, now, heads * (own + common))}
+        wires["c"] = self.project(body, source, now, self.chance.randint(1, 3))
+        if common:
+            wires["r"] = self.project(body, source, now, common)
+        scale = self.chance.choice([None, 0.3])
+        self.add(
+            body, "latent_attention", replace(now, width=heads * value), **wires, heads=heads, value=value,
+            scale=scale, cache=self.chance.choice([40, 100]),
+        )  # fmt: skip
+
     def positions(self, body: Body) -> None:
         now = body.now
         if now.length is None or (now.grid and (self.streams or body.columns)):

@@ -12,6 +12,15 @@ from tests.composed import Body, Kind
 class Sequences(Contexts):
     """Write joins along the features and along the tokens, and selections of tokens."""
 
+    def another_of_its_length(self, first: Kind, wires: dict[str, Kind], inputs: dict[str, Any]) -> str:
+        """Perhaps add an input with the open length of the first one. Return the word for this length."""
+        word = self.fresh("t")
+        if first.name == "sequence" and first.length is None and not self.streams and self.maybe(0.3):
+            name, width = self.fresh("c"), self.width()
+            wires[name], inputs[name] = Kind("sequence", width), {"features": width, "length": word}
+            self.alongside.add(name)
+        return word
+
     def side_by_side(self, body: Body) -> None:
         """Join the current wire with others, along the features."""
         now, names = body.now, [self.named(body)]

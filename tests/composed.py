@@ -85,6 +85,7 @@ class Writer:
         self.numbers: dict[str, int] = {}  # names that expressions may use
         self.let: dict[str, int] = {}  # the subset of these that the file's own `let:` defines
         self.blocks: dict[str, Any] = {}
+        self.alongside: set[str] = set()  # inputs with the length of the first one, which do not stream
         self.calls: list[Call] = []
         self.count = 0
         self.budget = self.chance.randint(3, 12)  # steps other than those that only complete another

@@ -68,6 +68,7 @@ ROOMS = """
     hf/*
     testing
     bench/*
+    training/*
     probes/*
     export/*
     __init__
@@ -94,6 +95,7 @@ REQUIREMENTS = {
     "transformers": "transformers",  # see below
     "onnx_ir": "onnxscript",
     "gguf": "gguf",
+    "numpy": "numpy",
     "pygls": "pygls",
     "lsprotocol": "pygls",
 }

@@ -36,7 +36,7 @@ def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
 def check_unshared(model: SequenceModel, seq: int, seed: int = 0) -> None:
     """Assert that sharing changes no value, and that the gradients of all uses add up."""
     alone, owners = unshared(model)
-    x, context = random_input(model, 2, seq, seed), random_context(model, 2, seed)
+    x, context = random_input(model, 2, seq, seed), random_context(model, 2, seed, seq)
     found, expected = tree_leaves(model(x, **context)), tree_leaves(alone(x, **context))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for outputs in (found, expected):

@@ -182,7 +182,7 @@ def _tokens(model: ModelSpec, length: int | None) -> int:
     found = fixed or length or (1 if model.input.kind == "vector" else None)
     if found is None:
         raise UsageError("the spec does not fix the length of its sequences: give one, as in --length 1024")
-    if found % frame:
+    if not fixed and found % frame:
         raise UsageError(f"the model takes a multiple of {frame} tokens, not {found:,}")
     return found
 

@@ -185,10 +185,12 @@ class Replay:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
         x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
-        logits = self.node(router, [x], tuple(graph.join(path, router.name) for path in paths))
+        names = tuple(graph.join(path, router.name) for path in paths)
+        logits = self.node(router, [x], names)
         tokens, count, top = math.prod(x.shape[:-1]), node.arguments.count, node.arguments.top
         tape.step = paths[-1]
-        weights, held = self._routed(tape.view(logits, (tokens, count)), node)
+        correction = self._parameter("correction", names) if node.arguments.corrected else None
+        weights, held = self._routed(tape.view(logits, (tokens, count)), node, correction)
         self.held += held  # the model keeps them for losses of the router
         order = tape.new((tokens * top,), ID)
         labels = [label for label in node.bodies if label]
@@ -215,16 +217,22 @@ class Replay:
         found = tape.cast(tape.sum(weighted, (tokens, y.shape[-1])), y.item)
         return tape.view(found, (*x.shape[:-1], y.shape[-1]))
 
-    def _routed(self, logits: Value, node: Node) -> tuple[Value, list[Value]]:
+    def _routed(self, logits: Value, node: Node, correction: Value | None) -> tuple[Value, list[Value]]:
         """Record the choice of experts. Returns the weights [tokens, top], and what the model holds after its call."""
         tape, (tokens, count) = self.tape, logits.shape
         scores = tape.unary(logits, ["output"])
         order, best = tape.new((tokens, count), ID), tape.new((tokens, count), scores.item)
-        tape.function([scores], [best], [order])
-        weights = tape.slice(best, (tokens, node.arguments.top))
+        if correction is not None:  # it chooses, and its gradient is zeros
+            chosen = tape.slice(order, (tokens, node.arguments.top))
+            weights = tape.new(chosen.shape, scores.item)
+            tape.function([scores], [weights], [chosen])
+            weights = tape.add(weights, tape.sum(correction, ()))
+        else:
+            tape.function([scores], [best], [order])
+            weights = tape.slice(best, (tokens, node.arguments.top))
         if node.arguments.normalizes:
             weights = tape.divide(weights, tape.sum(weights, (tokens, 1)))
-        return weights, [logits.again(), scores.again(), order.again()]
+        return weights, [logits, scores, order]
 
     def _sent(self, x: Value, order: Value, top: int) -> Value:
         """Record copies of each token for each of its experts, sorted by expert."""
@@ -263,8 +271,8 @@ class Replay:
         assert node.op is not None
         read = [value for values in node.inputs.values() for value in values]
         if node.vectors:
-            longer = max((x for x in inputs), key=lambda x: (len(x.shape), x.numbers))
-            inputs = [self.tape.expand(x, longer) if value in node.vectors else x
+            longer = max((x for x in inputs), key=lambda x: len(x.shape))
+            inputs = [self._at_tokens(x, longer) if value in node.vectors else x
                       for x, value in zip(inputs, read, strict=True)]
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
@@ -272,6 +280,13 @@ class Replay:
             axis = 1 if node.op.joins_tokens() or (part and len(part[0].shape) == 4) else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
+
+    def _at_tokens(self, x: Value, longer: Value) -> Value:
+        """Return a vector [batch, features] at each token of a sequence, or place of an image."""
+        batch, features = x.shape
+        image = len(longer.shape) == 4
+        shape = (batch, features, *longer.shape[2:]) if image else (batch, longer.shape[1], features)
+        return self.tape.expand(x, shape)
 
     def _is_costly_split(self, node: Node, inputs: list[Any]) -> bool:
         assert node.op is not None

@@ -19,10 +19,10 @@ from seqblocks import graph
 from seqblocks.bench.floors import Limits, measured, moved, wait
 from seqblocks.errors import UsageError
 from seqblocks.kernels.triton_common import arch_of
+from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.testing import dtype_of, random_context, random_input
 
 MODES = ("forward", "train", "step")
 MOST_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated
@@ -166,7 +166,7 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
     tokens = frame if mode == "step" else fixed or -(-(length or 256) // frame) * frame
     shown = None if wire.kind in ("image", "vector") else tokens
     x = random_input(model, batch, tokens).detach()
-    context = {name: value.detach() for name, value in random_context(model, batch).items()}
+    context = {name: value.detach() for name, value in random_context(model, batch, seq=tokens).items()}
     if mode == "step":
         return _stepping(model, x, batch, context), None
     if mode == "forward":

@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from seqblocks.errors import RunError, SeqblocksError, UnavailableError, UsageError
 from seqblocks.export.contract import BATCH, Contract, Port, interface
 from seqblocks.kernels import dispatch
+from seqblocks.model.random_inputs import random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import is_sharded
 from seqblocks.state import States, declared
-from seqblocks.testing import random_context, random_input
 from seqblocks.types import Size
 
 EXAMPLE = 3  # sequences of an example if the batch size is open
@@ -153,13 +153,13 @@ def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: in
     first = next(iter(contract.inputs), None)
     sizes = [port.shape[0] for port in contract.inputs if isinstance(port.shape[0], int)]
     batch = sizes[0] if sizes else batch or EXAMPLE
-    context = {name: x.detach() for name, x in random_context(model, batch, seed).items()}
+    tokens = model.frame_size * (1 if contract.graph == "step" else frames)
+    if first and contract.graph != "step" and len(first.shape) > 1 and isinstance(first.shape[1], int):
+        tokens = first.shape[1]
+    context = {name: x.detach() for name, x in random_context(model, batch, seed, tokens).items()}
     if contract.graph == "context":
         return (context,)
     assert first is not None
-    tokens = model.frame_size * (1 if contract.graph == "step" else frames)
-    if contract.graph != "step" and len(first.shape) > 1 and isinstance(first.shape[1], int):
-        tokens = first.shape[1]
     x = random_input(model, batch, tokens, seed).detach()
     if contract.graph == "forward":
         return ({first.name: x} | context,) if model.spec.inputs else (x,)

@@ -62,6 +62,8 @@ class SequenceModel(Body):
         self.spec, self.graph = spec, spec.graph
         self._first_of_tail = first_of_tail(self._plan)
         self._timed = frozenset(value for value, wire in spec.types.items() if has_tokens(wire))
+        lengths = [wire.length for wire in spec.inputs.values() if isinstance(wire.length, str)]
+        self._share_lengths, self._first = len({*lengths}) < len(lengths), next(iter(spec.inputs), "")
         self._context_names = {value: name for name, value in spec.graph.ports.items()}
         inputs = zip(spec.graph.reads, spec.inputs.values() or (spec.input,), strict=True)
         self._grids = {value: wire.grid for value, wire in inputs if wire.grid and wire.kind != "image"}
@@ -148,6 +150,8 @@ class SequenceModel(Body):
             arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs), "the input"))
         else:
             arguments.check_no_context(inputs)
+        if self._share_lengths and not call.compiling:
+            arguments.check_same_lengths(self.spec.inputs, {**({} if call.streaming else {self._first: x}), **inputs})
         if not call.streaming:
             return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
         if call.state is None:
@@ -391,6 +395,7 @@ class SequenceModel(Body):
             check_inputs(self._parts.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
+        arguments.check_same_lengths(self.spec.inputs, inputs)
         return new_state(self._declared_state, count, device, kind, self._context_state(inputs, count))
 
     def stream(self, batch_size: int, device: Any = None, **inputs: Tensor) -> Stream:

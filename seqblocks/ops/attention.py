@@ -242,7 +242,7 @@ class Attention(_Heads):
 
         def step(*inputs: Any) -> Any:
             y, k, v, length = run(*inputs)
-            self.must_hold(length, torch.compiler.is_compiling())
+            must_hold(self.cache, length, torch.compiler.is_compiling(), INSTEAD)
             return y, k, v, length
 
         return step
@@ -291,20 +291,25 @@ class Attention(_Heads):
             return out.flatten(-2), {}
         y, last = out
         if not self.span:
-            self.must_hold(last.length, call.compiling)
+            must_hold(self.cache, last.length, call.compiling, INSTEAD)
         return y.flatten(-2), self.flat(last)
 
-    def must_hold(self, length: Any, compiling: bool) -> None:
-        """Raise RunError if the cache is too small for a sequence; in a compiled model, fail an assertion."""
-        import torch
 
-        advice = f"tokens, but its cache has room for {self.cache}; set a larger `cache:`, or a `window:` or `chunk:`"
-        if compiling:
-            torch._assert_async((length <= self.cache).all(), f"attention has seen more {advice}")
-        elif length.numel() and int(length.max()) > self.cache:
-            raise RunError(f"attention has seen {int(length.max())} {advice}")
+def must_hold(cache: int, length: Any, compiling: bool, instead: str = "") -> None:
+    """Raise RunError if a cache is too small for a sequence; in a compiled model, fail an assertion.
+
+    length [B]: tokens of each sequence. instead: what else the message proposes.
+    """
+    import torch
+
+    advice = f"tokens, but its cache has room for {cache}; set a larger `cache:`{instead}"
+    if compiling:
+        torch._assert_async((length <= cache).all(), f"attention has seen more {advice}")
+    elif length.numel() and int(length.max()) > cache:
+        raise RunError(f"attention has seen {int(length.max())} {advice}")
 
 
+INSTEAD = ", or a `window:` or `chunk:`"
 EMPTY = "cross_attention needs a memory of at least one token, but it is empty"
 
 

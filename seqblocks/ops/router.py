@@ -35,7 +35,8 @@ class Router(Op):
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         item = max(x.item, 4)
-        return tape.product(tape.cast(x, item), tape.cast(p["weight"], item))
+        bias = tape.cast(p["bias"], item) if self.bias else None
+        return tape.product(tape.cast(x, item), tape.cast(p["weight"], item), bias)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

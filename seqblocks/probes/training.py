@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from seqblocks.graph import ModelSpec
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.probes.tasks import NOTHING, Task
+from seqblocks.training.loop import adamw, step
 
-WARM_UP, LAST_RATE, DECAY, CLIP, GROWTH = 0.1, 0.05, 0.1, 1.0, 0.6  # of the steps; of the rate; -; norm; of the steps
+WARM_UP, LAST_RATE, GROWTH = 0.1, 0.05, 0.6  # of the steps; of the rate; of the steps
 READ = 256  # sequences
 
 
@@ -143,20 +145,17 @@ def check_fit(spec: ModelSpec, task: Task) -> None:
 def _training(model: _Probed, task: Task, seed: int, steps: int, rate: float) -> Iterator[int]:
     """Yield the number of steps after each."""
     own = [part for part in (model.embed, model.head) if part is not None]
-    groups = [*model.model.parameter_groups(DECAY), {"params": [p for part in own for p in part.parameters()]}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, weight_decay=0.0)
+    optimizer = adamw(model.model, rate, (p for part in own for p in part.parameters()))
     generator = torch.Generator().manual_seed(2 * seed + 1)
     model.train()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * _schedule(step / steps)
-        x, y = task.draw(generator, task.batch, _length(task, step / steps))
-        loss = cross_entropy(model(x).flatten(0, 1).float(), y.flatten(), ignore_index=NOTHING)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        yield step + 1
+    for number in range(steps):
+        x, y = task.draw(generator, task.batch, _length(task, number / steps))
+        step(model, optimizer, rate * _schedule(number / steps), partial(_loss, model, x, y))
+        yield number + 1
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x).flatten(0, 1).float(), y.flatten(), ignore_index=NOTHING)
 
 
 def _schedule(part: float) -> float:

@@ -162,7 +162,7 @@ def _input() -> Schema:
         "tokens": {**NUMBER, "description": "size of the vocabulary"},
         "features": {**NUMBER, "description": "width of the features"},
         "vector": {**NUMBER, "description": "width of a single vector for the whole sequence"},
-        "length": {**NUMBER, "description": "sequence length, if it is fixed"},
+        "length": {**NUMBER, "description": "sequence length, if fixed; or a word that equally long inputs share"},
         "sample_rate": {
             **NUMBER,
             "description": "tokens per second, in Hz; latency is then also reported in milliseconds",

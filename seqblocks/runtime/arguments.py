@@ -97,6 +97,19 @@ def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, wh
             raise RunError(f"the batches differ: {name} has {given[name].shape[0]} and {whose} {batch}")
 
 
+def check_same_lengths(inputs: dict[str, Wire], given: dict[str, Tensor]) -> None:
+    """Raise RunError if inputs that share an open length have different numbers of tokens."""
+    first: dict[str, str] = {}  # the first input with each length
+    for name, x in given.items():
+        length = inputs[name].length
+        if not isinstance(length, str):
+            continue
+        other = first.setdefault(length, name)
+        if x.shape[1] != given[other].shape[1]:
+            counts = f"{given[other].shape[1]} tokens and {name} {x.shape[1]}"
+            raise RunError(f"{other} has {counts}, but the spec gives them the same length, {length}")
+
+
 def check_no_context(given: dict[str, Any]) -> None:
     """Raise RunError if inputs that do not stream are passed with a state, which contains what depends on them."""
     if given:

@@ -160,9 +160,10 @@ def windowed(
     seen = tape.new((B * blocks, block, span), 1)
 
     def cut(x: Value, length: int) -> Value:
-        """Return blocks of keys, which overlap, as copies [B * blocks, length, heads, width]."""
+        """Return blocks of keys [B * blocks, length, heads, width], which overlap; of several sequences, copies."""
         padded = tape.pad(x, (B, (blocks - 1) * block + length, *x.shape[2:]))
-        return tape.copy(tape.expand(padded, (B * blocks, length, *x.shape[2:])))
+        found = tape.expand(padded, (B * blocks, length, *x.shape[2:]))
+        return found if B == 1 else tape.copy(found)
 
     queries = q if blocks * block == S else tape.pad(q, (B, blocks * block, *q.shape[2:]))
     queries = tape.view(queries, (B * blocks, block, *q.shape[2:]))

@@ -120,7 +120,7 @@ def _kernel(tape: Tape, bank: Bank, S: int) -> Value:
 def _enter(tape: Tape, bank: Bank, x: Value) -> Value:
     """Record the map from features [B, S, H] to channels [N, B, S]."""
     rows = math.prod(x.shape[:2])
-    x = tape.dense(x)
+    x = tape.rows(x)
     N = bank.B.shape[0]
     if len(bank.B.shape) == 2:
         u = tape.matmul(bank.B, tape.view(x, (x.shape[2], rows), dense=False), (N, rows))
@@ -271,7 +271,8 @@ def _between(tape: Tape, given: Value, now: Value, through: Value, chunks: int) 
     for part in parts:
         befores.append(now)
         flipped = tape.unary(now, ())
-        first = tape.pointwise(tape.view(part, one), through, now, keeps=[now, through])
-        now = tape.pointwise(first, through, flipped, keeps=[flipped, through])
+        matrix = [through] if now.tracked else []  # for the gradient of the state
+        first = tape.pointwise(tape.view(part, one), through, now, keeps=[now, *matrix])
+        now = tape.pointwise(first, through, flipped, keeps=[flipped, *matrix])
     before = tape.view(befores[0], given.shape) if chunks == 1 else tape.stack(befores)
     return before, now

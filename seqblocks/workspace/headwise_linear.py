@@ -9,6 +9,10 @@ TILE = 32
 
 def product(tape: Tape, x: Value, weight: Value, bias: Value | None) -> Value:
     """Record the product of x [..., G * I] and weight [G, O, I]."""
+    if len(weight.shape) == 2:  # all blocks share one
+        blocks = tape.view(x, (*x.shape[:-1], x.shape[-1] // weight.shape[1], weight.shape[1]))
+        y = tape.product(blocks, weight, bias)
+        return tape.view(y, (*x.shape[:-1], y.shape[-1] * y.shape[-2]))
     G, O, I = weight.shape
     width = max(I, O)
     join = max([1, *[n for n in range(2, min(G, TILE // max(width, 1)) + 1) if G % n == 0]])
@@ -16,7 +20,7 @@ def product(tape: Tape, x: Value, weight: Value, bias: Value | None) -> Value:
         tiles = tape.new((G // join, join * O, join * I), weight.item)
         tape.function([weight], [tiles])
         weight = tiles
-    x = tape.dense(x)
+    x = tape.rows(x)
     shape = (*x.shape[:-1], G * O)
     y = tape.new(shape, x.item)
     size, of_weight, item = (x.shape, x.item), (weight.shape, weight.item), x.item

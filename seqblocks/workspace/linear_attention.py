@@ -59,7 +59,8 @@ def scan(
     y = tape.new(v.shape, item)
     tape.passing(forward)
     # The gradient of the last state is zeros. Gradients of one part are in use while those of the next are computed.
-    part = sum(x.bytes for x in inputs) * _share(sizes, S) if several else 0
+    before = min(SPAN, S - SPAN) if S > SPAN else S
+    part = int(sum(x.bytes for x in inputs) * _share(sizes, S) * before / sizes.tokens) if several else 0
     tape.function(inputs, [y], [*inputs, state, starts], 3 * state.bytes + backward + part)
     if normalize:
         whole, sums = tape.slice(y, (*v.shape[:-1], V - 1)), tape.slice(y, (*v.shape[:-1], 1))
@@ -235,6 +236,6 @@ def _carried(
     keeps += [reads, state.bytes, before]
     written = columns.numbers // columns.shape[-1] * seed.shape[-1] * seed.item
     tape.passing(3 * state.bytes)
-    extra = before + reads.bytes + written + (2 * before if through is not None else 0)
+    extra = before + max(0, written - rows.bytes, 2 * before if through is not None else 0)
     tape.function([rows, seed, columns, values, through, state], [reads], keeps, extra)
     return reads

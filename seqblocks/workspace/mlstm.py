@@ -8,6 +8,7 @@ from seqblocks.tape import Tape, Value
 
 WORKING_SET = 1 << 18
 BLOCK = 64
+PAIRS = 1 << 17
 EXACT = 8  # bytes of a sum of log gates
 
 
@@ -34,23 +35,30 @@ def scan(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value, normalize
     """Record the scan of q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; return h [B, S, H, DV]."""
     B, S, H, DK = q.shape
     DV, item = v.shape[-1], max(q.item, 4)
-    plan, tokens, rows = plan_of(B, S, H, max(DK, DV)), B * S * H, 0
+    plan, tokens = plan_of(B, S, H, max(DK, DV)), B * S * H
     i, f = tape.cast(i, item), tape.cast(f, item)
     enters = plan.chunks > 1
     h = tape.new(v.shape, v.item)
     gates = tokens * (2 * EXACT + item + EXACT + 1 + (item if enters else 0))
     small = plan.pairs <= S * DV
     keeps = [gates, *([2 * plan.pairs * B * H * item, tokens * item] if small else [])]
-    rows = plan.together * H
-    states = rows * (DK * DV + DK) * item
-    operands = rows * plan.L * (2 * DK + DV) * item
-    # Forward: the operands of a chunk side by side, the weights of its pairs twice, its numerator, and a state.
-    during = (operands if plan.together > 1 or q.item != item else 0) + rows * plan.L * DV * item + enters * 2 * states
-    weights = rows * plan.most * item
-    tape.passing(max(during + (0 if small else 2 * weights), 6 * tokens * EXACT))
-    # Backward: the states between all chunks and D of all their pairs, W and its gradient, and what one chunk needs.
-    back = plan.chunks * states if enters else 0
-    back += 0 if small else rows * plan.pairs * item + weights
-    back += 2 * weights + 2 * operands + 2 * rows * plan.L * (DV + DK) * item + enters * 2 * states
+    rows = plan.together * H * item
+    states, weights, width = rows * (DK * DV + DK), rows * plan.most, rows * plan.L
+    beside = plan.together > 1 or q.item != item  # the operands of a chunk are copied
+    # The weights of pairs of a few chunks are differences of exact numbers.
+    few = max(1, min(plan.chunks, PAIRS // (plan.together * H * plan.L**2)))
+    exact = few * plan.together * H * min(BLOCK, plan.L) * plan.L * EXACT
+    # Forward: the operands of a chunk, the weights of its pairs twice, its numerator, and the state before and after.
+    during = (width * (2 * DK + DV) if beside else 0) + width * DV + (2 * states if enters else 0)
+    tape.passing(max(during + (0 if small else 2 * weights), exact + during, 6 * tokens * EXACT))
+    # Backward: the states before all chunks, and those of one; D of all pairs and W of a chunk, if they are not kept;
+    # the operands of a chunk and their gradients, if those are not written in place; the gradient of its numerator, of
+    # what it read, and of W; and a product of two tensors whose rows are added up.
+    back = (plan.chunks + 2) * states + width * DK if enters else 0
+    back += 0 if small else rows * plan.pairs + weights
+    back += 2 * width * (DK + DV) if beside else 0
+    back += width * (2 * DK + DV) if beside or plan.L <= BLOCK else 0
+    back += width * DV + weights + max(width * min(BLOCK, plan.L), width * DK)
+    back = max(back, 0 if small else rows * plan.pairs + exact)
     tape.function([q, k, v, i, f], [h], [q, k, v, i, f, *keeps], max(back, 8 * tokens * EXACT))
     return h

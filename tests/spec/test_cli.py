@@ -365,7 +365,6 @@ def test_ops_lists_the_blocks_of_a_file(run_main: Run, folder: Path) -> None:
         (("explain", "repeat"), 2, "`seqblocks ops repeat` describes it"),
         (("explain", "mlstm_block"), 2, "`seqblocks ops mlstm_block` describes it"),
         (("ops", "attn"), 2, "there is no verb 'attn': did you mean 'attention'?"),
-        (("ops", "slice"), 2, "there is no verb 'slice': `select: {first: 0, features: 8}` takes some of the features"),
         (("ops", "xlstm"), 2, "it is a bundled spec: `seqblocks ops xlstm::` lists its blocks"),
         (("ops", "mamba_small"), 2, "it is a bundled spec: `seqblocks show mamba_small`"),
         (("ops", "xlstm::"), 0, ""),

@@ -111,7 +111,7 @@ def moderate(model: SequenceModel, seed: int) -> bool:
     for _ in range(8):
         largest[0] = 0.0
         with torch.no_grad():
-            model(x, **random_context(model, 2, seed))
+            model(x, **random_context(model, 2, seed, x.shape[1] if x.dim() > 1 else None))
             if largest[0] < 1e4:
                 break
             for parameter in model.parameters():
@@ -142,7 +142,9 @@ def check_state_is_kept(model: SequenceModel, length: int, seed: int) -> None:
 
 
 def resettable(model: SequenceModel) -> bool:
-    """Return whether resets equal separate pieces: tokens are returned, and all steps accept resets. A grid has one
-    size."""
-    output, grid = model.spec.output, model.spec.input.grid
+    """Return whether resets equal separate pieces: tokens are returned, and all steps accept resets.
+
+    A grid has one size. A context with one token for each of the input is the same for all pieces.
+    """
+    output, grid = model.spec.output, model.spec.input.grid or model._share_lengths
     return output is not None and output.kind == "sequence" and not grid and graph.resets_obstacle(model.spec) is None

@@ -400,3 +400,46 @@ def test_the_parameters_of_a_layer_norm_of_a_context_get_gradients() -> None:
     torch.testing.assert_close(y, x + layer_norm(v, (4,))[:, None])
     y.sum().backward()
     assert model.get_parameter("n.bias").grad is not None
+
+
+SEGMENTS = """
+model:
+  inputs: {text: {tokens: 7, length: words}, segment: {tokens: 2, length: words}, note: {features: 4, length: ticks},
+           more: {features: 4, length: ticks}}
+  steps:
+    - add: {from: note, with: more}
+    - pool: {as: noted}
+    - embed: {from: segment, features: 4, name: s, as: segments}
+    - embed: {from: text, features: 4}
+    - add: {with: segments}
+    - add: {with: noted}
+"""
+
+
+def test_inputs_of_one_length_are_combined_token_by_token() -> None:
+    model = built(SEGMENTS)
+    check_shapes(model)
+    assert model.spec.output
+    assert model.spec.output.axes == ("batch", "words", 4)
+    text, segment, note = torch.randint(7, (2, 5)), torch.randint(2, (2, 5)), draw(2, 3, 4)
+    words, segments = (model.get_parameter(f"{name}.weight") for name in ("embed", "s"))
+    y = model(text=text, segment=segment, note=note, more=note)
+    torch.testing.assert_close(y, words[text] + segments[segment] + 2 * note.mean(1, keepdim=True))
+    for wrong, why in (
+        ({"segment": segment[:, :4]}, "text has 5 tokens and segment 4, %s words"),
+        ({"more": note[:, :2]}, "note has 3 tokens and more 2, %s ticks"),
+    ):
+        with pytest.raises(RunError, match=why % "but the spec gives them the same length,"):
+            model(**{"text": text, "segment": segment, "note": note, "more": note, **wrong})
+    with pytest.raises(RunError, match="reads segments token by token, which is context"):
+        model.init_state(2, segment=segment, note=note, more=note)
+
+
+def test_context_of_one_length_streams() -> None:
+    steps = "[{add: {from: note, with: more}}, {pool: {as: noted}}, {shift: {from: x, by: 1}}, {add: {with: noted}}]"
+    inputs = "{x: {features: 4}, note: {features: 4, length: ticks}, more: {features: 4, length: ticks}}"
+    model = built(f"model: {{inputs: {inputs}, steps: {steps}}}")
+    check_law(model)
+    note = draw(2, 3, 4)
+    with pytest.raises(RunError, match="note has 3 tokens and more 2"):
+        model.init_state(2, note=note, more=note[:, :2])

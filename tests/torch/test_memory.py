@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import seqblocks
-from benchmarks.memory import measure, small_models
+from benchmarks.memory import Measured, Run, measure, small_models
+from seqblocks import graph
+from seqblocks.architect.memory import Estimate
+from seqblocks.architect.replay import Sizes
 from seqblocks.cost import tokens_of
+from seqblocks.errors import RunError, SpecError
 from seqblocks.graph import ModelSpec
+from tests.compose import Composer
+from tests.torch.memory_ops import OPS, text_of
 
-# Estimates leave out small tensors, such as those of one number per head, and know the temporaries of a kernel by the
-# sizes of its largest ones.
-TOLERANCE = 0.1
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
+
+# Estimates leave out small tensors, such as those of one number per head, and count the temporaries of a kernel by its
+# largest ones. What is kept for the backward pass is known better: all but tensors of a few hundred bytes.
+PEAK, KEPT = 0.1, 0.02
+SMALL = 200_000  # bytes
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
+LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
+QUICK_OPS = {"linear", "calc, functions", "constant, kept", "rms_norm", "attention", "causal_conv, silu", "mlstm", "ssm"}
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
-    """Compare the estimate of a spec with what its model needs."""
-    compare(seqblocks.load_model(name), batch, length, optimizer, checkpoint)
-
-
-def compare(spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
+def both(
+    spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none"
+) -> tuple[Estimate, Measured]:
+    """Return what is estimated and what is measured."""
     length = tokens_of(spec) or length
-    found = seqblocks.memory(spec, batch=batch, length=length, optimizer=optimizer, checkpoint=checkpoint)
-    real = measure(seqblocks.build_model(spec), batch, length, optimizer, checkpoint)
+    given = {"optimizer": optimizer, "checkpoint": checkpoint}
+    found = seqblocks.memory(spec, batch=batch, length=length, **given)
+    return found, measure(seqblocks.build_model(spec), batch, length, **given)
+
+
+def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
+    """Compare the estimate of a bundled model with what it needs."""
+    found, real = both(seqblocks.load_model(name), batch, length, optimizer, checkpoint)
     assert (found.weights_bytes, found.optimizer_bytes, found.gradients_bytes) == (
         real.weights, real.optimizer, real.gradients
     )
-    assert found.peak_bytes == pytest.approx(real.peak, rel=TOLERANCE)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
     assert sum(found.peak.values()) == found.peak_bytes
     assert found.undeclared == ()
 
@@ -41,7 +63,7 @@ def compare(spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", 
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in small_models()
 ])
 def test_small_models(name: str) -> None:
-    check(name, 4, 128)
+    check(name, 1 if name in LARGE else 4, 128)
 
 
 @pytest.mark.parametrize(("optimizer", "checkpoint"), [("sgd", "none"), ("momentum", "blocks"), ("adamw", "blocks")])
@@ -50,29 +72,97 @@ def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
     check("mamba_small", 2, 64, optimizer, checkpoint)
 
 
-# Each operator and function of `calc`, of wires and learned scalars, and constants that are computed or not trained.
-@pytest.mark.parametrize("steps", [
-    "calc: {y: a - lam * b / 8 + sigmoid(b) * tanh(a), learned: {lam: 0.5}}",
-    'calc: {y: "max(b, 0) * exp(-abs(b)) + softplus(a)"}',
-    "calc: {y: a / (1 + b ** 2) + 2 ** a, z: sin(y) + cos(b) - 1 / y}",
-    'calc: {y: "sqrt(2 + a * a) - log(3 + abs(a)) + min(a, b)"}',
-    "calc: {y: abs(a) ** b}",
-    "constant: {features: 64, learned: false, persistent: true, as: y}",
-    "constant: {features: 64, learned: false, formula: feature, as: y}",
+@pytest.mark.parametrize("name", small_models())
+@pytest.mark.parametrize(("batch", "length", "checkpoint"), [(1, 64, "none"), (16, 64, "none"), (2, 512, "blocks")])
+@pytest.mark.long
+def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str) -> None:
+    check(name, batch, length, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in QUICK_OPS else [pytest.mark.slow]) for name in OPS
 ])
-def test_formulas_and_constants(steps: str) -> None:
-    _, spec = seqblocks.load_text(f"""
-seqblocks: 1
-model:
-  input: {{features: 64}}
-  steps:
-    - linear: {{features: 64, as: a}}
-    - linear: {{features: 64, as: b}}
-    - {steps}
-    - calc: a * b * y
-    - linear: 3
-""")
-    compare(spec, 4, 128)
+def test_each_op(name: str) -> None:
+    """The kept memory is that of the op, of the map before it and of the loss, whose result is as large as the output.
+
+    A peak is compared without what was there before the step, weights and moments.
+    """
+    _, spec = seqblocks.load_text(text_of(OPS[name]))
+    found, run = seqblocks.memory(spec, batch=8, length=128), Run(seqblocks.build_model(spec), 8, 128)
+    real = run.measured()
+    loss = 4 * math.prod(Sizes(8, 128).shape(spec.output))
+    before = real.weights + real.optimizer
+    assert found.activations_bytes == pytest.approx(run.kept() - loss, rel=KEPT)
+    assert found.peak_bytes - before == pytest.approx(real.peak - before, rel=PEAK)
+
+
+class Wide(Composer):
+    """Specs whose activations are larger than what estimates leave out."""
+
+    def width(self) -> int:
+        return 16 * super().width()
+
+
+def random_ratios(seed: int) -> Iterator[float]:
+    """Yield estimated over measured peaks of random models, of those in which small tensors do not matter."""
+    for each in itertools.count(seed):
+        try:
+            _, spec = seqblocks.load_text(Wide(random.Random(each)).compose())
+            frame = graph.frame_size(spec.graph)
+            found, real = both(spec, 4, frame * max(1, 128 // frame))
+        except (SpecError, RunError, ValueError):  # invalid, too few positions, without parameters
+            continue
+        assert found.weights_bytes == real.weights
+        if real.peak >= SMALL:
+            yield found.peak_bytes / real.peak
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 5), pytest.param(100, 15, marks=pytest.mark.slow), pytest.param(200, 150, marks=pytest.mark.long)],
+)
+def test_random_specs(seed: int, count: int) -> None:
+    """Of 90 models, 91 % were within a tenth; oneDNN's convolutions may need several times as much as they return."""
+    ratios = [*itertools.islice(random_ratios(seed), count)]
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.02)
+    assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
+
+
+def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
+    from seqblocks import tape
+    from seqblocks.kernels import numerics, products
+    from seqblocks.kernels.attention import torch as attention
+    from seqblocks.kernels.causal_conv import interface as causal_conv
+    from seqblocks.kernels.centaurus import torch as centaurus
+    from seqblocks.kernels.gated_recurrence import torch as gated_recurrence
+    from seqblocks.kernels.headwise_linear import interface as headwise_linear
+    from seqblocks.kernels.linear_attention import torch as linear_attention
+    from seqblocks.kernels.mlstm import chunks, gates
+    from seqblocks.kernels.selective_scan import torch as selective_scan
+    from seqblocks.kernels.slstm import torch as slstm
+    from seqblocks.workspace import attention as of_attention
+    from seqblocks.workspace import causal_conv as of_conv
+    from seqblocks.workspace import centaurus as of_centaurus
+    from seqblocks.workspace import gated_recurrence as of_gated
+    from seqblocks.workspace import headwise_linear as of_headwise
+    from seqblocks.workspace import linear_attention as of_linear
+    from seqblocks.workspace import mlstm as of_mlstm
+    from seqblocks.workspace import selective_scan as of_ssm
+    from seqblocks.workspace import slstm as of_slstm
+
+    assert of_attention.BLOCK == attention.BLOCK
+    assert (of_conv.FEW, of_conv.ROWS, of_conv.PART) == (causal_conv.FEW, causal_conv.ROWS, causal_conv.PART)
+    assert of_conv.SAVED == of_ssm.SAVED == numerics.SAVED
+    assert (of_centaurus.CHUNK, of_centaurus.PART_WITH_GRADIENTS, of_centaurus.FFT_WEIGHT) == (
+        centaurus.CHUNK, centaurus.PART_WITH_GRADIENTS, centaurus.FFT_WEIGHT
+    )
+    assert (of_gated.NUMBERS, of_gated.WIDE) == (gated_recurrence.NUMBERS, gated_recurrence.WIDE)
+    assert of_headwise.TILE == headwise_linear.TILE
+    assert (of_linear.SPAN, of_linear.NUMBERS) == (linear_attention.SPAN, linear_attention.NUMBERS)
+    assert (of_mlstm.WORKING_SET, of_mlstm.BLOCK, of_mlstm.PAIRS) == (gates.WORKING_SET, gates.BLOCK, chunks.PAIRS)
+    assert (of_ssm.WORKING_SET, of_ssm.LEAST) == (selective_scan.WORKING_SET, selective_scan.LEAST)
+    assert of_slstm.PART == slstm.PART
+    assert tape.LARGE_PRODUCT == products.LARGE_PRODUCT
 
 
 def test_state_of_streams() -> None:

@@ -283,7 +283,8 @@ def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> 
     if step.verb == "attention" and wire.kind == like.kind == "sequence":
         hint = "use cross_attention for keys and values of another length: each token reads all of them"
     elif wire.context != like.context:
-        hint = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"
+        other = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"
+        hint = f"{other}; inputs that are equally long have the same word: `length: frames`"
     size = "the size of" if like.kind == "image" else "as many tokens as"
     return Fault(
         "E406",

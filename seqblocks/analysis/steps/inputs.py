@@ -13,6 +13,7 @@ from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import known_keys, required
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.types import Origin, Wire
 
 ALLOWED = {
@@ -49,11 +50,28 @@ def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
         ctx.report(fault, node.span)
         return {}
     found: Inputs = {}
+    words = _length_words(ctx, node)
     for name, place, each in node:
         _check_name(ctx, name, place, first=not found)
-        wire = _input(ctx, each, name)
+        wire = _input(ctx, each, name, words)
         found[name] = wire._replace(context=True) if wire and found else wire
     return found
+
+
+def _length_words(ctx: Context, inputs: Mapping) -> frozenset[str]:
+    """Return the words that stand for a length which several inputs have: `length: frames` in at least two of them.
+
+    The name of another input of open length stands for the length of that input.
+    """
+    given = [each.get("length") for _, _, each in inputs if isinstance(each, Mapping)]
+    written = [node.value for node in given if isinstance(node, Scalar) and isinstance(node.value, str)]
+    open_inputs = {
+        name for name, _, each in inputs
+        if isinstance(each, Mapping) and each.entries.keys() & {"tokens", "features"}
+        and not each.entries.keys() & {"length", "grid"}
+    }  # fmt: skip
+    words = {word for word in written if written.count(word) > 1 or word in open_inputs}
+    return frozenset(word for word in words if word.isidentifier() and word not in ctx.names and word != "batch")
 
 
 def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
@@ -65,8 +83,11 @@ def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
         may_be_name(ctx, name, span)
 
 
-def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
-    """Return the type of an input such as `{tokens: 50304}`. axis: the name of its length if it is not fixed."""
+def _input(ctx: Context, node: Node | None, axis: str, lengths: frozenset[str] = frozenset()) -> Wire | None:
+    """Return the type of an input such as `{tokens: 50304}`.
+
+    axis: the name of its length if it is not fixed. lengths: the words that several inputs may have as their length.
+    """
     if not isinstance(node, Mapping):
         if node:
             ctx.report(Fault("E203", "the model must say what its input is", expected=_KINDS), node.span)
@@ -83,18 +104,18 @@ def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
         return None if width is UNKNOWN else Wire("vector", width, origin=Origin("input", node.span))
     if kinds == ["image"]:
         return _image(ctx, node.entries["image"][1])
-    return _sequence(ctx, node, kinds[0], axis)
+    return _sequence(ctx, node, kinds[0], axis, lengths)
 
 
-def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
+def _sequence(ctx: Context, node: Mapping, kind: str, axis: str, lengths: frozenset[str]) -> Wire | None:
     """Return the type of an input of tokens or of features."""
     features = _positive(ctx, node.get(kind))
-    length = _positive(ctx, node.get("length")) if "length" in node.entries else None
+    length = _length(ctx, node.entries["length"][1], lengths) if "length" in node.entries else None
     grid = _grid(ctx, node.get("grid")) if "grid" in node.entries else None
     rate = _sample_rate(ctx, node.entries["sample_rate"][1]) if "sample_rate" in node.entries else None
     if UNKNOWN in (features, length, grid, rate):
         return None
-    if grid and length and length != grid[0] * grid[1]:
+    if grid and length and length != grid[0] * grid[1]:  # also if it is a word
         found = f"{length}, {grid[0]} x {grid[1]}"
         ctx.report(Fault("E412", "length must equal rows times columns", found=found), node.span)
     if grid:
@@ -102,6 +123,19 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
     origin = Origin("input", node.span)
     made = Wire("tokens" if kind == "tokens" else "sequence", features, length or axis, grid, origin)
     return made._replace(sample_rate=rate) if rate else made
+
+
+def _length(ctx: Context, node: Node, lengths: frozenset[str]) -> Any:
+    """Read a length: a number, or a word that several inputs have."""
+    word = node.value if isinstance(node, Scalar) else None
+    if word in lengths:
+        return word
+    if isinstance(word, str) and word.isidentifier() and word not in ctx.names:
+        expected = "a number, a name in `let:`, or a word that another input has as its length too"
+        hint = did_you_mean(word, [*lengths, *ctx.names])
+        ctx.report(Fault("E303", f"unknown name {quote(word)}", expected=expected, hint=hint), node.span)
+        return UNKNOWN
+    return _positive(ctx, node)
 
 
 def _image(ctx: Context, node: Node) -> Wire | None:

@@ -80,7 +80,7 @@ def _attention(config: Config, eps: float) -> str:
         "heads": whole(config, "num_attention_heads"), "head": head, "common": common,
         "value": whole_or(config, "v_head_dim", 128), "rank": whole(config, "kv_lora_rank", 512),
         "q_rank": 0 if q_rank is None else whole(config, "q_lora_rank", 1536), "rotary": rope(config, common).base,
-        "bias": flag(config, "attention_bias", False), "eps": eps, "std": std_of(config),
+        "bias": flag(config, "attention_bias", False), "eps": eps, "std": std_of(config), "compressed": True,
     }  # fmt: skip
     scaling = scaling_of(config)
     text = written(arguments)

@@ -1,0 +1,151 @@
+"""`seqblocks try`: let a spec learn for a few minutes, and keep the run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from seqblocks._version import __version__
+from seqblocks.analysis.check import require_model
+from seqblocks.cli import INTERRUPTED, output
+from seqblocks.cli.check import load
+from seqblocks.cli.imports import import_torch
+from seqblocks.cli.progress import progress
+from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.graph import ModelSpec
+
+MINUTES = 3.0  # by default
+
+
+def run(options: argparse.Namespace) -> int:
+    """Learn, and print where the run ended. An interrupt keeps what is done, for --resume."""
+    _check(options)
+    torch = import_torch("learning requires torch")
+    if find_spec("safetensors") is None:
+        raise UnavailableError("a run is kept with safetensors: pip install 'seqblocks[try]'")
+    from seqblocks.training.trial import begin, resume
+
+    if options.resume:
+        trial = resume(Path(options.resume), *_resumed(options, torch))
+        if options.steps is not None and trial.done > options.steps:
+            raise UsageError(f"{visible(options.resume)} has {trial.done:,} steps already, more than {options.steps:,}")
+    else:
+        spec, data, settings = _new(options)
+        about = {"spec": options.spec, "data": options.text or options.npz, "overrides": options.set}
+        trial = begin(_folder(options, spec), spec, data, settings, _device(options, torch), about)
+    status = 0
+    rows: list[dict[str, Any]] = []
+    seconds = math.inf if options.steps is not None else 60 * (options.minutes or MINUTES)
+    try:
+        with progress(options, f"{visible(trial.model.spec.name)} learns") as advance:
+            for row in trial.run(options.steps, seconds, lambda part, _: advance(part)):
+                rows = [row]  # the last
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    held = trial.held_out()
+    trial.note(after=trial.sample(), held_out=held, steps=trial.done)
+    _print(trial, rows, held, options)
+    return status
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.steps is not None and options.minutes is not None:
+        raise UsageError("--steps and --minutes both say when to stop: leave out one")
+    if options.text and options.npz:
+        raise UsageError("--text and --npz both name the data: leave out one")
+    if options.resume:
+        if options.out:
+            raise UsageError("a run continues in its own folder: leave out --out")
+    elif not options.spec:
+        raise UsageError("name a spec, or a run to continue with --resume")
+    elif not (options.text or options.npz):
+        raise UsageError("name the data: --text FILE, or --npz FILE with the arrays x and y")
+
+
+def _data(options: argparse.Namespace, spec: ModelSpec, length: int) -> Any:
+    from seqblocks.training.data import arrays_of, text_of
+
+    return text_of(Path(options.text), spec, length) if options.text else arrays_of(Path(options.npz), spec)
+
+
+def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
+    from seqblocks.training.trial import Settings
+
+    spec = require_model(*load(options.spec, options))
+    usual = Settings()
+    settings = Settings(
+        options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed
+    )
+    return spec, _data(options, spec, settings.length), settings
+
+
+def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
+    """Return the data and the device of a run that continues. Options that would change its course are refused."""
+    from seqblocks.architect.designs import find_design
+    from seqblocks.training.trial import CHECKPOINT, settings_of
+
+    record = settings_of(Path(options.resume))
+    given = {"batch": options.batch, "length": options.length, "rate": options.lr}
+    for name, value in given.items():
+        if value not in (None, record["settings"][name]):
+            raise UsageError(f"the run has {name} {record['settings'][name]}: leave the option out to continue it")
+    spec = find_design(str(Path(options.resume) / CHECKPOINT)).load()
+    if options.spec:
+        other = require_model(*load(options.spec, options))
+        if other.source is None or spec.source is None or other.source.text != spec.source.text:
+            raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
+    if not (options.text or options.npz):
+        kind = "text" if record["unit"] == "bits per byte" else "npz"
+        setattr(options, kind, record.get("data"))
+    return _data(options, spec, record["settings"]["length"]), _device(options, torch)
+
+
+def _device(options: argparse.Namespace, torch: Any) -> Any:
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _folder(options: argparse.Namespace, spec: ModelSpec) -> Path:
+    """Return --out, or the first folder runs/NAME, runs/NAME-2, … that does not exist."""
+    if options.out:
+        return Path(options.out)
+    name = "".join(each if each.isalnum() or each in "-_." else "-" for each in Path(spec.name).stem) or "model"
+    number = 1
+    while True:
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return folder
+        number += 1
+
+
+def _print(trial: Any, rows: list[dict[str, Any]], held: float, options: argparse.Namespace) -> None:
+    unit = trial.data.unit
+    if options.format == "json":
+        output.dump({
+            "version": __version__, "ok": True, "run": str(trial.folder), "steps": trial.done, "unit": unit,
+            "loss": rows[-1]["loss"] if rows else None, "held_out": held, "seconds": round(trial.seconds, 3),
+            "sample": trial.record.get("after"),
+        })  # fmt: skip
+        return
+    if options.quiet:
+        return
+    name = visible(str(trial.folder))
+    last = f", {rows[-1]['loss']:.3f} in the last step" if rows else ""
+    done = f"{trial.done:,} steps of {trial.tokens:,} tokens in {trial.seconds:,.0f} s"
+    output.write(f"{done}: {held:.3f} {unit} held out{last}")
+    if trial.record.get("after"):
+        output.write(f"\nIt writes:\n{trial.record['after']}")
+    output.write(
+        f"\n{name}: log.jsonl, run.json, checkpoint (seqblocks.load). Next:\n"
+        f"  seqblocks report {name}           a page with curves, sample and picture\n"
+        f"  seqblocks try --resume {name} --minutes 3\n"
+        "This shows whether a model learns. Train with Lightning, torchtitan or transformers' Trainer\n"
+        "(docs/training.md)."
+    )

@@ -1,0 +1,199 @@
+"""The page about runs of `seqblocks try`: curves, figures, samples and pictures in one file that loads nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from seqblocks.architect.compare import compare
+from seqblocks.architect.designs import find_design
+from seqblocks.architect.diff import diff
+from seqblocks.errors import UsageError, visible
+from seqblocks.markup import text
+from seqblocks.picture.drawing import drawing_of
+from seqblocks.record import Record
+
+LOG, SETTINGS, CHECKPOINT = "log.jsonl", "run.json", "checkpoint"
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+WIDTH, HEIGHT, LEFT, BOTTOM = 820, 340, 64, 40  # of the curves, in pixels
+BUCKETS = 400  # of steps in a curve; each keeps its extremes
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:64em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
+    "pre{background:#f5f5f5;padding:1em;white-space:pre-wrap;overflow-wrap:anywhere}table{border-collapse:collapse}"
+    "td,th{padding:.2em .8em;border-bottom:1px solid #ddd}figure{margin:1em 0;overflow-x:auto}"
+    "svg text{font:12px system-ui,sans-serif;fill:#333}"
+)
+
+
+class Run(Record):
+    """A run. rows: of its log, in order; record: its settings and samples."""
+
+    folder: Path
+    record: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def label(self) -> str:
+        return visible(str(self.folder))
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """Return the points of a figure over the steps; rows without it, or with one that is not finite, are left out.
+        """
+        pairs: Iterable[tuple[Any, Any]] = ((row.get("step"), row.get(name)) for row in self.rows)
+        return [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run. Lines of the log that are cut short are left out. Raises UsageError if it is no run."""
+    try:
+        record = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        lines = (folder / LOG).read_text(encoding="utf-8").splitlines() if (folder / LOG).exists() else []
+    except OSError as error:
+        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS} is damaged") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"{visible(str(folder))} is no run of seqblocks try: {SETTINGS} is no mapping")
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return Run(folder, record, rows)
+
+
+def page(runs: list[Run]) -> str:
+    """Return the page about one or several runs."""
+    title = "Run" if len(runs) == 1 else "Runs"
+    names = ", ".join(text(run.label) for run in runs)
+    parts = [f"<h1>{title}: {names}</h1>", "<h2>Curves</h2>", curves(runs), _ends(runs), _figures(runs)]
+    parts += [_about(run, runs[0]) for run in runs]
+    body = "\n".join(part for part in parts if part)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: {names}</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _ends(runs: list[Run]) -> str:
+    """Return a table of where each run ended."""
+    head = ("run", "steps", "minutes", "loss", "held out", "unit")
+    rows = []
+    for run in runs:
+        loss, held = run.curve("loss"), run.curve("held_out")
+        seconds = run.curve("seconds")
+        rows.append((
+            run.label, f"{int(loss[-1][0]):,}" if loss else "0", f"{seconds[-1][1] / 60:.1f}" if seconds else "",
+            f"{loss[-1][1]:.3f}" if loss else "", f"{held[-1][1]:.3f}" if held else "", str(run.record.get("unit", "")),
+        ))  # fmt: skip
+    lines = ["".join(f"<td>{text(cell)}</td>" for cell in row) for row in rows]
+    titles = "".join(f"<th>{cell}</th>" for cell in head)
+    return f"<table><tr>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _spec(run: Run) -> str:
+    return str(run.folder / CHECKPOINT)
+
+
+def _figures(runs: list[Run]) -> str:
+    """Return the figures of the models side by side."""
+    try:
+        return f"<h2>Models</h2>{compare(*map(_spec, runs))._repr_html_()}"
+    except Exception as error:  # a damaged checkpoint does not hide the curves
+        return f"<p>The models cannot be compared: {text(str(error))}</p>"
+
+
+def _about(run: Run, first: Run) -> str:
+    parts = [f"<h2>{text(run.label)}</h2>"]
+    settings = run.record.get("settings")
+    facts = {"spec": run.record.get("spec"), "data": run.record.get("data"), "machine": run.record.get("machine")}
+    facts |= settings if isinstance(settings, dict) else {}
+    facts |= run.record["versions"] if isinstance(run.record.get("versions"), dict) else {}
+    said = (f"{text(str(name))} {text(str(value))}" for name, value in facts.items() if value is not None)
+    parts.append(f"<p>{', '.join(said)}</p>")
+    for name, heading in (("before", "Before"), ("after", "After")):
+        if isinstance(run.record.get(name), str):
+            parts.append(f"<h3>{heading}</h3><pre>{text(run.record[name], lines=True)}</pre>")
+    try:
+        if run is not first:
+            found = text(str(diff(_spec(first), _spec(run))), lines=True)
+            parts.append(f"<h3>Differences from {text(first.label)}</h3><pre>{found}</pre>")
+        parts.append(f"<figure>{drawing_of(find_design(_spec(run)).analyse(), 3).svg()}</figure>")
+    except Exception as error:
+        parts.append(f"<p>There is no picture: {text(str(error))}</p>")
+    return "\n".join(parts)
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def thinned(points: list[tuple[float, float]], buckets: int = BUCKETS) -> list[tuple[float, float]]:
+    """Return at most four points of each of the buckets: its first, last, lowest and highest."""
+    if len(points) <= 4 * buckets:
+        return points
+    found: list[tuple[float, float]] = []
+    size = len(points) / buckets
+    for at in range(buckets):
+        part = points[round(at * size) : round((at + 1) * size)]
+        kept = {0, len(part) - 1, *(part.index(each(part, key=lambda p: p[1])) for each in (min, max))}
+        found += [part[place] for place in sorted(kept)]
+    return found
+
+
+def curves(runs: list[Run]) -> str:
+    """Return the losses of all runs over the steps; dashed: of data that was held out."""
+    lines = [(run, name, run.curve(name)) for run in runs for name in ("loss", "held_out")]
+    points = [point for _, _, found in lines for point in found]
+    if not points:
+        return "<p>Nothing has been logged yet.</p>"
+    right, low, high = max(x for x, _ in points), min(y for _, y in points), max(y for _, y in points)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+
+    def place(x: float, y: float) -> str:
+        across = LEFT + (WIDTH - LEFT - 10) * (x / right if right else 0)
+        return f"{across:.1f},{10 + (HEIGHT - BOTTOM - 10) * (high - y) / (high - low):.1f}"
+
+    out = [*_axes(right, low, high)]
+    for run, name, found in lines:
+        colour = COLOURS[runs.index(run) % len(COLOURS)]
+        dash = ' stroke-dasharray="5 3" stroke-width="2"' if name == "held_out" else ' stroke-width="1.2" opacity="0.8"'
+        path = " ".join(place(*point) for point in thinned(found))
+        if found:
+            out.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>')
+    out += _legend(runs)
+    height = HEIGHT + 18 * len(runs)
+    frame = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    unit = text(str(runs[0].record.get("unit", "loss")))
+    return (
+        f'<figure><svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="loss over steps">'
+        f"{''.join(out)}</svg><figcaption>Loss in {unit} over steps; dashed: held out.</figcaption></figure>"
+    )
+
+
+def _axes(right: float, low: float, high: float) -> Iterable[str]:
+    bottom = HEIGHT - BOTTOM
+    for at in range(5):
+        y = 10 + (bottom - 10) * at / 4
+        yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" stroke="#ddd"/>'
+        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{high - (high - low) * at / 4:.3g}</text>'
+        x = LEFT + (WIDTH - LEFT - 10) * at / 4
+        yield f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{right * at / 4:,.0f}</text>'
+
+
+def _legend(runs: list[Run]) -> Iterable[str]:
+    for at, run in enumerate(runs):
+        y = HEIGHT + 18 * at
+        colour = COLOURS[at % len(COLOURS)]
+        yield f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + 24}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
+        yield f'<text x="{LEFT + 32}" y="{y + 4}">{text(run.label)}</text>'

@@ -1,0 +1,310 @@
+"""`seqblocks try` and `seqblocks report`: exact continuation, kills, data that do not fit, and the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.architect.run_page import page, read_run, thinned
+from seqblocks.training.data import HELD, Text
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+SPEC = """
+seqblocks: 1
+use: [mamba]
+let: {dim: 16, vocabulary: 256}
+model:
+  input: {tokens: vocabulary}
+  steps:
+    - embed: {features: dim, init: {weight: "normal(0, 0.02)"}}
+    - mamba_block: {dim: dim}
+    - dropout: {p: 0.1}
+    - rms_norm
+    - unembed: {bias: false, tie: embed}
+"""
+TEXT = ("the quick brown fox jumps over the lazy dog. " * 200).encode()
+SMALL = ("--length", "24", "--batch", "4", "--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    return tmp_path
+
+
+def learn(run_main: Run, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    done = run_main("try", "spec.yaml", "--text", "text.txt", *SMALL, *words, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def course(run: Path) -> list[tuple[Any, ...]]:
+    return [(row["step"], row["loss"], row["rate"], row.get("held_out"), row["tokens"]) for row in rows(run)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return seqblocks.load(run / "checkpoint").state_dict()
+
+
+def test_a_run_that_continues_is_the_same_bit_for_bit(run_main: Run, folder: Path) -> None:
+    learn(run_main, folder, "--steps", "60", "--out", "whole")
+    learn(run_main, folder, "--steps", "23", "--out", "parts")
+    # a kill after the checkpoint leaves further lines, the last one cut short; they are learned again
+    with (folder / "parts" / "log.jsonl").open("a") as file:
+        file.write('{"step": 24, "loss": 9.0}\n{"step": 2')
+    done = run_main("try", "--resume", "parts", "--steps", "60", "--device", "cpu", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert course(folder / "parts") == course(folder / "whole")
+    whole, parts = weights(folder / "whole"), weights(folder / "parts")
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+    assert [row["step"] for row in rows(folder / "whole")] == [*range(1, 61)]
+    assert rows(folder / "whole")[49]["held_out"] > 0
+    again = run_main("try", "spec.yaml", "--text", "text.txt", "--resume", "parts", "--steps", "60", cwd=folder)
+    assert again.returncode == 0  # nothing is left to do
+
+
+def test_it_learns(run_main: Run, folder: Path) -> None:
+    done = learn(run_main, folder, "--steps", "200", "--lr", "0.01", "--out", "run", "--format", "json")
+    data = json.loads(done.stdout)
+    assert data["steps"] == 200
+    assert data["unit"] == "bits per byte"
+    assert rows(folder / "run")[0]["loss"] > 7.5  # of 8 bits
+    assert data["held_out"] < 3
+    record = json.loads((folder / "run" / "run.json").read_text())
+    assert record["after"] == data["sample"] != record["before"]
+    assert record["held_out"] == data["held_out"]
+    (row,) = rows(folder / "run")[-1:]
+    assert row["tokens"] == 200 * 4 * 24
+
+
+def test_a_kill_leaves_a_run_that_continues(folder: Path) -> None:
+    """At a random moment, and by an interrupt, after which the checkpoint is that of the last line of the log."""
+    for number, kind in ((1, signal.SIGKILL), (2, signal.SIGINT)):
+        run = folder / f"run{number}"
+        command = [sys.executable, "-m", "seqblocks", "try", "spec.yaml", "--text", "text.txt", *SMALL]
+        process = subprocess.Popen(
+            [*command, "--minutes", "5", "--out", str(run)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        end = time.monotonic() + 60
+        while not (run / "log.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(random.Random(number).uniform(0.2, 0.8))
+        process.send_signal(kind)
+        process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
+        logged = len((run / "log.jsonl").read_bytes().split(b"\n")) - 1
+        assert logged > 0
+        kept = (seqblocks.checkpoint.load_extra(run / "checkpoint") or {})["step"]
+        assert kept == logged if kind == signal.SIGINT else kept <= logged
+        more = [sys.executable, "-m", "seqblocks", "try", "--resume", str(run), "--steps", str(logged + 3)]
+        done = subprocess.run(more, cwd=folder, capture_output=True, text=True, env=process_environment())
+        assert done.returncode == 0, done.stderr
+        assert [row["step"] for row in rows(run)] == [*range(1, logged + 4)]
+
+
+def process_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_nothing_is_overwritten(run_main: Run, folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "precious.txt").write_text("mine")
+    command = ("try", "spec.yaml", "--text", "text.txt", "--steps", "1")
+    done = run_main(*command, "--out", "run", cwd=folder)
+    assert done.returncode == 2
+    assert "run exists" in done.stderr
+    assert [path.name for path in (folder / "run").iterdir()] == ["precious.txt"]
+    for expected in ("runs/spec", "runs/spec-2"):
+        assert run_main(*command, "-q", *SMALL, cwd=folder).stdout == ""
+        assert (folder / expected / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["spec.yaml"], "name the data"),
+        (["--text", "text.txt"], "name a spec"),
+        (["spec.yaml", "--text", "absent.txt"], "absent.txt cannot be read"),
+        (["spec.yaml", "--text", "empty.txt"], "empty.txt has 0 bytes"),
+        (["spec.yaml", "--text", "text.txt", "--length", "5000"], "use a longer text, or a smaller --length"),
+        (["spec.yaml", "--text", "text.txt", "--set", "vocabulary=50"], "--set vocabulary=256"),
+        (["spec.yaml", "--text", "text.txt", "--steps", "1", "--minutes", "1"], "leave out one"),
+        (["spec.yaml", "--text", "text.txt", "--npz", "a.npz"], "leave out one"),
+        (["vil_tiny", "--text", "text.txt"], "--text needs a language model"),
+        (["sees_all.yaml", "--text", "text.txt"], "depend on later tokens"),
+        (["spec.yaml", "--npz", "text.txt"], "is not an .npz file"),
+        (["--resume", "absent"], "absent is not a run"),
+        (["--resume", ".", "--out", "x"], "leave out --out"),
+    ],
+)
+def test_faults(words: list[str], message: str, run_main: Run, folder: Path) -> None:
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "sees_all.yaml").write_text(SEES_ALL)
+    done = run_main("try", *words, cwd=folder)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_continues_with_its_own_data_and_spec_alone(run_main: Run, folder: Path) -> None:
+    learn(run_main, folder, "--steps", "2", "--out", "run")
+    (folder / "other.yaml").write_text(SPEC.replace("dim: 16", "dim: 8"))
+    (folder / "text.txt").write_bytes(TEXT + b"more")
+    for words, message in (
+        ([], "are not those of the run"),
+        (["other.yaml"], "is not the spec of the run"),
+        (["--lr", "0.1"], "the run has rate 0.003"),
+        (["--steps", "1"], "are not those"),
+    ):
+        done = run_main("try", *words, "--resume", "run", cwd=folder)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+FEATURES = """
+seqblocks: 1
+model:
+  input: {features: 3}
+  steps:
+    - causal_conv: {kernel: 3}
+    - linear: {features: 2}
+"""
+SEES_ALL = SPEC.replace("- mamba_block: {dim: dim}", "- identity: {as: x}").replace(
+    "- dropout: {p: 0.1}", "- attention: {q: x, k: x, v: x, heads: 2, causal: false}"
+)
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_arrays(kind: str, run_main: Run, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(FEATURES)
+    generator = numpy.random.default_rng(0)
+    x = generator.standard_normal((200, 6, 3)).astype("float32")
+    y = (x[..., 0] > 0).astype("int64") if kind == "classes" else numpy.stack([x[..., 0], x[..., 1]], -1)
+    numpy.savez(tmp_path / "data.npz", x=x, y=y)
+    command = ("try", "spec.yaml", "--npz", "data.npz", "--steps", "300", "--lr", "0.02", "--out", "run")
+    done = run_main(*command, "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["unit"] == ("nats" if kind == "classes" else "mean square")
+    assert data["held_out"] < 0.2
+    assert data["sample"] is None
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": [[1.0]]}, "has the arrays x; it needs x (inputs) and y"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 3, "y": [0, 1]}, "the same number of rows"),
+        ({"x": [[[1.0, 2.0]]] * 2, "y": [[0], [1]]}, "the model reads"),
+        ({"x": [[[1.0, 2.0, float("nan")]]] * 2, "y": [[0], [1]]}, "an input is not finite"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[0], [7]]}, "the model has 2 outputs, and a target is 7"),
+        ({"x": [[[1.0, 2.0, 3.0]]], "y": [[0]]}, "needs at least two rows"),
+        ({"x": ["a", "b"], "y": [0, 1]}, "is not an .npz file of numbers"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [0, 1]}, "a target of the shape [1] for each row"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[[0.0]], [[1.0]]]}, "a target of the shape [1, 2] for each row"),
+    ],
+)
+def test_arrays_that_do_not_fit(arrays: dict[str, Any], message: str, run_main: Run, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(FEATURES)
+    numpy.savez(tmp_path / "data.npz", **{name: numpy.array(value) for name, value in arrays.items()})
+    done = run_main("try", "spec.yaml", "--npz", "data.npz", "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_held_out_bytes_are_not_learned() -> None:
+    content = bytes([1]) * (HELD - 1) * 100 + bytes([2]) * 100
+    data = Text(content, 8)
+    for seed in range(50):
+        assert (data.batch(seed, 4)[0] == 1).all()
+        assert (data.batch(seed, 4, held=True)[1] == 2).all()
+        assert torch.equal(data.batch(seed, 4)[0], data.batch(seed, 4)[0])
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Collect the tags, and whatever would be loaded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "line", "polyline", "rect", "path", "circle", "use"):
+            self.open.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+def test_the_page(run_main: Run, folder: Path) -> None:
+    learn(run_main, folder, "--steps", "60", "--out", "a<b")
+    learn(run_main, folder, "--steps", "20", "--out", "second", "--set", "dim=8")
+    done = run_main("report", "a<b", "second", "--html", "page.html", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (folder / "page.html").read_text()
+    found = Page(text)
+    assert found.open == []
+    assert [each for each in found.loaded if not each.startswith("#")] == []
+    assert "<script" not in text
+    assert "a&lt;b" in text
+    assert "a<b" not in text
+    assert text.count("<polyline") == 3  # two losses, and what was held out of the longer one
+    assert text.count("<h3>Before</h3>") == text.count("<h3>After</h3>") == 2
+    assert f"{rows(folder / 'second')[-1]['loss']:.3f}" in text
+    assert "Differences from" in text
+    assert run_main("report", "second", cwd=folder).returncode == 0
+    assert (folder / "second" / "report.html").exists()
+    assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
+    assert run_main("report", "absent", cwd=folder).returncode == 2
+
+
+def test_a_page_without_some_fields(folder: Path) -> None:
+    (folder / "run.json").write_text("{}")
+    lines = ('{"step": 1}', "not json", "[]", '{"step": 2, "loss": "x"}', '{"step": 3, "loss": NaN}', '{"st')
+    (folder / "log.jsonl").write_text("\n".join(lines))
+    text = page([read_run(folder)])
+    assert "Nothing has been logged yet." in text
+    assert "There is no picture" in text
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    chance = random.Random(1)
+    points = [(float(x), chance.gauss(0, 1)) for x in range(100_000)]
+    points[54_321] = (54_321.0, 99.0)
+    points[67_890] = (67_890.0, -99.0)
+    found = thinned(points)
+    assert len(found) <= 1600
+    assert {points[54_321], points[67_890], points[0], points[-1]} <= {*found}
+    assert found == sorted(found)
