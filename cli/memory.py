@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(found: Estimate, depth: int | None) -> None:
-    what = f"batch {found.batch:,}, {found.length:,} tokens, {found.dtype}, {found.optimizer}"
+    tokens = f"{found.length:,} token{'s' * (found.length != 1)}"
+    what = f"batch {found.batch:,}, {tokens}, {found.dtype}, {found.optimizer}"
     layers = ", layers computed again" if found.checkpoint == "blocks" else ""
     where = f"{found.phase} pass" if found.phase != "optimizer" else "update by the optimiser"
     at = f" of {visible(found.at)}" if found.at else ""
@@ -55,10 +56,12 @@ def _write(found: Estimate, depth: int | None) -> None:
     output.write(found.text(depth))
     output.write("")
     output.write(f"kept by the forward pass: {bytes_of(found.activations_bytes)}")
-    output.write(
-        f"inference, token by token: {bytes_of(found.inference_bytes)} (weights {bytes_of(found.weights_bytes)}, "
-        f"state {bytes_of(found.state_bytes)})"
-    )
+    parts = f"weights {bytes_of(found.weights_bytes)}"
+    if found.state_bytes is None:
+        output.write(f"inference: {parts} and the temporaries of one pass, as the model does not stream")
+    else:
+        parts += f", state {bytes_of(found.state_bytes)}"
+        output.write(f"inference, token by token: {bytes_of(found.inference_bytes)} ({parts})")
     for verb in found.undeclared:
         output.write(f"{visible(verb)} does not declare its memory: its inputs and its output are counted")
 

@@ -6,6 +6,7 @@ Importing seqblocks does not import torch; `build` does. `seqblocks.kernels` onl
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
@@ -60,6 +61,10 @@ _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 # modules, `seqblocks.testing.check_law`
 _LAZY |= dict.fromkeys(("checkpoint", "distributed", "export", "kernels", "state", "testing"), "")
+
+# A checkout without symbolic links, as is usual on Windows, has files in their place: find the folders at its root.
+if os.path.isfile(os.path.join(os.path.dirname(__file__), "kernels")):
+    __path__.append(os.path.dirname(os.path.dirname(__file__)))
 
 __all__ = [
     "Analysis",

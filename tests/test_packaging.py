@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.pyc")
 
 
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+def run(*command: object, cwd: Path, **env: str) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env={**os.environ, **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -46,6 +48,20 @@ def direct_wheel(checkout, built) -> Path:
     out = checkout / "direct"
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, cwd=checkout)
     return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def clone_without_links(checkout, tmp_path_factory) -> Path:
+    """Return a clone in which git has written a file in place of each symbolic link, as it does on Windows."""
+    origin, clone = tmp_path_factory.mktemp("origin") / "seqblocks", tmp_path_factory.mktemp("clone") / "seqblocks"
+    shutil.copytree(checkout, origin, symlinks=True, ignore=LEFT_OUT)
+    owner = ["-c", "user.name=tests", "-c", "user.email=tests@example.org"]
+    run("git", "init", "-q", cwd=origin)
+    run("git", "add", "-A", cwd=origin)
+    run("git", *owner, "commit", "-q", "-m", "The files of the checkout", cwd=origin)
+    run("git", "clone", "-q", "-c", "core.symlinks=false", origin, clone, cwd=origin.parent)
+    assert all((clone / "seqblocks" / name).is_file() for name in ("kernels", "cli", "specs"))
+    return clone
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
@@ -108,11 +124,13 @@ def test_both_ways_make_the_same_wheel(built, direct_wheel):
     assert contents(built[1]) == contents(direct_wheel)
 
 
-def test_the_source_archive_can_test_itself(built):
+def test_the_source_archive_is_complete_and_small(built):
+    """It has everything but the tests, whose reference data is much larger than the rest."""
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", ".ci/run", "tests/conftest.py"} <= names
-    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "build/"))]
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "docs/language.md"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "build/", "tests/"))]
+    assert built[0].stat().st_size < 5_000_000
 
 
 def test_the_metadata(built):
@@ -120,3 +138,39 @@ def test_the_metadata(built):
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.10" in lines
     assert 'Requires-Dist: triton>=3.5; platform_system == "Linux"' in lines
+
+
+# Run in a checkout without links. It prints where the folders of the root were found.
+USES_ALL_FOLDERS = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if OWN or "editable" not in str(each)]  # of the checkout tested here
+import seqblocks.cli, seqblocks.kernels
+assert next(seqblocks.build("mlstm_small").parameters()).numel()
+print(seqblocks.cli.__file__, seqblocks.kernels.__file__)
+"""
+
+
+def folders_in(clone: Path) -> list[str]:
+    return [str(clone / name / "__init__.py") for name in ("cli", "kernels")]
+
+
+def test_a_checkout_without_links_runs(clone_without_links):
+    code = USES_ALL_FOLDERS.replace("OWN", "False")
+    found = run(sys.executable, "-c", code, cwd=clone_without_links, PYTHONPATH=str(clone_without_links))
+    assert found.split() == folders_in(clone_without_links)
+
+
+def test_a_checkout_without_links_makes_the_same_wheel(built, clone_without_links):
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=clone_without_links)
+    assert contents(next((clone_without_links / "dist").glob("*.whl"))) == contents(built[1])
+
+
+def test_a_checkout_without_links_can_be_installed_as_editable(clone_without_links, tmp_path):
+    code = f"import setuptools.build_meta as backend; backend.build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=clone_without_links)
+    site_packages = install(next(tmp_path.glob("*.whl")), tmp_path / "env")
+    dependencies = Path(importlib.import_module("yaml").__file__).parents[1]
+    (site_packages / "zz.pth").write_text(f"{dependencies}\n")  # searched last, and its own .pth files are not read
+    python = tmp_path / "env" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    found = run(python, "-c", USES_ALL_FOLDERS.replace("OWN", "True"), cwd=tmp_path, PYTHONPATH="")
+    assert found.split() == folders_in(clone_without_links)

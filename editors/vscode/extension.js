@@ -64,7 +64,7 @@ async function restart() {
 }
 
 exports.activate = async (context) => {
-  channel = vscode.window.createOutputChannel("seqblocks");
+  channel = vscode.window.createOutputChannel("seqblocks", { log: true });
   const changed = (event) => event.affectsConfiguration("seqblocks") && restart();
   context.subscriptions.push(
     channel,

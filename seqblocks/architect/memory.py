@@ -29,6 +29,7 @@ CHECKPOINT = ("none", "blocks")
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 MOST = 10**9  # sequences of a batch
+MOST_TOKENS = 1 << 22  # of a sequence: kernels are replayed chunk by chunk
 Bytes = Mapping[str, int]  # by kind
 
 
@@ -39,7 +40,8 @@ class Estimate:
     peak_bytes: the most that is in use, at a point of `phase` (forward, backward or optimizer) in the step `at`. peak:
     what it consists of, by kind; steps: the same by step of the model. weights_bytes, gradients_bytes,
     optimizer_bytes: of all parameters; activations_bytes: what the forward pass keeps for the backward pass.
-    state_bytes: the state of a stream of `batch` sequences, and inference_bytes that state and the weights.
+    state_bytes: the state of a stream of `batch` sequences, None if the model does not stream; inference_bytes: that
+    state and the weights.
     undeclared: verbs that do not declare their memory, for which inputs and output are assumed to be kept.
     """
 
@@ -58,7 +60,7 @@ class Estimate:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    state_bytes: int
+    state_bytes: int | None
     inference_bytes: int
     undeclared: tuple[str, ...]
 
@@ -182,6 +184,8 @@ def _tokens(model: ModelSpec, length: int | None) -> int:
     found = fixed or length or (1 if model.input.kind == "vector" else None)
     if found is None:
         raise UsageError("the spec does not fix the length of its sequences: give one, as in --length 1024")
+    if found > MOST_TOKENS:
+        raise UsageError(f"memory is estimated for sequences of at most {MOST_TOKENS:,} tokens, not {found:,}")
     if not fixed and found % frame:
         raise UsageError(f"the model takes a multiple of {frame} tokens, not {found:,}")
     return found
@@ -194,7 +198,8 @@ def _estimate(model: ModelSpec, replay: Replay, optimizer: str, checkpoint: str)
     for held, kind in _in_use(tape, at + 1):
         row = steps.setdefault(held.step, dict.fromkeys(KINDS, 0))
         row[kind] += held.bytes
-    state = replay.sizes.batch * state_bytes(model.graph, replay.dtype)
+    streams = graph.stream_obstacle(model) is None
+    state = replay.sizes.batch * state_bytes(model.graph, replay.dtype) if streams else None
     weights = params_bytes(model.graph, replay.dtype)
     return Estimate(
         name=model.name,
@@ -213,7 +218,7 @@ def _estimate(model: ModelSpec, replay: Replay, optimizer: str, checkpoint: str)
         optimizer_bytes=sum(value.bytes for value in replay.moments),
         activations_bytes=sum(held.bytes for held, kind in _in_use(tape, replay.kept_at) if kind == "activations"),
         state_bytes=state,
-        inference_bytes=weights + state,
+        inference_bytes=weights + (state or 0),
         undeclared=tuple(sorted(replay.undeclared)),
     )
 

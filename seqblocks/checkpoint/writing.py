@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import importlib
@@ -11,7 +10,6 @@ import os
 import re
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +25,6 @@ OWN_FILES = re.compile(
     rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|config\.json|{RECORD}|{EXTRA}"
 )
 UNFINISHED, REPLACED = "saving", "replaced"
-EXCHANGE = 2  # RENAME_EXCHANGE of Linux
-HERE = -100  # AT_FDCWD of Linux
 
 
 def target_of(path: Path, replace: bool = True) -> Path:
@@ -72,7 +68,7 @@ def _is_own(name: str) -> bool:
 def write(target: Path, work: Callable[[Path], None]) -> None:
     """Call `work(folder)` with a new folder, then replace the target with it. Files of others in the target stay.
 
-    After a full disk, an interrupt or a kill, the target is either the unchanged old folder or the complete new one.
+    After a full disk, an interrupt or a kill, `current(target)` is either the old folder or the complete new one.
     """
     prefix = _prefix(target)
     try:
@@ -93,6 +89,8 @@ def write(target: Path, work: Callable[[Path], None]) -> None:
         if handle is not None:
             os.close(handle)
     _sync(target.parent)
+    for old in _siblings(target.parent, prefix, REPLACED):
+        _retire(old, target)
 
 
 def _prefix(target: Path) -> str:
@@ -126,33 +124,29 @@ def _take_owner(path: Path, before: os.stat_result | None) -> None:
 
 
 def _place(folder: Path, target: Path, prefix: str) -> None:
-    """Replace the target with a complete folder, and remove the old one once it has no files of others."""
-    if not os.path.isdir(target):
-        os.rename(folder, target)
-    elif _exchange(folder, target):
-        _retire(folder, target)
-    else:
+    """Rename the target to a `.replaced` folder, and a complete folder to the target.
+
+    Until the second rename, `current` finds the `.replaced` folder. It is removed once the target is complete.
+    """
+    while True:
         old = target.parent / f"{prefix}{secrets.token_hex(4)}.{REPLACED}"
-        os.rename(target, old)
+        if os.path.isdir(target):
+            with contextlib.suppress(FileNotFoundError):  # another process has renamed it in the meantime
+                os.rename(target, old)
         try:
             os.rename(folder, target)
-        except BaseException:
-            os.rename(old, target)
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                continue  # another process has put its folder there in the meantime
+            if old.exists():
+                os.rename(old, target)
             raise
-        _retire(old, target)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders atomically. Return False if the system does not support that."""
-    if not sys.platform.startswith("linux"):
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return rename is not None and rename(HERE, os.fsencode(a), HERE, os.fsencode(b), EXCHANGE) == 0
+        return
 
 
 def current(target: Path) -> Path:
     """Return the current path of a target's folder, which differs after a kill between two renames."""
-    if not target.exists():
+    if not own_files(target):  # another program may have made the folder again, for files of its own
         for found in _siblings(target.parent, _prefix(target), REPLACED):
             return found
     return target
@@ -161,10 +155,9 @@ def current(target: Path) -> Path:
 def _recover(target: Path, prefix: str) -> None:
     """Undo the first of two renames if the second did not happen."""
     for old in _siblings(target.parent, prefix, REPLACED):
-        if target.exists():
-            _retire(old, target)
-        else:
-            os.rename(old, target)
+        if not target.exists():
+            with contextlib.suppress(OSError):  # `current` finds it there too, until the new folder is complete
+                os.rename(old, target)
 
 
 def _siblings(folder: Path, prefix: str, ending: str) -> Iterator[Path]:

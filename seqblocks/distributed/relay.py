@@ -213,6 +213,7 @@ def _joined(
     return states, others
 
 
+# torch has no point-to-point communication with gradients.
 class _Received(torch.autograd.Function):
     """Identity in the forward pass; the backward pass sends the state's gradients to the rank that sent the state."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from seqblocks.analysis.passes.expectations import figures
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.editor import steps
+from seqblocks.editor.calls import block_of, key_at
 from seqblocks.editor.hints import facts
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.editor.values import type_of_wire, value_of
 from seqblocks.errors import Span
-from seqblocks.language.document import Mapping, Scalar
+from seqblocks.language.document import Scalar
 from seqblocks.language.spec import Block
 from seqblocks.report import reference
 
@@ -42,7 +44,8 @@ def _of_reference(opened: Opened, found: Reference) -> str | None:
         verb = reference.verbs().get(found.name)
         return None if verb is None else _joined([f"**{found.name}**", _here(opened, found.span), about_verb(verb)])
     if found.kind == "block":
-        return _joined([f"**{found.name}**", _here(opened, found.span), _of_block(opened, found)])
+        block = block_of(opened, found)
+        return _joined([f"**{found.name}**", _here(opened, found.span), about_block(block) if block else None])
     if found.kind == "wire":
         kind = type_of_wire(opened, found)
         maker = f"made in line {found.definition.line}" if found.definition else "the input"
@@ -93,17 +96,6 @@ def about_argument(argument: reference.Argument) -> str:
     return f"{reference.describe_type(argument)}{more}. {argument.about}".rstrip(". ") + "."
 
 
-def _of_block(opened: Opened, found: Reference) -> str | None:
-    block = _block(opened, found)
-    return about_block(block) if block else None
-
-
-def _block(opened: Opened, found: Reference) -> Block | None:
-    file = opened.known.analysis.file
-    block = file.visible.get(found.name) if file else None
-    return block if block and block.span == found.definition else None
-
-
 def about_block(block: Block) -> str:
     """Return the description of a block as Markdown."""
     lines = []
@@ -116,28 +108,33 @@ def about_block(block: Block) -> str:
 
 
 def _of_key(opened: Opened, spot: Spot) -> tuple[Span | None, str | None]:
-    """Return the range and the description of an argument of a step, whose key is at a position."""
-    if opened.root is None:
-        return None, None
-    trail = steps.trail(opened.root, spot)
-    last = trail[-1]
-    if not last.on_key or len(trail) < 3 or trail[-2].key_span is None or last.key is None:
-        return None, None
-    step = opened.own_references.get(trail[-2].key_span)
-    if step is None:
-        return None, None
+    """Return the range and the description of a key: an argument of a step, or a figure that is expected."""
+    found = key_at(opened, spot)
+    if found is None:
+        return _of_figure(opened, spot)
+    step, last = found
+    assert last.key is not None
     about = _argument_of(opened, step, last.key)
-    value = last.node.text if isinstance(last.node, Scalar) and not isinstance(last.node, Mapping) else None
-    here = value_of(opened, value) if value else None
-    shown = f" = `{here}`" if here is not None else ""
+    value = value_of(opened, last.node.text) if isinstance(last.node, Scalar) else None
+    shown = f" = `{value}`" if value is not None else ""
     return last.key_span, about and f"**{last.key}**{shown}\n\n{about}"
+
+
+def _of_figure(opened: Opened, spot: Spot) -> tuple[Span | None, str | None]:
+    """Return the range of a key of `expect:`, and what the model has."""
+    path = steps.trail(opened.root, spot) if opened.root else []
+    model = opened.known.analysis.model
+    if len(path) != 3 or path[1].key != "expect" or not path[2].on_key or not (model and model.output):
+        return None, None
+    value = figures(model).get(path[2].key or "")
+    return path[2].key_span, None if value is None else f"**{path[2].key}**\n\nthe model has {value:,.10g}"
 
 
 def _argument_of(opened: Opened, step: Reference, key: str) -> str | None:
     if key in COMMON:
         return COMMON[key]
     if step.kind == "block":
-        block = _block(opened, step)
+        block = block_of(opened, step)
         argument = block.args.get(key) if block else None
         return f"{argument.type}. {argument.meaning()}".strip() if argument else None
     verb = reference.verbs().get(step.name)

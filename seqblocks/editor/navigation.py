@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from seqblocks.analysis.scope.references import Reference
+from seqblocks.editor.calls import block_of, key_at
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot, touches
 from seqblocks.errors import Source, Span
@@ -20,6 +21,9 @@ def definition(opened: Opened, spot: Spot) -> Span | None:
     found = opened.reference_at(known)
     if found:
         return opened.now(found.definition) if found.definition else None
+    if call := key_at(opened, known):
+        block, key = block_of(opened, call[0]), call[1].key or ""
+        return opened.now(block.args[key].span) if block and key in block.args else None
     return next((file for span, file in used_files(opened) if touches(span, known)), None)
 
 

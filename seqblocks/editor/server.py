@@ -160,6 +160,14 @@ class Server(LanguageServer):
             related_information=related or None,
         )  # fmt: skip
 
+    def refresh(self) -> None:
+        """Ask the editor to ask again for what a change in another file may have changed."""
+        able = self.client_capabilities.workspace
+        if able and able.inlay_hint and able.inlay_hint.refresh_support:
+            self.workspace_inlay_hint_refresh(None)
+        if able and able.code_lens and able.code_lens.refresh_support:
+            self.workspace_code_lens_refresh(None)
+
     def closed(self, uri: str) -> None:
         """Forget a file, and its diagnostics."""
         self.opened.pop(uri, None)
@@ -208,6 +216,7 @@ def _changes(server: Server) -> None:
             if uri != params.text_document.uri:
                 del server.opened[uri]
                 server.publish(uri)
+        server.refresh()
 
     @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
     def did_close(params: types.DidCloseTextDocumentParams) -> None:

@@ -20,6 +20,8 @@ ENDINGS = (".yaml", ".yml")
 def bundled() -> dict[str, Path]:
     """Return the bundled specs by name, blocks and models alike."""
     root = Path(__file__).parents[1] / "specs"
+    if root.is_file():  # in place of a symbolic link
+        root = Path(__file__).parents[2] / "specs"
     folders = root / "blocks", root / "models"
     files = ((folder, file) for folder in folders for file in sorted(os.listdir(folder)) if file.endswith(".yaml"))
     return {file.removesuffix(".yaml"): folder / file for folder, file in files}

@@ -23,7 +23,7 @@ const vscode = {
     onDidGrantWorkspaceTrust: (run) => (listeners.trusted = run),
   },
   window: {
-    createOutputChannel: () => ({ appendLine: () => {} }),
+    createOutputChannel: (_, options) => ({ logLevel: options.log ? 2 : undefined, appendLine: () => {} }),
     showWarningMessage: async (text) => void said.warnings.push(text),
   },
   commands: { registerCommand: (name, run) => (listeners[name] = run), executeCommand: async () => {} },
@@ -33,6 +33,7 @@ class LanguageClient {
   constructor(id, name, server, options) {
     this.words = [server.command, ...server.args];
     said.selector = options.documentSelector;
+    said.isLog = options.outputChannel.logLevel !== undefined; // the client takes no other channel
   }
   async start() {
     if (state.fails) throw new Error("no such file");

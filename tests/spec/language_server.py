@@ -34,6 +34,7 @@ class Client:
         self.settings = settings
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.diagnostics: dict[str, queue.Queue[list[dict[str, Any]]]] = {}
+        self.asked: list[str] = []  # what the server asked the client to do
         self.number = 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
@@ -119,6 +120,7 @@ class Client:
             sections = [self.settings.get(item.get("section"), None) for item in message["params"]["items"]]
             self._send({"id": message["id"], "result": sections})
         elif method and "id" in message:
+            self.asked.append(method)
             self._send({"id": message["id"], "result": None})
         elif "id" in message:
             self.answers.put(message)

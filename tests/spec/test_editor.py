@@ -46,6 +46,30 @@ model:
 """
 
 
+TWO = """\
+seqblocks: 1
+let: {dim: 8}
+blocks:
+  mine:
+    args: {width: int, body: steps}
+    steps:
+      - linear: {features: width, as: h}
+      - body
+      - linear: {from: h, features: width, name: out}
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: dim, as: q}   # kept
+    - silu: {as: r}
+    - mine: {width: dim, body: [{linear: {features: "2 * dim"}}]}
+    - gate: {from: q, by: r}
+    - repeat:
+        times: 2
+        steps: [{mine: {width: dim, body: [layer_norm]}}]
+expect: {output: [batch, seq, dim]}
+"""
+
+
 def opened(text: str, path: Path | None = None, before: Opened | None = None) -> Opened:
     return Opened(text, path, before=before)
 
@@ -171,6 +195,25 @@ def test_hints_and_definitions_stay_where_lines_did_not_change() -> None:
 def test_a_hint_is_of_a_step_with_a_type() -> None:
     found = opened(HEAD + "    - slu\n    - linear: {features: 3}\n")
     assert [hint.spot.line for hint in hints(found) if hint.spot.line > 13] == [14]
+
+
+def test_keys_of_calls_lead_to_the_arguments_and_their_descriptions() -> None:
+    text = TWO + "  # end\n"
+    found = opened(text)
+    place = navigation.definition(found, spot_of(text, "width: dim, body: [{"))
+    assert place is not None
+    assert (place.line, place.text) == (5, "width")
+    about = hover(found, spot_of(text, "features: dim, as: q}"))
+    assert about is not None
+    assert about.text.startswith("**features** = `8`\n\nwhole number, at least 1 (required). ")
+    assert hover(found, spot_of(text, "# kept")) is None
+
+
+def test_a_figure_that_is_expected_shows_that_of_the_model() -> None:
+    text = HEAD + "expect: {params: 12}\n"
+    about = hover(opened(text), spot_of(text, "params"))
+    assert about is not None
+    assert about.text == "**params**\n\nthe model has 8,320"
 
 
 # --- completion -------------------------------------------------------------------------------------------------------
@@ -303,30 +346,6 @@ def test_every_word_of_bundled_files_is_offered_again(name: str, cut: str) -> No
 
 
 # --- rename -----------------------------------------------------------------------------------------------------------
-
-TWO = """\
-seqblocks: 1
-let: {dim: 8}
-blocks:
-  mine:
-    args: {width: int, body: steps}
-    steps:
-      - linear: {features: width, as: h}
-      - body
-      - linear: {from: h, features: width, name: out}
-model:
-  input: {features: dim}
-  steps:
-    - linear: {features: dim, as: q}   # kept
-    - silu: {as: r}
-    - mine: {width: dim, body: [{linear: {features: "2 * dim"}}]}
-    - gate: {from: q, by: r}
-    - repeat:
-        times: 2
-        steps: [{mine: {width: dim, body: [layer_norm]}}]
-expect: {output: [batch, seq, dim]}
-"""
-
 
 def renamed(text: str, word: str, new: str, path: Path | None = None) -> str:
     now = opened(text, path)

@@ -103,6 +103,7 @@ def test_the_extension_starts_the_right_command(tmp_path: Path) -> None:
     own = extension(python=str(python), command=["env", "seqblocks"], arguments=["--import", "mine.py"])
     assert own["started"] == [["env", "seqblocks", "lsp", "--import", "mine.py"]] * 2  # the second after a restart
     assert own["stopped"] == 2
+    assert own["isLog"]
     assert own["selector"] == [{"language": "yaml"}]
 
 
@@ -123,3 +124,21 @@ def test_the_extension_lists_what_it_packs() -> None:
     # a folder that was opened may not choose what runs
     assert settings["seqblocks.arguments"]["scope"] == "machine"
     assert about["capabilities"]["untrustedWorkspaces"]["restrictedConfigurations"] == ["seqblocks.command"]
+
+
+# --- Emacs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not EMACS, reason="no emacs with eglot and yaml-mode on the path or in SEQBLOCKS_EMACS")
+def test_emacs(tmp_path: Path) -> None:
+    assert EMACS
+    config, spec = tmp_path / "init.el", tmp_path / "spec.yaml"
+    config.write_text(configuration("With Eglot"))
+    spec.write_text(TEXT)
+    script = ROOT / "tests" / "spec" / "in_emacs.el"
+    words = [EMACS, "--batch", "-l", "yaml-mode", "-l", str(config), "-l", str(script), "--eval", f'(main "{spec}")']
+    done = subprocess.run(words, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert (found["word"], found["line"]) == ("sillu", 7)
+    assert "there is no verb 'sillu'" in found["text"]
+    assert found["done"] == TEXT.replace("as: x", "name: x, as: wide").replace("from: x", "from: wide").splitlines()

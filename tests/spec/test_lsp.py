@@ -123,6 +123,25 @@ def test_hints_stay_while_the_yaml_is_broken(client: Client) -> None:
     assert [each["position"]["line"] for each in found] == [6, 8]
 
 
+def test_saving_a_used_file_refreshes_the_specs_that_use_it(tmp_path: Path) -> None:
+    used, spec = tmp_path / "mine.yaml", tmp_path / "spec.yaml"
+    block = "seqblocks: 1\nblocks: {mine: {steps: [silu]}}\n"
+    used.write_text(block)
+    able = {"workspace": {"inlayHint": {"refreshSupport": True}, "codeLens": {"refreshSupport": True}}}
+    client = Client(COMMAND, tmp_path, {}, able)
+    text = "seqblocks: 1\nuse: [./mine.yaml]\nmodel: {input: {features: 4}, steps: [mine]}\n"
+    assert client.open(spec.as_uri(), text) == []
+    assert client.open(used.as_uri(), block) == []
+    used.write_text(block.replace("mine:", "yours:"))
+    client.tell(used.as_uri(), used.read_text(), 2)
+    client.notify("textDocument/didSave", {"textDocument": {"uri": used.as_uri()}})
+    (fault,) = client.diagnostics[spec.as_uri()].get(timeout=30)
+    assert fault["code"] == "E301"
+    client.request("textDocument/documentSymbol", {"textDocument": {"uri": spec.as_uri()}})  # answered after the others
+    assert client.asked == ["workspace/inlayHint/refresh", "workspace/codeLens/refresh"]
+    client.close()
+
+
 def test_completion_with_and_without_snippets(client: Client, tmp_path: Path) -> None:
     uri = "file:///complete.yaml"
     text = TEXT + "    - li"

@@ -12,6 +12,7 @@ import pytest
 
 import seqblocks
 from seqblocks.architect.memory import KINDS, largest_batch, read_bytes
+from seqblocks.op import PRIMITIVES, Op, load_builtin
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -101,6 +102,7 @@ def test_command(run_main: Run, wide: Path) -> None:
     ("words", "message"),
     [
         ([], "give one, as in --length 1024"),
+        (["--length", "5000000"], "at most 4,194,304 tokens"),
         (["--length", "32", "--fits", "24XB"], "a size is written as 24GB"),
         (["--length", "32", "--dtype", "float7"], "not a supported dtype"),
         (["--length", "32", "--optimizer", "adam"], "invalid choice: 'adam'"),
@@ -112,6 +114,13 @@ def test_faults(words: list[str], message: str, run_main: Run, wide: Path) -> No
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_verb_declares_its_memory() -> None:
+    load_builtin()
+    ops = [op for op in PRIMITIVES.values() if op.builtin]
+    missing = [op.verb for op in ops if op.memory is Op.memory]
+    assert not missing, f"define `memory` (CONTRIBUTING.md) for {', '.join(missing)}"
 
 
 def test_sizes() -> None:

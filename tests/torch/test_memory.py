@@ -39,18 +39,19 @@ def one_thread() -> None:
 
 
 def both(
-    spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none"
+    spec: ModelSpec, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none",
+    dtype: str = "float32",
 ) -> tuple[Estimate, Measured]:
     """Return what is estimated and what is measured."""
     length = tokens_of(spec) or length
     given = {"optimizer": optimizer, "checkpoint": checkpoint}
-    found = seqblocks.memory(spec, batch=batch, length=length, **given)
-    return found, measure(seqblocks.build_model(spec), batch, length, **given)
+    found = seqblocks.memory(spec, batch=batch, length=length, dtype=dtype, **given)
+    return found, measure(seqblocks.build_model(spec, dtype=dtype), batch, length, **given)
 
 
-def check(name: str, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
+def check(name: str, batch: int, length: int, **options: str) -> None:
     """Compare the estimate of a bundled model with what it needs."""
-    found, real = both(seqblocks.load_model(name), batch, length, optimizer, checkpoint)
+    found, real = both(seqblocks.load_model(name), batch, length, **options)
     assert (found.weights_bytes, found.optimizer_bytes, found.gradients_bytes) == (
         real.weights, real.optimizer, real.gradients
     )
@@ -68,8 +69,8 @@ def test_small_models(name: str) -> None:
 
 @pytest.mark.parametrize(("optimizer", "checkpoint"), [("sgd", "none"), ("momentum", "blocks"), ("adamw", "blocks")])
 def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
-    check("transformer_small", 4, 128, optimizer, checkpoint)
-    check("mamba_small", 2, 64, optimizer, checkpoint)
+    for name in ("transformer_small", "mamba_small"):
+        check(name, 2, 64, optimizer=optimizer, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("name", small_models())
@@ -77,6 +78,13 @@ def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
 @pytest.mark.long
 def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str) -> None:
     check(name, batch, length, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "mlstm_small" else [pytest.mark.long]) for name in small_models()
+])
+def test_sixteen_bits(name: str) -> None:
+    check(name, 4, 128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", [

@@ -34,14 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
-@pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=pytest.mark.slow)])
-def replacement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select how a folder replaces another."""
-    if request.param != "exchanged":
-        monkeypatch.setattr(writing, "_exchange", lambda a, b: False)
-    return str(request.param)
-
-
 def test_the_folder_has_the_layout_of_the_hub(path: Path) -> None:
     save(model(), path)
     assert names(path) == WHOLE
@@ -146,7 +138,7 @@ def others_of(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_files_of_others_stay(path: Path, replacement: str, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_others_stay(path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on systems without hard links."""
     if not links:
         monkeypatch.setattr(os, "link", fail)
@@ -273,9 +265,7 @@ def test_extra_belongs_to_the_model(path: Path) -> None:
 
 
 def test_extra_survives_a_kill_between_two_renames(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Systems without an atomic exchange of two folders first rename the old one."""
     save(model(), path, extra={"step": 1})
-    monkeypatch.setattr(writing, "_exchange", lambda a, b: False)
     real, calls = os.rename, []
 
     def rename(a: Any, b: Any) -> None:
@@ -290,6 +280,34 @@ def test_extra_survives_a_kill_between_two_renames(path: Path, monkeypatch: pyte
     assert not path.exists()
     assert same(load(path), model())
     assert load_extra(path) == {"step": 1}
+    path.mkdir()  # as a trainer does before it writes its own files
+    (path / "log.txt").write_text("new")
+    assert same(load(path), model())
+    assert load_extra(path) == {"step": 1}
+    monkeypatch.undo()
+    save(model(2), path)
+    assert same(load(path), model(2))
+    assert (path / "log.txt").read_text() == "new"
+    assert names(path.parent) == ["m"]
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_save_during_the_renames_of_another_one(path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    """The inner save runs before the outer one's first or second rename. The outer one ends last, and replaces it."""
+    save(model(), path)
+    real, calls = os.rename, []
+
+    def rename(a: Any, b: Any) -> None:
+        calls.append(a)
+        if len(calls) == when:
+            save(model(1), path)
+            assert same(load(path), model(1))
+        real(a, b)
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(model(2), path)
+    assert same(load(path), model(2))
+    assert names(path.parent) == ["m"]
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no torch file"])
@@ -304,19 +322,18 @@ def test_files_added_to_the_old_folder_meanwhile_are_not_removed(path: Path, mon
     save(model(), path)
     (path / "runs").mkdir()
     (path / "step").write_text("1")
-    exchange = writing._exchange
+    place = writing._place
 
-    def meanwhile(a: Path, b: Path) -> bool:
-        (b / "runs" / "log.txt").write_text("new")
-        (b / "more").write_text("new")
-        (b / "next").write_text("2")
-        os.replace(b / "next", b / "step")
-        exchanged = exchange(a, b)
-        (b / "runs").mkdir()
-        (b / "runs" / "other.txt").write_text("newer")
-        return exchanged
+    def meanwhile(folder: Path, target: Path, prefix: str) -> None:
+        (target / "runs" / "log.txt").write_text("new")
+        (target / "more").write_text("new")
+        (target / "next").write_text("2")
+        os.replace(target / "next", target / "step")
+        place(folder, target, prefix)
+        (target / "runs").mkdir()
+        (target / "runs" / "other.txt").write_text("newer")
 
-    monkeypatch.setattr(writing, "_exchange", meanwhile)
+    monkeypatch.setattr(writing, "_place", meanwhile)
     save(model(1), path)
     assert same(load(path), model(1))
     found = {name: (path / name).read_text() for name in ("runs/log.txt", "runs/other.txt", "more", "step")}
@@ -454,7 +471,7 @@ def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
 
 
 @needs_fork
-def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, replacement: str) -> None:
+def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path) -> None:
     models = [model(seed) for seed in range(2)]
     chance = random.Random(5)
     save(models[0], path)
@@ -477,7 +494,7 @@ def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, replace
 
 OPERATIONS = [
     *((os, name) for name in ("mkdir", "open", "chmod", "fsync", "rename", "unlink", "rmdir", "link", "replace")),
-    (writing, "_exchange"), (folder, "_save_file"), (Path, "write_bytes"), (Path, "write_text"),
+    (folder, "_save_file"), (Path, "write_bytes"), (Path, "write_text"),
 ]  # fmt: skip
 
 
@@ -510,7 +527,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_any_operation_that_fails_loses_nothing(path: Path, replacement: str) -> None:
+def test_any_operation_that_fails_loses_nothing(path: Path) -> None:
     put_others(path)
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
@@ -535,7 +552,7 @@ def test_any_operation_that_fails_loses_nothing(path: Path, replacement: str) ->
 
 
 @needs_fork
-def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, replacement: str) -> None:
+def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path) -> None:
     put_others(path)
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:

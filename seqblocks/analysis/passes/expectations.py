@@ -55,6 +55,11 @@ def check_numbers(file: SpecFile, report: Report) -> None:
                 budgets.limits(ctx, node, allowed, units)
 
 
+def figures(model: ModelSpec) -> dict[str, float | None]:
+    """Return the figures of a model by their keys in `expect:`; None where they depend on an open length."""
+    return {key: figure.of(model) for key, figure in _FIGURES.items()}
+
+
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
     tolerance = budgets.tolerance(ctx, expect)
     for key, figure in _FIGURES.items():
