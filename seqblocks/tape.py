@@ -133,11 +133,12 @@ class Tape:
         item = self.item if item is None else item
         return Value(Memory(self, math.prod(shape) * item, kind), shape, item)
 
-    def parameter(self, shape: Shape, item: int) -> Value:
-        """Return a parameter."""
+    def parameter(self, shape: Shape, item: int, trained: bool = True) -> Value:
+        """Return a parameter. trained: whether it gets a gradient."""
         value = self.new(shape, item, "weights")
-        self.track(value)
-        self.parameters[id(value.memory)] = value
+        if trained:
+            self.track(value)
+            self.parameters[id(value.memory)] = value
         return value
 
     def track(self, value: Value) -> None:

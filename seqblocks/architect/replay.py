@@ -53,7 +53,9 @@ class Replay:
             if item.tied is None:
                 self.tape.step = item.name.rpartition(".")[0]
                 size = BYTES["float32"] if item.parameter.full_precision else self.item
-                self.weights[item.name] = self.tape.parameter(tuple(item.parameter.shape), size)
+                self.weights[item.name] = self.tape.parameter(
+                    tuple(item.parameter.shape), size, item.parameter.trained
+                )
         owners = {item.name: item.tied for item in named if item.tied is not None}
         for name in owners:
             owner, seen = name, set[str]()

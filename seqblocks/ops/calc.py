@@ -13,6 +13,7 @@ from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
 from seqblocks.op import Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.tape import broadcast
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
@@ -277,4 +278,9 @@ def _recorded(tape: Any, name: str, a: Any, *others: Any) -> Any:
             return tape.multiply(a, b)
         case "/":
             return tape.divide(a, b)
-    return tape.pointwise(a, b, keeps=[a, b])
+    y = tape.new(broadcast(a.shape, b.shape), max(a.item, b.item))
+    if name == "**":  # torch computes logarithms and powers anew for the gradients
+        tape.function([a, b], [y], [a, b, y], 4 * y.bytes + y.numbers)
+    else:  # the backward pass halves the gradient where both are equal, and makes masks of a byte each
+        tape.function([a, b], [y], [a, b], y.bytes + 2 * y.numbers)
+    return y

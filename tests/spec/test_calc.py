@@ -113,6 +113,17 @@ def test_x_is_the_same_for_all_formulas() -> None:
     assert node(model, "e").inputs["x"] != b
 
 
+def test_a_step_may_be_repeated_by_an_alias() -> None:
+    """Each use reads the wire above it, and owns its scalars."""
+    scaled = "residual: {steps: [&same {calc: {formula: p * x, learned: {p: 1}}}], name: a}"
+    steps = ("&twice {calc: 2 * x}", "*twice", scaled, "residual: {steps: [*same], name: b}", "identity: {as: used}")
+    model = analysed(*steps, used="narrow, used")
+    doubled = [each for each in graph.walk(model.graph) if each.op and "2 * x" in each.op.model_dump().values()]
+    first, second = doubled
+    assert second.inputs["x"] == first.outputs
+    assert sum(item.name.endswith("calc.p") for item in graph.parameters(model.graph)) == 2
+
+
 def test_a_wire_called_x_is_that_wire() -> None:
     model = analysed(
         "identity: {from: narrow, as: x}", "silu", "calc: {a: 2 * x, b: x + a}", "calc: {c: x, from: wide}"

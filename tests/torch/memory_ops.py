@@ -37,6 +37,17 @@ OPS: dict[str, list[str]] = {
     "multiply": [Z, "multiply: {from: x, by: z}"],
     "divide": [Z, "divide: {from: x, by: z}"],
     "lerp": [Z, "lerp: {from: x, to: z}"],
+    "calc": [Z, "calc: {y: x - s * z / 8 + sigmoid(z) * tanh(x), learned: {s: 0.5}}"],
+    "calc, functions": [Z, 'calc: {y: "max(z, 0) * exp(-abs(z)) + softplus(x)", u: sqrt(2 + y * y) - log(3 + abs(x))}'],
+    "calc, quotients": [Z, "calc: {y: x / (1 + z ** 2) + 2 ** x, u: sin(y) + cos(z) - 1 / y}"],
+    "calc, powers": [Z, "calc: {y: abs(x) ** z}"],
+    "calc, least": [Z, 'calc: {y: "min(x, z, 1)"}'],
+    "constant, kept": [
+        "constant: {features: 64, learned: false, persistent: true, as: c}", "multiply: {from: x, by: c}",
+    ],
+    "constant, formula": [
+        "constant: {features: 64, learned: false, formula: feature, as: c}", "multiply: {from: x, by: c}",
+    ],
     "learnable_skip": [Z, "learnable_skip: {from: x, with: z}"],
     "join_heads": [Z, "join_heads: {from: x, with: z, heads: 4}"],
     "shift": ["shift: 3"],

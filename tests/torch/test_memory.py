@@ -30,7 +30,7 @@ PEAK, KEPT = 0.1, 0.02
 SMALL = 200_000  # bytes
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
-QUICK_OPS = {"linear", "rms_norm", "attention", "causal_conv, silu", "mlstm", "ssm"}
+QUICK_OPS = {"linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm"} | {"causal_conv, silu"}
 
 
 @pytest.fixture(autouse=True)

@@ -90,8 +90,8 @@ class Step:
     """
 
     __slots__ = (
-        "alias", "common", "effort", "fields", "found", "incomplete", "misspelt", "name", "name_span", "part_of",
-        "possible_wires", "span", "unreadable", "verb",
+        "alias", "common", "effort", "fields", "found", "incomplete", "is_plain", "is_start", "misspelt", "name",
+        "name_span", "part_of", "possible_wires", "span", "unreadable", "verb",
     )  # fmt: skip
 
     def __init__(
@@ -115,7 +115,9 @@ class Step:
         self.unreadable = unreadable  # whether it cannot be lowered, for a reason already reported
         self.alias = alias  # span of the alias `*anchor` that repeats it, if any
         self.misspelt: frozenset[str] = frozenset()  # arguments that unknown keys may stand for: these are unknown too
+        self.is_plain = True  # whether it is one step of its list, and neither several nor a list in line
         self.part_of: Step | None = None  # the step with several results, of which it computes one
+        self.is_start = True  # whether it computes the first of these
         self.effort = 1  # effort of reading its arguments once, see `values.effort`
         self.name, self.name_span = verb, span  # its namespace: `name:`, else a single `as:`, else the verb
         for key in ("as", "name"):

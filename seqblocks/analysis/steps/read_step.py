@@ -44,6 +44,7 @@ def read_step(ctx: Context, item: Node) -> Step:
                 ctx.run.references.add("verb", step.verb, step.span, None)
         _check_keys(ctx, step)
         step.effort = _effort(step)
+        step.is_plain = not step.found or not (_is_in_line(step.found) or _names_results(step.found))
     return cache[key]
 
 
@@ -52,8 +53,9 @@ def read_items(ctx: Context, items: Iterable[Node]) -> Items:
     found: Items = []
     for item in items:
         step = read_step(ctx, item)
-        meaning = step.found.meaning if step.found else None
-        if isinstance(meaning, type) and issubclass(meaning, Combinator) and meaning.in_line:
+        if step.is_plain:
+            found.append(step)
+        elif step.found and _is_in_line(step.found):
             inside = step.get("steps")
             found.append(InLine(step, read_items(ctx, inside.items if isinstance(inside, Sequence) else ())))
         else:
@@ -68,15 +70,18 @@ def all_steps(items: Items) -> Iterator[Step]:
 
 
 def _separated(ctx: Context, step: Step) -> list[Step]:
-    """Return a step as several with one result each, if it is of a verb whose keys name its results."""
-    if step.found is None or not _names_results(step.found) or not (results := _results(step)):
+    """Return a step of a verb whose keys name its results as several, with one result each."""
+    if not (results := _results(step)):
         return [step]
     for key in ("formula", "as", *(("name", "init", "tie", "share") if len(results) > 1 else ())):
         if key in step.fields or key in step.common:
             ctx.report(_of_one_result(step, key, list(results)), step.key_span(key))
     common = {key: entry for key, entry in step.common.items() if key in ("from", "when") or len(results) == 1}
     shared = {key: entry for key, entry in step.fields.items() if key in ("learned", "x")}
-    return [_one_result(step, name, entry, shared, common) for name, entry in results.items()]
+    made = [_one_result(step, name, entry, shared, common) for name, entry in results.items()]
+    for each in made[1:]:
+        each.is_start = False
+    return made
 
 
 def _results(step: Step) -> Entries:
@@ -266,6 +271,11 @@ def _check_misspelt(ctx: Context, step: Step, found: Verb) -> None:
             ctx.report(_unknown_key(step, found, key, words), span)
             del step.fields[key]
             step.incomplete, step.misspelt = True, step.misspelt | {word}
+
+
+def _is_in_line(found: Verb) -> bool:
+    """Return whether the steps of a combinator belong to the list around it."""
+    return isinstance(found.meaning, type) and issubclass(found.meaning, Combinator) and found.meaning.in_line
 
 
 def _names_results(found: Verb) -> bool:

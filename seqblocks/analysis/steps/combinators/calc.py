@@ -117,7 +117,7 @@ def _make(
 def _shared(ctx: Context, step: Step) -> _Formulas:
     """Return what the formulas of a step share; the first one decides what `x` is."""
     body, whole = ctx.body, step.part_of or step
-    if body.formulas is None or body.formulas.step is not whole:
+    if step.is_start or body.formulas is None or body.formulas.step is not whole:
         body.formulas = _Formulas(whole, (body.value, body.last), _read_learned(ctx, step), [])
     found: _Formulas = body.formulas
     return found
