@@ -7,6 +7,7 @@ const { LanguageClient, RevealOutputChannelOn } = require("vscode-languageclient
 
 let client;
 let channel;
+let watcher;
 
 // Return the interpreter that the Python extension has selected, if that extension is installed.
 async function interpreter() {
@@ -36,6 +37,7 @@ async function start() {
   const server = { command: program, args: [...first, "lsp", ...more] };
   client = new LanguageClient("seqblocks", "seqblocks", server, {
     documentSelector: [{ language: "yaml" }],
+    synchronize: { fileEvents: watcher }, // other specs may use a file that changes
     outputChannel: channel,
     revealOutputChannelOn: RevealOutputChannelOn.Never,
   });
@@ -65,9 +67,11 @@ async function restart() {
 
 exports.activate = async (context) => {
   channel = vscode.window.createOutputChannel("seqblocks", { log: true });
+  watcher = vscode.workspace.createFileSystemWatcher("**/*.{yaml,yml}");
   const changed = (event) => event.affectsConfiguration("seqblocks") && restart();
   context.subscriptions.push(
     channel,
+    watcher,
     vscode.commands.registerCommand("seqblocks.restart", restart),
     vscode.workspace.onDidChangeConfiguration(changed),
     vscode.workspace.onDidGrantWorkspaceTrust(restart),

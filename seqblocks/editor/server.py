@@ -160,8 +160,15 @@ class Server(LanguageServer):
             related_information=related or None,
         )  # fmt: skip
 
+    def analyse_again(self, uris: set[str]) -> None:
+        """Analyse specs again that may use a file that has changed, and ask the editor to show what it found."""
+        for uri in sorted(uris):
+            self.opened.pop(uri, None)
+            self.publish(uri)
+        if uris:
+            self.refresh()
+
     def refresh(self) -> None:
-        """Ask the editor to ask again for what a change in another file may have changed."""
         able = self.client_capabilities.workspace
         if able and able.inlay_hint and able.inlay_hint.refresh_support:
             self.workspace_inlay_hint_refresh(None)
@@ -211,12 +218,15 @@ def _changes(server: Server) -> None:
 
     @server.feature(types.TEXT_DOCUMENT_DID_SAVE)
     def did_save(params: types.DidSaveTextDocumentParams) -> None:
-        """Analyse the other open specs again, which may use the file."""
-        for uri in [*server.opened]:
-            if uri != params.text_document.uri:
-                del server.opened[uri]
-                server.publish(uri)
-        server.refresh()
+        server.analyse_again(set(server.opened) - {params.text_document.uri})
+
+    @server.feature(types.WORKSPACE_DID_CHANGE_WATCHED_FILES)
+    def did_change_files(params: types.DidChangeWatchedFilesParams) -> None:
+        server.analyse_again(set(server.opened) - {each.uri for each in params.changes})
+
+    @server.feature(types.WORKSPACE_DID_CHANGE_CONFIGURATION)
+    def did_configure(params: types.DidChangeConfigurationParams) -> None:
+        """Take note of nothing: the command line has all settings. Without this, pygls logs a warning."""
 
     @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
     def did_close(params: types.DidCloseTextDocumentParams) -> None:

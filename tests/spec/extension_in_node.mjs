@@ -18,6 +18,7 @@ const vscode = {
   workspace: {
     isTrusted: state.trusted ?? true,
     workspaceFolders: [],
+    createFileSystemWatcher: (pattern) => pattern,
     getConfiguration: () => ({ get: (key) => state[key] ?? [] }),
     onDidChangeConfiguration: (run) => (listeners.changed = run),
     onDidGrantWorkspaceTrust: (run) => (listeners.trusted = run),

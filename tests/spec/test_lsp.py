@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,14 @@ from typing import Any
 
 import pytest
 
+import seqblocks
+from seqblocks.editor.opened import is_spec
+from seqblocks.errors import Span
 from tests.spec.language_server import Client, ServerError
 
 ROOT = Path(__file__).parents[2]
+FAULTS = sorted((Path(__file__).parents[1] / "golden" / "faults").glob("*.yaml"))
+FAULTS = [path for path in FAULTS if not path.stem.endswith("not_utf8")]  # an editor decodes the text
 COMMAND = [sys.executable, "-m", "seqblocks", "lsp"]
 TEXT = """\
 seqblocks: 1
@@ -59,6 +65,37 @@ def test_diagnostics_have_exact_ranges_after_an_emoji_and_with_crlf(client: Clie
     column = len(line[: line.index("y}")].encode("utf-16-le")) // 2
     assert wire["code"] == "E302"
     assert wire["range"] == {"start": {"line": 1, "character": column}, "end": {"line": 1, "character": column + 1}}
+
+
+@pytest.mark.slow
+def test_the_faults_of_all_examples_are_those_of_check(client: Client) -> None:
+    """Published ranges are those of the analysis, also after an emoji and with the line ends of Windows."""
+    compared = 0
+    for path in FAULTS:
+        text = path.read_bytes().decode()
+        for number, changed in enumerate((text, f"# 🙂\n{text}", re.sub("\r?\n", "\r\n", text))):
+            target = path.with_name(f"{path.stem}_{number}.yaml")
+            expected = seqblocks.analyse(changed, str(target), path.parent).diagnostics
+            spans = [each.span for each in expected if each.span and each.span.source.name == str(target)]
+            if not is_spec(changed) or len(spans) < len(expected):
+                continue  # those without a place in this file are shown elsewhere
+            wanted = [(each.code, *in_utf16(span)) for each, span in zip(expected, spans, strict=True)]
+            shown = client.open(target.as_uri(), changed)
+            ends = [(each["code"], each["range"]["start"], each["range"]["end"]) for each in shown]
+            found = [(code, *start.values(), *end.values()) for code, start, end in ends]
+            assert found == wanted, target.name
+            compared += 1
+    assert compared > len(FAULTS)
+
+
+def in_utf16(span: Span) -> tuple[int, ...]:
+    """Return a range of the protocol, counted in another way than by the server."""
+    lines = re.split("(?<=\n)", span.source.text)
+    ends = []
+    for line, column in ((span.line, span.column), (span.end_line, span.end_column)):
+        before = lines[line - 1][: column - 1] if line <= len(lines) else ""
+        ends += [line - 1, len(before.encode("utf-16-le")) // 2]
+    return tuple(ends)
 
 
 def test_diagnostics_follow_the_edits(client: Client) -> None:
@@ -139,6 +176,9 @@ def test_saving_a_used_file_refreshes_the_specs_that_use_it(tmp_path: Path) -> N
     assert fault["code"] == "E301"
     client.request("textDocument/documentSymbol", {"textDocument": {"uri": spec.as_uri()}})  # answered after the others
     assert client.asked == ["workspace/inlayHint/refresh", "workspace/codeLens/refresh"]
+    used.write_text(block)  # by another program
+    client.notify("workspace/didChangeWatchedFiles", {"changes": [{"uri": used.as_uri(), "type": 2}]})
+    assert client.diagnostics[spec.as_uri()].get(timeout=30) == []
     client.close()
 
 
@@ -262,6 +302,32 @@ def test_an_untrusted_folder_runs_no_code(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=tmp_path, input=b"", env=environment, check=True, timeout=60)
     assert not (tmp_path / "sprung").exists()
+
+
+LOUD = """
+from seqblocks import Op, primitive
+
+print("loaded")
+
+
+@primitive("loud")
+class Loud(Op):
+    \"\"\"It prints.\"\"\"
+
+    def shape(self, x):
+        print("shape")
+        return x
+"""
+
+
+def test_the_users_own_primitives_may_print(tmp_path: Path) -> None:
+    """What `--import` runs may print to standard output, which belongs to the protocol."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    client = Client([*COMMAND, "--import", str(tmp_path / "loud.py")], tmp_path, {})
+    uri = (tmp_path / "spec.yaml").as_uri()
+    assert client.open(uri, "seqblocks: 1\nmodel: {input: {features: 4}, steps: [loud, {linear: 3}]}\n") == []
+    assert [each["label"] for each in client.request("textDocument/inlayHint", whole(uri))] == ["[batch, seq, 4]"]
+    client.close()
 
 
 def test_without_pygls_the_command_says_what_to_install() -> None:

@@ -30,7 +30,9 @@ PEAK, KEPT = 0.1, 0.02
 SMALL = 200_000  # bytes
 QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
-QUICK_OPS = {"linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm"} | {"causal_conv, silu"}
+QUICK_OPS = {
+    "linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm", "causal_conv, silu",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,28 @@ def test_each_op(name: str) -> None:
     before = real.weights + real.optimizer
     assert found.activations_bytes == pytest.approx(run.kept() - loss, rel=KEPT)
     assert found.peak_bytes - before == pytest.approx(real.peak - before, rel=PEAK)
+
+
+SMALLER = {"dim": 256, "depth": 3, "vocabulary": 512}
+FOUR_HEADS = {**SMALLER, "heads": 4}
+FAMILIES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("deltanet_1_3b", "kda_1_3b", "retnet_1_3b"), FOUR_HEADS),
+    **dict.fromkeys(
+        ("gla_1_3b", "rwkv7_0_4b", "rwkv6_1_4b", "gated_deltanet_1_3b", "mamba2_130m", "mamba3_130m", "mamba_130m",
+         "xlstm_7b"), SMALLER,
+    ),
+    "xlstm_125m": {"dim": 256, "vocabulary": 512}, "vim_tiny": {"depth": 2}, "vil_tiny": {"depth": 2},
+    "recurrentgemma_2b": {"dim": 250, "vocabulary": 512, "window": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "gla_1_3b" else [pytest.mark.long]) for name in FAMILIES
+])
+def test_families(name: str) -> None:
+    """Other bundled models, with smaller sizes."""
+    found, real = both(seqblocks.load_model(name, set=FAMILIES[name]), 2, 256)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
 class Wide(Composer):
