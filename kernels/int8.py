@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from seqblocks.errors import RunError
 
-LARGEST = 127
+MAX_INT8 = 127
 FEWEST_ON_CUDA = 17  # rows that torch's product takes there
 
 
@@ -33,8 +33,8 @@ class Int8Matrix(nn.Module):
     @torch.no_grad()
     def of(cls, weight: Tensor) -> Int8Matrix:
         """Round a weight to the nearest multiple of the largest value of its row / 127."""
-        scale = (weight.float().abs().amax(1) / LARGEST).clamp(min=torch.finfo(weight.dtype).tiny).to(weight.dtype)
-        values = (weight.float() / scale[:, None].float()).round().clamp(-LARGEST, LARGEST)
+        scale = (weight.float().abs().amax(1) / MAX_INT8).clamp(min=torch.finfo(weight.dtype).tiny).to(weight.dtype)
+        values = (weight.float() / scale[:, None].float()).round().clamp(-MAX_INT8, MAX_INT8)
         return cls(values.to(torch.int8), scale)
 
     @classmethod
@@ -71,7 +71,7 @@ class Int8Matrix(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             raise RunError("a quantized model computes no gradients: use torch.no_grad(), or train the original")
         tokens = x.reshape(-1, x.shape[-1]).float()
-        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny).div_(LARGEST)
+        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny).div_(MAX_INT8)
         y = _integers((tokens / scale).round_().to(torch.int8), self.values).mul_(scale).mul_(self.scale.float())
         y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)

@@ -21,7 +21,7 @@ from seqblocks.kernels.dispatch.custom_op import is_batch
 from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
-FEW = 8  # tokens: for at most this many, the sum over taps is faster than a convolution
+SUM_MAX_TOKENS = 8  # tokens: for at most this many, the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
 PART = 1 << 18  # elements convolved at a time, so that copies and results of a long sequence stay in cache
 
@@ -174,7 +174,7 @@ def _fast(
     # The sum over taps is better for compilers, which fuse it, for float64, which has no fast convolution, and for few
     # tokens, where the overhead of the call dominates.
     plain = segment is not None or dtype == torch.float64 or torch.compiler.is_compiling()
-    if plain or x.shape[1] <= FEW or x.numel() == 0:
+    if plain or x.shape[1] <= SUM_MAX_TOKENS or x.numel() == 0:
         return _activated(_taps(_window(x, state, reverse), weight, bias, segment, reverse), activation)
     if not _depthwise(x, weight):
         return _activated(_convolve(_window(x, state, reverse), weight, bias, 0), activation)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 8  # Fewer taps are added one by one; for more, one product of the whole window takes fewer operations.
+PRODUCT_MIN_TAPS = 8  # Fewer are added one by one; for more, one product of the whole window takes fewer operations.
 
 
 def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -24,7 +24,7 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
         return _prepare_to_compile(weight, bias, activation)
     taps = weight[:, 0].t().contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
-    if len(before) < FEW:
+    if len(before) < PRODUCT_MIN_TAPS:
         return _prepare_few(before.unbind(0), now, bias, activation)
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ VARIABLE = "SEQBLOCKS_SELF_CHECK"
 DEVICE = "cuda"  # Triton's interpreter, on the CPU, has no compiler to check.
 RECORD = "self_check.json"  # name of the file that stores a result
 SECONDS = 300  # time limit of one check, most of which is compiling the kernels
-MOST = 10_000  # calls of different sizes whose results this process stores
+MAX_CALLS = 10_000  # calls of different sizes whose results this process stores
 # Relative to the largest value of a result: far above rounding errors, far below the error of a wrong sum.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 # Sizes for which launches are checked if those of the call are unknown, as in compiled code: the sizes of the example,
@@ -84,7 +84,7 @@ def fault_of(call: KernelCall) -> str:
     if fault is None:
         if type(torch.empty(0)) is not Tensor:
             return ""  # An exported program runs later, possibly on another device.
-        if len(_faults) > MOST:
+        if len(_faults) > MAX_CALLS:
             _faults.clear()
         fault = _faults[known] = _find_out(call)
     return fault

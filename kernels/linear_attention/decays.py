@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 1e-17  # the least weight whose inverse squared, as in its derivative, is in the range of float32
+MIN_WEIGHT = 1e-17  # the least weight whose inverse squared, as in its derivative, is in the range of float32
 
 
 class Decays:
@@ -136,7 +136,7 @@ class _Level(NamedTuple):
 
 def _safe(ends: Tensor) -> bool:
     """Return whether the inverses of block weights are in float32's range. Values are read on the CPU only."""
-    return not _off_cpu(ends) and bool(ends.amin() > LEAST)  # false for NaN
+    return not _off_cpu(ends) and bool(ends.amin() > MIN_WEIGHT)  # false for NaN
 
 
 def _off_cpu(x: Tensor) -> bool:

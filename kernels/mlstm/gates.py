@@ -19,7 +19,7 @@ SUMMED = 512  # the most tokens over which log f is summed: addends lose precisi
 LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
 # Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
 # and |m| are less than a million.
-LEAST = -1e6
+MIN_LOG_F = -1e6
 
 
 class Chunk(NamedTuple):
@@ -144,7 +144,7 @@ def prepare(
     S, L = i.shape[1], plan.summed
     i, f = (x.transpose(1, 2).contiguous() for x in (i, f))
     log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
-    log_f = _to_scan(F.logsigmoid(f).clamp_(min=LEAST), L, reverse)
+    log_f = _to_scan(F.logsigmoid(f).clamp_(min=MIN_LOG_F), L, reverse)
     segment = unbroken = None
     if resets is None:
         b = log_f.cumsum(3, dtype=exact_dtype(f))

@@ -34,14 +34,14 @@ from seqblocks.kernels.selective_scan.reference import complete
 
 WORKING_SET = 1 << 19  # elements of the states of a chunk: twice as many exceed the cache, fewer need more calls
 
-LEAST = 8  # tokens of a chunk: a state is saved for the backward pass for each chunk
-LARGEST = 1 << 21  # elements: without a backward pass, fewer than LEAST tokens are faster than a chunk with more
+MIN_CHUNK_TOKENS = 8  # a state is saved for the backward pass for each chunk
+MAX_CHUNK_ELEMENTS = 1 << 21  # without a backward pass, fewer tokens are faster than a chunk with more elements
 
 
 def _length(u: Tensor, N: int, for_backward: bool) -> int:
     """Return the number of tokens of a chunk."""
     per_token = max(1, u.shape[0] * u.shape[2] * N)
-    least = LEAST if for_backward or LEAST * per_token < LARGEST else 1
+    least = MIN_CHUNK_TOKENS if for_backward or MIN_CHUNK_TOKENS * per_token < MAX_CHUNK_ELEMENTS else 1
     return max(least, min(128, WORKING_SET // per_token))
 
 

@@ -28,8 +28,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 CHECKPOINT = ("none", "blocks")
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-MOST = 10**9  # sequences of a batch
-MOST_TOKENS = 1 << 22  # of a sequence: kernels are replayed chunk by chunk
+MAX_BATCH = 10**9  # sequences
+MAX_TOKENS = 1 << 22  # of a sequence: kernels are replayed chunk by chunk
 Bytes = Mapping[str, int]  # by kind
 
 
@@ -132,8 +132,8 @@ def memory(
     backward pass. Raises SpecError, and UsageError for other arguments.
     """
     model = spec if isinstance(spec, ModelSpec) and not set else find_design(spec, set).load()
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MOST:
-        raise UsageError(f"batch must be a whole number from 1 to {MOST:,}, not {batch!r}")
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"batch must be a whole number from 1 to {MAX_BATCH:,}, not {batch!r}")
     _check_word("optimizer", optimizer, MOMENTS)
     _check_word("checkpoint", checkpoint, CHECKPOINT)
     sizes = Sizes(batch, _tokens(model, length))
@@ -151,8 +151,8 @@ def largest_batch(limit: float, spec: Any, **options: Any) -> Estimate | None:
     if fits.peak_bytes > limit:
         return None
     over = 2
-    while (larger := memory(spec, **options | {"batch": over})).peak_bytes <= limit and over < MOST:
-        fits, over = larger, min(2 * over, MOST)
+    while (larger := memory(spec, **options | {"batch": over})).peak_bytes <= limit and over < MAX_BATCH:
+        fits, over = larger, min(2 * over, MAX_BATCH)
     while over - fits.batch > 1:
         middle = memory(spec, **options | {"batch": (fits.batch + over) // 2})
         if middle.peak_bytes <= limit:
@@ -184,8 +184,8 @@ def _tokens(model: ModelSpec, length: int | None) -> int:
     found = fixed or length or (1 if model.input.kind == "vector" else None)
     if found is None:
         raise UsageError("the spec does not fix the length of its sequences: give one, as in --length 1024")
-    if found > MOST_TOKENS:
-        raise UsageError(f"memory is estimated for sequences of at most {MOST_TOKENS:,} tokens, not {found:,}")
+    if found > MAX_TOKENS:
+        raise UsageError(f"memory is estimated for sequences of at most {MAX_TOKENS:,} tokens, not {found:,}")
     if not fixed and found % frame:
         raise UsageError(f"the model takes a multiple of {frame} tokens, not {found:,}")
     return found

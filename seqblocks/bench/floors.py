@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SIZES = tuple(1 << power for power in range(14, 29, 2))  # bytes: from a first-level cache to memory
-LARGE = SIZES[-1]
+LARGE_BYTES = SIZES[-1]
 TRIALS = 7
 SECONDS = 0.02  # of a trial
 
@@ -31,7 +31,7 @@ class Limits:
     @property
     def memory(self) -> float:
         """Bytes per second from memory."""
-        return self.traffic[LARGE]
+        return self.traffic[LARGE_BYTES]
 
     def seconds(self, flops: float, sizes: Sequence[int], from_memory: int = 0) -> float:
         """Return the least time of so many operations, and of reading or writing operands of these sizes once.

@@ -20,7 +20,7 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.ops.positions import resized_grid
 from seqblocks.recipes import Name, Recipe, Shape
 
-MOST = 20  # the most lines of one error
+MAX_LINES = 20  # of one error
 Pairs = list[tuple[Named, Recipe]]
 
 
@@ -34,9 +34,9 @@ class LeftOut(NamedTuple):
     def __str__(self) -> str:
         resized = [f"{name} is interpolated from {list(shape)}" for name, shape in self.resampled.items()]
         kept = [f"{name} stays at its initial values: {why}" for name, why in self.missing.items()]
-        spare = [f"not read: {listing(self.left_over, MOST)}"] if self.left_over else []
-        more = [f"and {len(kept) - MOST} more"] if len(kept) > MOST else []
-        return "\n".join([*resized, *kept[:MOST], *more, *spare])
+        spare = [f"not read: {listing(self.left_over, MAX_LINES)}"] if self.left_over else []
+        more = [f"and {len(kept) - MAX_LINES} more"] if len(kept) > MAX_LINES else []
+        return "\n".join([*resized, *kept[:MAX_LINES], *more, *spare])
 
 
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
@@ -264,8 +264,8 @@ def _raise_if_any(left_out: LeftOut) -> None:
     lines = list(_grouped(texts))
     if spare:
         lines.append(f"the official weights contain tensors that the spec does not map: {listing(_patterns(spare))}")
-    if len(lines) > MOST:
-        lines[MOST - 1 : -1] = [f"and {len(lines) - MOST} more of this kind"]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 : -1] = [f"and {len(lines) - MAX_LINES} more of this kind"]
     if lines:
         raise RunError("\n".join(lines))
 

@@ -31,7 +31,7 @@ from seqblocks.model.sequence_model import SequenceModel
 
 EXTRA = "ONNX needs an extra: pip install 'seqblocks[onnx]'"
 ENDINGS = (".onnx", ".pt2")  # of the files that may be replaced
-LARGEST = 1 << 30  # bytes of weights in an ONNX file (the format's limit is 2 GiB); more go to a separate file
+MAX_BYTES_IN_FILE = 1 << 30  # weights in an ONNX file (the format's limit is 2 GiB); more go to a separate file
 
 
 class Written(NamedTuple):
@@ -182,7 +182,7 @@ def _save_onnx(program: Any, file: Path) -> None:
     import onnx_ir as ir
 
     size = sum(x.const_value.nbytes for x in program.graph.initializers.values() if x.const_value is not None)
-    ir.save(program, file, external_data=_weights_of(file).name if size > LARGEST else None)
+    ir.save(program, file, external_data=_weights_of(file).name if size > MAX_BYTES_IN_FILE else None)
 
 
 def _in_onnxruntime(file: Path, contract: Contract) -> Run:

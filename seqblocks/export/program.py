@@ -32,7 +32,7 @@ from seqblocks.types import Size
 
 EXAMPLE = 3  # sequences of an example if the batch size is open
 FRAMES = 8  # frames of an example if the length is open
-LARGEST = 10**9  # sequences or tokens
+MAX_LENGTH = 10**9  # sequences or tokens
 
 
 class Exported(NamedTuple):
@@ -183,7 +183,7 @@ def _checked(model: Any) -> SequenceModel:
 def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> dict[str, int]:
     """Return the sizes that the caller fixes, by their names in the spec."""
     for name, size in (("batch", batch), ("length", length)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= LARGEST):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_LENGTH):
             raise UsageError(f"{name} must be a whole number of at least 1 and at most 10^9, or None, not {size!r}")
     sizes = {} if batch is None else {BATCH: batch}
     if length is None:

@@ -14,10 +14,10 @@ from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
-SMALLEST = 1 << 18  # elements: rounding the input takes longer than reading the rest of a smaller matrix
+MIN_ELEMENTS = 1 << 18  # elements: rounding the input takes longer than reading the rest of a smaller matrix
 
 
-def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = SMALLEST) -> SequenceModel:
+def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_ELEMENTS) -> SequenceModel:
     """Return a copy of a model whose large matrices are stored in 8 bits, in evaluation mode.
 
     Each row of a matrix has a scale of its own, in the dtype of the matrix, and so has each token that it multiplies,

@@ -12,7 +12,7 @@ from seqblocks.parameters import LISTED, Init, Parameter
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
 
-MOST = 1e6  # magnitude of constants
+MAX_CONSTANT = 1e6  # magnitude of constants
 MOST_FEATURES = 4096  # of a formula, which is evaluated for each
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
@@ -225,8 +225,8 @@ class Constant(Op):
         if self.learned and self.persistent:
             message, hint = "a learned vector is kept anyway", "add `learned: false`, or remove `persistent`"
             raise Fault("E210", message, at="persistent", hint=hint)
-        if max(map(abs, self.numbers)) > MOST:
-            raise Fault("E209", "the values are too large", at="formula", expected=f"at most {MOST:,.0f}")
+        if max(map(abs, self.numbers)) > MAX_CONSTANT:
+            raise Fault("E209", "the values are too large", at="formula", expected=f"at most {MAX_CONSTANT:,.0f}")
         return x.with_features(self.features)
 
     def facts(self, x: Wire) -> Facts:

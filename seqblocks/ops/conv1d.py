@@ -13,7 +13,7 @@ from seqblocks.state_layout import State
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
-LARGEST = 2**16  # kernel, stride, dilation
+MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 
 # Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for this
 # many values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
@@ -35,7 +35,7 @@ class _Conv(Op):
 
     reads = "past"
     features: int = argument(..., "width of the output, O", ge=1)
-    kernel: int = argument(..., "number of taps, K", ge=1, le=LARGEST)
+    kernel: int = argument(..., "number of taps, K", ge=1, le=MAX_WINDOW_TOKENS)
     groups: int = argument(1, "number of groups of features that are convolved separately, G", ge=1)
     causal: bool = argument(
         True, "whether an output depends only on its own frame and the past; otherwise the step cannot stream"
@@ -89,8 +89,8 @@ class Conv1d(_Conv):
     needs, [(K - 1) dilation + 1 - stride, D], oldest first.
     """
 
-    stride: int = argument(1, "input tokens per output token", ge=1, le=LARGEST)
-    dilation: int = argument(1, "distance between taps, in tokens", ge=1, le=LARGEST)
+    stride: int = argument(1, "input tokens per output token", ge=1, le=MAX_WINDOW_TOKENS)
+    dilation: int = argument(1, "distance between taps, in tokens", ge=1, le=MAX_WINDOW_TOKENS)
 
     def span(self) -> int:
         """Return the number of tokens that the window covers."""
@@ -204,7 +204,7 @@ class ConvTranspose1d(_Conv):
     A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
     """
 
-    stride: int = argument(..., "output tokens per input token", ge=1, le=LARGEST)
+    stride: int = argument(..., "output tokens per input token", ge=1, le=MAX_WINDOW_TOKENS)
 
     def earlier(self) -> int:
         return (self.kernel - 1) // self.stride

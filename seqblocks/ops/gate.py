@@ -14,7 +14,7 @@ ActivationName = Literal[
     "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one", "exp",
 ]  # fmt: skip
 
-FEW = 1 << 13  # numbers up to which gelu takes longer in oneDNN
+GELU_MAX_NUMBERS = 1 << 13  # up to which gelu takes longer in oneDNN
 
 
 def activation(name: str) -> Callable[[Any], Any]:
@@ -85,7 +85,7 @@ def _gelu_of_token(x: Any) -> Any:
     from torch.nn.functional import gelu
 
     count = x.numel()
-    if count > FEW or count % 2 or not x.is_contiguous():
+    if count > GELU_MAX_NUMBERS or count % 2 or not x.is_contiguous():
         return gelu(x)
     half = count // 2
     return gelu(x.as_strided((half, 2), (1, half))).as_strided(x.shape, x.stride())

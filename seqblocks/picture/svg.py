@@ -10,12 +10,12 @@ from seqblocks.errors import visible
 from seqblocks.picture.boxes import START, Box, follows, lanes
 
 LETTER = 7.4  # width of a letter of 12 pixels in any monospaced font: they are at most 0.61 wide
-SMALL = 6.2  # of one of 10 pixels
+SMALL_LETTER = 6.2  # of one of 10 pixels
 HEAD, FACTS = 18, 14  # heights of the lines of a box
 GAP = 14  # between boxes, for the arrows
 PAD = 10
 LANE = 7
-MOST = 96  # letters of a line; the rest is in the tooltip
+MAX_LETTERS = 96  # letters of a line; the rest is in the tooltip
 
 STYLE = """
 text { font: 12px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328 }
@@ -82,7 +82,7 @@ def _sized(box: Box) -> Placed:
     lines += [("facts", _cut(box.facts))] if box.facts else []
     lines += [("facts", _cut(text))] if (text := _from_afar(box)) else []
     lines += [("problem", _cut(problem)) for problem in box.problems]
-    width = max(len(text) * (LETTER if kind == "name" else SMALL) for kind, text in lines) + 2 * PAD
+    width = max(len(text) * (LETTER if kind == "name" else SMALL_LETTER) for kind, text in lines) + 2 * PAD
     height = _lines_height(lines)
     if not box.boxes:
         return Placed(box, lines, width, height)
@@ -119,7 +119,7 @@ def _from_afar(box: Box) -> str:
 
 def _cut(text: str) -> str:
     text = visible(text)
-    return text if len(text) <= MOST else f"{text[: MOST - 1]}…"
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"
 
 
 def svg(boxes: Sequence[Box], title: str, totals: Sequence[str] = ()) -> str:
@@ -130,7 +130,7 @@ def svg(boxes: Sequence[Box], title: str, totals: Sequence[str] = ()) -> str:
     for each in placed:
         each.move(left, top)
         top += each.height + GAP
-    wide = max((len(text) * (LETTER if kind == "name" else SMALL) for kind, text in head), default=0.0)
+    wide = max((len(text) * (LETTER if kind == "name" else SMALL_LETTER) for kind, text in head), default=0.0)
     width = max([left + each.width + PAD for each in placed] + [wide + 2 * PAD])
     size = f'width="{width:.0f}" height="{top:.0f}" viewBox="0 0 {width:.0f} {top:.0f}"'
     parts = [

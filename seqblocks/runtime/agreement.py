@@ -15,7 +15,7 @@ from seqblocks.runtime.shards import Groups, is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of bytes
 CHUNK = {"cpu": 1 << 16}  # elements of a checksum computed at once: on a CPU, as many as fit its cache
-LARGEST = 1 << 24  # on other devices
+CHUNK_ELSEWHERE = 1 << 24  # on other devices
 
 
 def check_weights(model: nn.Module, groups: Groups) -> None:
@@ -67,7 +67,7 @@ def check_inputs(group: Any, inputs: dict[str, Any]) -> None:
 def checksum(x: Tensor) -> Tensor:
     """Return a checksum of the values, shape and dtype of a tensor, int64 [] on its device."""
     bits = x.detach().contiguous().view(INTEGERS[x.dtype.itemsize]).flatten()
-    chunk = CHUNK.get(x.device.type, LARGEST)
+    chunk = CHUNK.get(x.device.type, CHUNK_ELSEWHERE)
     weights = torch.arange(1, 2 * min(chunk, bits.numel()) + 1, 2, device=x.device)
     kind = zlib.crc32(_described(x).encode())
     sums = [(part * weights[: part.numel()]).sum() * (2 * at + 1) for at, part in enumerate(bits.split(chunk))]

@@ -21,9 +21,9 @@ from seqblocks.runtime.modules import Place
 from seqblocks.state import States
 from seqblocks.types import Wire
 
-LARGEST = 1 << 25  # bytes of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
+REUSED_BYTES = 1 << 25  # of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
 ROWS = 64  # a part has a multiple of this many tokens, as kernels process this many at a time
-LEAST = 4  # Up to this many times ROWS, operations take longer in parts than memory for all tokens.
+MIN_PARTS_OF_ROWS = 4  # Up to this many times ROWS, operations take longer in parts than memory for all tokens.
 STATES = 8  # a part has at least this many times the numbers of the states, which each part reads and writes
 
 
@@ -43,11 +43,11 @@ class Parts:
             return 0
         itemsize = x.element_size() if x.is_floating_point() else torch.get_default_dtype().itemsize
         per_token, tokens = x.shape[0] * self._widest * itemsize, x.shape[1]
-        if per_token * tokens <= LARGEST or not self._is_plain(call) or is_seen((x,)):
+        if per_token * tokens <= REUSED_BYTES or not self._is_plain(call) or is_seen((x,)):
             return 0
-        count = math.ceil(per_token * tokens / (LARGEST * 3 // 4))
+        count = math.ceil(per_token * tokens / (REUSED_BYTES * 3 // 4))
         size = math.ceil(tokens / count / ROWS) * ROWS
-        return 0 if size < LEAST * ROWS or size * self._widest < STATES * self._states else size
+        return 0 if size < MIN_PARTS_OF_ROWS * ROWS or size * self._widest < STATES * self._states else size
 
     def _is_plain(self, call: Call) -> bool:
         """Return whether a call runs all steps of the body from left to right, on this process only."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqblocks.op import Op
 
-MOST = 1 << 12  # features of all tokens: copying more of them takes longer than separate calls
+MAX_COPIED_FEATURES = 1 << 12  # features of all tokens: copying more of them takes longer than separate calls
 Run = Callable[..., Any]
 split_copy: Any = torch.split_with_sizes_copy  # according to torch's annotations, it returns None
 
@@ -35,7 +35,7 @@ def prepare_joined_steps(op: Op, tables: Sequence[dict[str, Tensor]], widths: Se
     count, total, sizes = len(tables), sum(widths), tuple(widths)
 
     def apply(joined: Run, separate: Sequence[Run], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if given[-1].shape[0] * total > MOST:
+        if given[-1].shape[0] * total > MAX_COPIED_FEATURES:
             return _in_turn(separate, given)
         whole = [torch.cat(given[at : at + count], -1) for at in range(0, len(given), count)]
         y, *states = _as_tuple(joined(*whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks.tape import Tape, Value
 
-FEW = 8
+SUM_MAX_TOKENS = 8
 ROWS = 64
 PART = 1 << 18
 SAVED = 1 << 22  # bytes
@@ -14,7 +14,7 @@ def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation
     """Record the convolution of x [B, S, D] with weight [D, 1, K], and the activation."""
     B, S, D = x.shape
     K = weight.shape[-1]
-    if S <= FEW or x.item == 8:
+    if S <= SUM_MAX_TOKENS or x.item == 8:
         return _taps(tape, x, weight, bias, activation)
     rows = max(1, ROWS // B)
     length = min(S, max(rows, PART // (B * D) // rows * rows))

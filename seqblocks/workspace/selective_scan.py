@@ -5,12 +5,12 @@ from __future__ import annotations
 from seqblocks.tape import Tape, Value
 
 WORKING_SET = 1 << 19
-LEAST = 8
+MIN_CHUNK_TOKENS = 8
 SAVED = 1 << 22  # bytes
 
 
 def chunk_length(batch: int, channels: int, states: int) -> int:
-    return max(LEAST, min(128, WORKING_SET // max(1, batch * channels * states)))
+    return max(MIN_CHUNK_TOKENS, min(128, WORKING_SET // max(1, batch * channels * states)))
 
 
 def scan(

@@ -59,7 +59,7 @@ def test_chunks_of_a_large_batch_are_short_without_gradients(monkeypatch: pytest
     sizes = (4, 9, 6), (4, 9, 6), (6, 3), (4, 9, 3), (4, 9, 3)
     x, dt, A, B, C = (torch.randn(*size, generator=generator) for size in sizes)
     expected = selective_scan(x, dt, -A.abs(), B, C, dt_softplus=True, backend="torch")
-    monkeypatch.setattr(selective_scan_torch, "LARGEST", 1)
+    monkeypatch.setattr(selective_scan_torch, "MAX_CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(selective_scan_torch, "WORKING_SET", 2 * 4 * 6 * 3)
     assert selective_scan_torch._spans(x, 3, False, False) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
     assert selective_scan_torch._spans(x, 3, False, True) == [(0, 8), (8, 9)]

@@ -109,7 +109,7 @@ def test_a_floor_uses_the_rate_of_a_size_that_is_not_larger() -> None:
     assert limits.seconds(0, [second]) == pytest.approx(second / 9e9)
     assert limits.seconds(0, [second - 1]) == pytest.approx((second - 1) / 1e10)  # it may be as fast as the smaller one
     assert limits.seconds(0, [1]) == pytest.approx(1 / 1e10)
-    assert limits.seconds(0, [8 * floors.LARGE]) == pytest.approx(8 * floors.LARGE / limits.memory)
+    assert limits.seconds(0, [8 * floors.LARGE_BYTES]) == pytest.approx(8 * floors.LARGE_BYTES / limits.memory)
     assert limits.seconds(1e9, [first]) == 1
 
 

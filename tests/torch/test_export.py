@@ -367,7 +367,7 @@ def test_a_new_file_has_the_mode_of_the_one_it_replaces(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_large_weights_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of an earlier export is removed, and no other."""
-    monkeypatch.setattr(files, "LARGEST", 8)  # bytes
+    monkeypatch.setattr(files, "MAX_BYTES_IN_FILE", 8)  # bytes
     (other := tmp_path / "m.0a1b2c3d.data").write_bytes(b"of another program")
     found = set()
     for _ in range(2):

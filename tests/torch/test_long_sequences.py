@@ -30,7 +30,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(size)
         return run(x, size, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(long_sequences, "LARGEST", 1 << 20)
+    monkeypatch.setattr(long_sequences, "REUSED_BYTES", 1 << 20)
     monkeypatch.setattr(long_sequences, "run", counted)
     return found
 

@@ -183,7 +183,8 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     from seqblocks.workspace import slstm as of_slstm
 
     assert of_attention.BLOCK == attention.BLOCK
-    assert (of_conv.FEW, of_conv.ROWS, of_conv.PART) == (causal_conv.FEW, causal_conv.ROWS, causal_conv.PART)
+    assert of_conv.SUM_MAX_TOKENS == causal_conv.SUM_MAX_TOKENS
+    assert (of_conv.ROWS, of_conv.PART) == (causal_conv.ROWS, causal_conv.PART)
     assert of_conv.SAVED == of_ssm.SAVED == numerics.SAVED
     assert (of_centaurus.CHUNK, of_centaurus.PART_WITH_GRADIENTS, of_centaurus.FFT_WEIGHT) == (
         centaurus.CHUNK, centaurus.PART_WITH_GRADIENTS, centaurus.FFT_WEIGHT
@@ -192,7 +193,8 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert of_headwise.TILE == headwise_linear.TILE
     assert (of_linear.SPAN, of_linear.NUMBERS) == (linear_attention.SPAN, linear_attention.NUMBERS)
     assert (of_mlstm.WORKING_SET, of_mlstm.BLOCK, of_mlstm.PAIRS) == (gates.WORKING_SET, gates.BLOCK, chunks.PAIRS)
-    assert (of_ssm.WORKING_SET, of_ssm.LEAST) == (selective_scan.WORKING_SET, selective_scan.LEAST)
+    assert of_ssm.WORKING_SET == selective_scan.WORKING_SET
+    assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
     assert of_slstm.PART == slstm.PART
     assert tape.LARGE_PRODUCT == products.LARGE_PRODUCT
 

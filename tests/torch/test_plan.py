@@ -172,7 +172,7 @@ def test_convolutions_of_different_inputs_run_as_one(
     most: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For few tokens. The last one has another number of taps, and another input. States have their own memory."""
-    monkeypatch.setattr("seqblocks.streaming.joined_steps.MOST", most)
+    monkeypatch.setattr("seqblocks.streaming.joined_steps.MAX_COPIED_FEATURES", most)
     model = build(CONVOLUTIONS)
     assert_follows(model)
     assert_follows(model, torch.arange(7).expand(2, 7) % 3 == 1)
