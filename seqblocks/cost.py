@@ -135,6 +135,8 @@ def count_state(body: Graph) -> int:
 
 def tokens_of(model: ModelSpec) -> int | None:
     """Return the number of tokens of one input, the length of its longest sequence, if known."""
+    if isinstance(model.input.length, str):
+        return None  # also where some steps make a fixed number of tokens of it
     wires = [model.input, *(node.type for node in graph.streamed(model.graph))]
     lengths = [w.length for w in wires if w and isinstance(w.length, int)]
     return max(lengths, default=None)

@@ -404,6 +404,16 @@ def begins(graph: Graph) -> bool:
     return bool(graph.ports) or any(is_context(node) or is_prefixed(node) for node in walk(graph))
 
 
+def is_ordered(wire: Wire | None, first: Wire | None, scan: Node) -> bool:
+    """Return whether a scan of `first` reorders a value: a sequence, and of a context only one of the same length.
+
+    A context of another length is read as a whole.
+    """
+    if wire is None or wire.kind not in ("sequence", "tokens"):
+        return False
+    return wire.context == is_context(scan) or (first is not None and wire.places == first.places)
+
+
 def streamed(graph: Graph) -> Iterator[Node]:
     """Yield each node that depends on a streaming input, outer before inner."""
     for node in graph.nodes:

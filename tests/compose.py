@@ -115,7 +115,7 @@ class Composer(Mixers, Rates, Sequences):
             choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
         columns = any(order.startswith("columns") for order in orders)
-        wires = {name: kind for name, kind in body.wires.items() if name not in self.alongside}
+        wires = dict(body.wires)
         if columns:
             alike = {name: kind for name, kind in wires.items() if (kind.place, kind.grid) == (now.place, now.grid)}
             wires = alike | {name: kind for name, kind in wires.items() if kind.name == "vector"}

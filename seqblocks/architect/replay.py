@@ -178,8 +178,7 @@ class Replay:
         return merged(self.tape, results, node.arguments.merge)
 
     def _is_ordered(self, value: int, node: Node) -> bool:
-        wire = self.spec.types[value]
-        return wire is not None and wire.kind in ("sequence", "tokens") and wire.context == graph.is_context(node)
+        return graph.is_ordered(self.spec.types[value], self.spec.types[node.reads[0]], node)
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""

@@ -221,14 +221,14 @@ class Body(StepModule):
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
         """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""
-        assert self._phases
-        assert call.phase
+        assert self._phases is not None
+        assert call.phase is not None
         for value in self._phases.values:
             values.setdefault(value, None)
         if call.phase == "context":
             return self._phases.context
         for step in self._phases.kept:
-            assert call.state
+            assert call.state is not None
             states[step.name] = call.state[step.name]
             _store(step, states[step.name]["output"], values)
         return self._phases.stream

@@ -11,14 +11,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.graph import Graph, Named, Node
+from seqblocks.graph import Graph, Named, Node, is_ordered
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
 from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
-from seqblocks.types import Wire
 
 
 @makes("scan")
@@ -40,7 +39,8 @@ class Scan(Body):
         self._orders: tuple[str, ...] = node.arguments.orders
         self._gridded = gridded(node, place)
         self._merge: str = node.arguments.merge
-        self._sequences = [_is_ordered(place.types[value], node) for value in node.reads]
+        first = place.types[node.reads[0]]
+        self._sequences = [is_ordered(place.types[value], first, node) for value in node.reads]
         ordered = (value for value, seq in zip(node.reads, self._sequences, strict=True) if seq)
         self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
         self._in_place = _is_reversible(node.bodies[""])
@@ -149,11 +149,6 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
             own = nn.Parameter(torch.empty(item.parameter.shape), item.parameter.trained)
             module.register_parameter(leaf, own)
     return root
-
-
-def _is_ordered(wire: Wire | None, node: Node) -> bool:
-    """Return whether a scan reorders a value: it reorders sequences, except a stream's context."""
-    return wire is not None and wire.kind in ("sequence", "tokens") and wire.context == graph.is_context(node)
 
 
 def _is_reversible(body: Graph) -> bool:

@@ -443,3 +443,14 @@ def test_context_of_one_length_streams() -> None:
     note = draw(2, 3, 4)
     with pytest.raises(RunError, match="note has 3 tokens and more 2"):
         model.init_state(2, note=note, more=note[:, :2])
+
+
+@pytest.mark.parametrize("step", ["{scale: 1}", "{shift: 1}"])  # in place, and with flipped copies
+def test_a_scan_in_reverse_reverses_inputs_of_its_length(step: str) -> None:
+    scan = f"{{scan: {{from: x, order: reverse, steps: [{{add: {{with: y}}}}, {step}]}}}}"
+    inputs = "{x: {features: 3, length: t}, y: {features: 3, length: t}}"
+    x, y = draw(2, 5, 3), draw(2, 5, 3)
+    total = x + y
+    if "shift" in step:
+        total = torch.cat([total[:, 1:], torch.zeros(2, 1, 3, dtype=torch.float64)], 1)
+    torch.testing.assert_close(built(f"model: {{inputs: {inputs}, steps: [{scan}]}}")(x=x, y=y), total)

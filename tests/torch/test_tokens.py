@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import seqblocks
+from benchmarks.memory import measure
 from seqblocks.export.contract import interface
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead, check_shapes
@@ -172,3 +175,57 @@ def test_learned_queries_read_a_sequence() -> None:
     assert model(X).shape == (2, 5, 6)
     with pytest.raises(seqblocks.RunError, match="it reads q token by token, which is context"):
         model.init_state(1)
+
+
+COMPILED = f"""
+seqblocks: 1
+use: [transformer, xlstm]
+model:
+  input: {{features: 6}}
+  steps: [{{prefix: {{count: 3}}}}, {LAYERS}, {{slice: {{first: 3}}}}]
+"""
+
+
+def test_compiled_calls_and_steps_of_a_model_with_a_prefix() -> None:
+    torch._dynamo.reset()
+    model = seqblocks.build_text(COMPILED, dtype="float64")
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(call(X), model(X))
+    with torch.no_grad():
+        state, step = model.init_state(2), torch.compile(model.step, backend="eager", fullgraph=True)
+        for t in range(4):
+            y, state = step(X[:, t], state)
+            torch.testing.assert_close(y, model(X)[:, t])
+
+
+MEASURED = """
+seqblocks: 1
+use: [transformer]
+model:
+  input: {features: 64}
+  steps:
+    - linear: {features: 64, as: a}
+    - concat: {from: [a, input], as: wide}
+    - linear: {features: 64, as: b, name: narrow}
+    - learned_tokens: {count: 32, as: q}
+    - concat: {from: [q, b], axis: tokens, as: all}
+    - cross_attention: {q: q, k: all, v: all, heads: 4, as: found}
+    - prefix: {from: b, count: 32}
+    - attention_layer: {dim: 64, heads: 2}
+    - slice: {first: 32, as: read}
+    - concat: {from: [found, all, read], axis: tokens, as: longer}
+    - slice: {from: longer, first: 64, count: 100}
+    - linear: {features: 32, name: last}
+"""
+
+
+def test_memory(tmp_path: Path) -> None:
+    """The tokens added by steps count, and a fixed number of tokens is no length of the input."""
+    torch.set_num_threads(1)
+    path = tmp_path / "spec.yaml"
+    path.write_text(MEASURED, encoding="utf-8")
+    spec = seqblocks.load_model(str(path))
+    found = seqblocks.memory(spec, batch=4, length=128)
+    real = measure(seqblocks.build_model(spec), 4, 128, "adamw", "none")
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.1)  # as in test_memory.py
+    assert found.undeclared == ()
