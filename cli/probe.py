@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
             )  # fmt: skip
         check_fit(model, TASKS[name])
     if options.plot and not Path(options.plot).parent.is_dir():  # found before hours of training, not after
-        raise UsageError(f"--plot {visible(options.plot)}: there is no folder {visible(str(Path(options.plot).parent))}")
+        folder = visible(str(Path(options.plot).parent))
+        raise UsageError(f"--plot {visible(options.plot)}: there is no folder {folder}")
     is_text = options.format != "json" and not options.quiet
     if is_text:
         output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
