@@ -191,7 +191,7 @@ def _probe(parser: Parser) -> None:
 
 
 def _try(parser: Parser) -> None:
-    parser.add_argument("spec", nargs="?", metavar="SPEC", help=SPEC)
+    parser.add_argument("spec", nargs="?", metavar="SPEC", help=f"{SPEC}; may end with overrides: spec.yaml@dim=64")
     parser.add_argument("--text", metavar="FILE", help="learn the bytes of a file, by predicting the next one")
     parser.add_argument("--npz", metavar="FILE", help="learn arrays: x (inputs) and y (class numbers, or numbers)")
     parser.add_argument("--minutes", type=_minutes, metavar="M", help="how long to learn (default: 3)")

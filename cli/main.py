@@ -135,7 +135,7 @@ def process() -> NoReturn:
     warnings.filterwarnings(
         "ignore", "Failed to initialize NumPy"
     )  # torch warns on import if NumPy is absent, which is not needed here
-    if sys.argv[1:2] in (["build"], ["export"]):
+    if sys.argv[1:2] in (["build"], ["export"], ["try"]):
         gc.enable()
     status = _flushed(main())
     if sys.gettrace() is None:

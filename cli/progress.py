@@ -15,8 +15,10 @@ DELAY = 2.0  # seconds
 
 
 @contextmanager
-def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[[float], None]]:
+def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[..., None]]:
     """Give a function that takes the part done, from 0 to 1, and shows it if standard error is a terminal.
+
+    A text may follow, which takes the place of `what`.
 
     An interrupt raises KeyboardInterrupt inside, so that the bar is removed, and what is done can be printed.
     """
@@ -26,7 +28,7 @@ def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[[float
     except ValueError:  # not in the main thread
         handler = None
     try:
-        yield bar.advance if bar else lambda part: None
+        yield bar.advance if bar else lambda part, text=None: None
     finally:
         if bar:
             bar.context.__exit__(None, None, None)
@@ -42,7 +44,7 @@ class _Bar:
         self.context: Any = nullcontext()
         self.task: Any = None
 
-    def advance(self, part: float) -> None:
+    def advance(self, part: float, text: str | None = None) -> None:
         if self.task is None and time.monotonic() - self.begin > DELAY:
             from rich.console import Console
             from rich.progress import Progress
@@ -51,4 +53,4 @@ class _Bar:
             self.context.__enter__()
             self.task = self.context.add_task(self.what, total=1.0)
         if self.task is not None:
-            self.context.update(self.task, completed=part)
+            self.context.update(self.task, completed=part, description=text or self.what)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from seqblocks._version import __version__
-from seqblocks.analysis.check import require_model
+from seqblocks.architect.designs import find_design
 from seqblocks.cli import INTERRUPTED, output
-from seqblocks.cli.check import load
+from seqblocks.cli.check import overrides
+from seqblocks.cli.compare import designs
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.errors import UnavailableError, UsageError, visible
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = math.inf if options.steps is not None else 60 * (options.minutes or MINUTES)
     try:
         with progress(options, f"{visible(trial.model.spec.name)} learns") as advance:
-            for row in trial.run(options.steps, seconds, lambda part, _: advance(part)):
+            for row in trial.run(options.steps, seconds, lambda part, row: advance(part, _now(row, trial.data.unit))):
                 rows = [row]  # the last
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -49,6 +50,10 @@ def run(options: argparse.Namespace) -> int:
     trial.note(after=trial.sample(), held_out=held, steps=trial.done)
     _print(trial, rows, held, options)
     return status
+
+
+def _now(row: dict[str, Any], unit: str) -> str:
+    return f"step {row['step']:,}, {row['loss']:.3f} {unit}"
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -65,6 +70,15 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("name the data: --text FILE, or --npz FILE with the arrays x and y")
 
 
+def _spec(options: argparse.Namespace) -> ModelSpec:
+    """Return the model that the user named, as `compare` takes it: overrides may follow the path."""
+    (given,) = designs([options.spec], options)
+    spec = find_design(given, overrides(options)).load(None, options.allow_use, options.strict)
+    if not options.quiet:
+        output.warnings(spec.warnings, 0, options)
+    return spec
+
+
 def _data(options: argparse.Namespace, spec: ModelSpec, length: int) -> Any:
     from seqblocks.training.data import arrays_of, text_of
 
@@ -74,7 +88,7 @@ def _data(options: argparse.Namespace, spec: ModelSpec, length: int) -> Any:
 def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
     from seqblocks.training.trial import Settings
 
-    spec = require_model(*load(options.spec, options))
+    spec = _spec(options)
     usual = Settings()
     settings = Settings(
         options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed
@@ -84,7 +98,6 @@ def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
 
 def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     """Return the data and the device of a run that continues. Options that would change its course are refused."""
-    from seqblocks.architect.designs import find_design
     from seqblocks.training.trial import CHECKPOINT, settings_of
 
     record = settings_of(Path(options.resume))
@@ -94,7 +107,7 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
             raise UsageError(f"the run has {name} {record['settings'][name]}: leave the option out to continue it")
     spec = find_design(str(Path(options.resume) / CHECKPOINT)).load()
     if options.spec:
-        other = require_model(*load(options.spec, options))
+        other = _spec(options)
         if other.source is None or spec.source is None or other.source.text != spec.source.text:
             raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
     if not (options.text or options.npz):

@@ -27,8 +27,8 @@ HEAD = """\
 
 Every kind of message about a spec, by its code. The name in brackets is that of a file in
 [tests/golden/faults](../tests/golden/faults): `NAME.yaml` has the fault, and `NAME.txt` shows the
-message as it is printed, with the faulty line and notes. `seqblocks explain E401` shows one code with
-an example and its fix.
+message as it is printed, with the faulty line and notes. `seqblocks explain E401` shows one code
+with an example and its fix.
 """
 
 

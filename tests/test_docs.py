@@ -32,6 +32,8 @@ PAGES = sorted(
     if path.name != "language.md"  # tests/spec/test_language_reference.py
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
+GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)  # by the scripts in docs/
+WORD = re.compile(r"(?:`[^`]+`|\S)+")  # code is kept on one line
 KNOWN = {"yaml", "python", "console", "sh", "text", "json", "toml"}
 
 
@@ -55,6 +57,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "language.md"], ids=ids)
+def test_prose_is_at_most_100_columns_wide(page: Path) -> None:
+    """Code, tables, headings and generated parts may be wider, and so may a link or code without a place to break."""
+    prose = GENERATED.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+    long = [line for line in prose.splitlines() if len(line) > 100 and not line.lstrip().startswith(("|", "#"))]
+    assert not [line for line in long if len(WORD.findall(line.lstrip(" -*"))) > 1]
 
 
 def test_every_public_name_is_documented() -> None:

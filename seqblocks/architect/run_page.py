@@ -42,7 +42,11 @@ class Run(Record):
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return the points of a figure over the steps; rows without it, or with one that is not finite, are left out.
         """
-        pairs: Iterable[tuple[Any, Any]] = ((row.get("step"), row.get(name)) for row in self.rows)
+        pairs: list[tuple[Any, Any]] = [(row.get("step"), row.get(name)) for row in self.rows]
+        if name == "held_out":  # read before and after a run too, which has no line in the log
+            pairs = [(0, self.record.get("held_out_before")), *pairs]
+            if self.rows and self.record.get("steps") == self.rows[-1].get("step") and pairs[-1][1] is None:
+                pairs.append((self.record.get("steps"), self.record.get("held_out")))
         return [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
 
 
@@ -87,18 +91,25 @@ def page(runs: list[Run]) -> str:
 
 def _ends(runs: list[Run]) -> str:
     """Return a table of where each run ended."""
-    head = ("run", "steps", "minutes", "loss", "held out", "unit")
+    head = ("run", "steps", "minutes", "tokens/s", "loss", "held out", "unit")
     rows = []
     for run in runs:
         loss, held = run.curve("loss"), run.curve("held_out")
         seconds = run.curve("seconds")
         rows.append((
             run.label, f"{int(loss[-1][0]):,}" if loss else "0", f"{seconds[-1][1] / 60:.1f}" if seconds else "",
-            f"{loss[-1][1]:.3f}" if loss else "", f"{held[-1][1]:.3f}" if held else "", str(run.record.get("unit", "")),
+            _speed(run), f"{loss[-1][1]:.3f}" if loss else "",
+            f"{held[-1][1]:.3f}" if held else "", str(run.record.get("unit", "")),
         ))  # fmt: skip
     lines = ["".join(f"<td>{text(cell)}</td>" for cell in row) for row in rows]
     titles = "".join(f"<th>{cell}</th>" for cell in head)
     return f"<table><tr>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _speed(run: Run) -> str:
+    """Return the tokens of a second, of the step in the middle: the first ones are slower."""
+    speeds = sorted(y for _, y in run.curve("tokens_per_second"))
+    return f"{speeds[len(speeds) // 2]:,.0f}" if speeds else ""
 
 
 def _spec(run: Run) -> str:
@@ -169,7 +180,7 @@ def curves(runs: list[Run]) -> str:
         colour = COLOURS[runs.index(run) % len(COLOURS)]
         dash = ' stroke-dasharray="5 3" stroke-width="2"' if name == "held_out" else ' stroke-width="1.2" opacity="0.8"'
         path = " ".join(place(*point) for point in thinned(found))
-        if found:
+        if len(found) > 1:
             out.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>')
     out += _legend(runs)
     height = HEIGHT + 18 * len(runs)

@@ -93,7 +93,21 @@ def text_of(path: Path, spec: ModelSpec, length: int) -> Text:
         raise UsageError("the outputs of the model depend on later tokens, so it would copy the byte it has to predict")
     if isinstance(wire.length, int):
         length = wire.length
-    return Text(_content(path), length, visible(str(path)))
+    return Text(_characters(path), length, visible(str(path)))
+
+
+def _characters(path: Path) -> bytes:
+    """Return the bytes of a text. Raises UsageError for binary files, and for texts in another encoding."""
+    content, name = _content(path), visible(str(path))
+    zero = content.find(0)
+    if zero >= 0:
+        raise UsageError(f"{name} is not a text: byte {zero:,} is zero; arrays are given with --npz")
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8 text: byte {error.start:,} cannot be read"
+        raise UsageError(f"{what}. Convert it, for instance with iconv -f LATIN1 -t UTF-8") from None
+    return content
 
 
 def _content(path: Path) -> bytes:

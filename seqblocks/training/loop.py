@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,12 +19,17 @@ def adamw(model: Any, rate: float, others: Iterable[nn.Parameter] = ()) -> torch
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, loss_of: Callable[[], Tensor]) -> float:
-    """Change the parameters once, by the gradient of `loss_of()` clipped to a norm of 1. Returns the loss."""
+    """Change the parameters once, by the gradient of `loss_of()` clipped to a norm of 1. Returns the loss.
+
+    If the loss or a gradient is not finite, no parameter changes, and the result is not finite.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     loss = loss_of()
     loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        return math.nan
     optimizer.step()
     return loss.item()

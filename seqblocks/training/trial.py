@@ -10,6 +10,8 @@ import json
 import math
 import os
 import platform
+import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ import torch
 from seqblocks import graph
 from seqblocks._version import __version__
 from seqblocks.checkpoint import load, load_extra, save
-from seqblocks.errors import RunError, UsageError, visible
+from seqblocks.errors import RunError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.writing import write_text
 from seqblocks.model.builder import build_model
@@ -74,13 +76,18 @@ class Trial:
         Checkpoints are written from time to time, and when the iteration ends, also by an interrupt.
         """
         begin = saved = time.perf_counter()
-        before = self.seconds
+        before, tokens = self.seconds, self.tokens
         try:
             while (steps is None or self.done < steps) and time.perf_counter() - begin < seconds:
                 with _uninterrupted():  # a step is done with its line in the log, or not at all
+                    started = time.perf_counter()
                     row = self._step()
-                    self.seconds = before + time.perf_counter() - begin
-                    row |= {"seconds": round(self.seconds, 3), "tokens": self.done * self.tokens}
+                    now = time.perf_counter()
+                    self.seconds = before + now - begin
+                    row |= {"seconds": round(self.seconds, 3), "tokens": self.done * tokens}
+                    row["tokens_per_second"] = round(tokens / (now - started), 1)
+                    if self.done % EVERY == 0:
+                        row["held_out"] = self.held_out()
                     self._log(row)
                 parts = [(time.perf_counter() - begin) / seconds, self.done / steps if steps else 0.0]
                 advance(min(1.0, max(parts)), row)
@@ -105,12 +112,10 @@ class Trial:
 
         loss = step(self.model, self.optimizer, rate, loss_of)
         if not math.isfinite(loss):
-            raise RunError(f"the loss is {loss} at step {number + 1}: try a smaller --lr than {settings.rate:g}")
+            what = f"the loss or a gradient is not finite at step {number + 1}"
+            raise RunError(f"{what}: try a smaller --lr than {settings.rate:g}. The checkpoint is of step {number}")
         self.done += 1
-        row: dict[str, Any] = {"step": self.done, "loss": loss, "rate": rate}
-        if self.done % EVERY == 0:
-            row["held_out"] = self.held_out()
-        return row
+        return {"step": self.done, "loss": loss, "rate": rate}
 
     @torch.no_grad()
     def held_out(self) -> float:
@@ -182,15 +187,31 @@ def begin(
     x, target = data.batch(0, 1)
     with torch.no_grad():
         data.check(trial.model.eval()(x.to(trial.device)), target)
-    folder.mkdir(parents=True, exist_ok=True)
     trial.record = {
         **about, "settings": asdict(settings), "digest": data.digest, "unit": data.unit, "name": spec.name,
         "params": graph.count(spec.graph), "versions": {"seqblocks": __version__, "torch": torch.__version__},
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device}",
     }  # fmt: skip
-    trial.save()
-    trial.note(before=trial.sample())
+    with _complete(folder) as trial.folder:
+        trial.save()
+        trial.note(before=trial.sample(), held_out_before=trial.held_out())
+        (trial.folder / LOG).touch()
+    trial.folder = folder
     return trial
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[Path]:
+    """Give a folder that gets its name at the end, so that one of this name is a run whenever the process is killed."""
+    draft = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        os.rename(draft, folder)
+    except OSError as error:
+        raise UnavailableError(f"{visible(str(folder))} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -21,6 +22,8 @@ import torch
 import seqblocks
 from seqblocks.architect.run_page import page, read_run, thinned
 from seqblocks.training.data import HELD, Text
+from seqblocks.training.loop import step
+from seqblocks.training.trial import Settings, Trial, begin
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SPEC = """
@@ -146,6 +149,8 @@ def test_nothing_is_overwritten(run_main: Run, folder: Path) -> None:
         (["--text", "text.txt"], "name a spec"),
         (["spec.yaml", "--text", "absent.txt"], "absent.txt cannot be read"),
         (["spec.yaml", "--text", "empty.txt"], "empty.txt has 0 bytes"),
+        (["spec.yaml", "--text", "zero.txt"], "zero.txt is not a text: byte 1 is zero"),
+        (["spec.yaml", "--text", "latin.txt"], "latin.txt is not UTF-8 text: byte 3 cannot be read"),
         (["spec.yaml", "--text", "text.txt", "--length", "5000"], "use a longer text, or a smaller --length"),
         (["spec.yaml", "--text", "text.txt", "--set", "vocabulary=50"], "--set vocabulary=256"),
         (["spec.yaml", "--text", "text.txt", "--steps", "1", "--minutes", "1"], "leave out one"),
@@ -159,6 +164,8 @@ def test_nothing_is_overwritten(run_main: Run, folder: Path) -> None:
 )
 def test_faults(words: list[str], message: str, run_main: Run, folder: Path) -> None:
     (folder / "empty.txt").write_bytes(b"")
+    (folder / "zero.txt").write_bytes(b"a\0b" * 4000)
+    (folder / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 4000)
     (folder / "sees_all.yaml").write_text(SEES_ALL)
     done = run_main("try", *words, cwd=folder)
     assert done.returncode == 2
@@ -179,6 +186,55 @@ def test_a_run_continues_with_its_own_data_and_spec_alone(run_main: Run, folder:
         done = run_main("try", *words, "--resume", "run", cwd=folder)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_overrides_may_follow_the_path(run_main: Run, folder: Path) -> None:
+    command = ("try", "spec.yaml@dim=8", "--text", "text.txt", *SMALL, "--steps", "1", "--out", "run", "-q")
+    assert run_main(*command, cwd=folder).returncode == 0
+    assert seqblocks.load(folder / "run" / "checkpoint").get_parameter("embed.weight").shape == (256, 8)
+
+
+def test_a_loss_that_is_not_finite_keeps_the_checkpoint(run_main: Run, folder: Path) -> None:
+    """A loss above the largest number of float32 stops the run, whose weights are those of the step before."""
+    (folder / "spec.yaml").write_text(FEATURES)
+    x = numpy.full((40, 6, 3), 1e19, "float32")
+    numpy.savez(folder / "data.npz", x=x, y=numpy.full((40, 6, 2), 3e38, "float32"))
+    done = run_main("try", "spec.yaml", "--npz", "data.npz", "--steps", "9", "--out", "run", cwd=folder)
+    assert done.returncode == 2
+    assert "not finite at step 1: try a smaller --lr" in done.stderr
+    assert all(x.isfinite().all() for x in weights(folder / "run").values())
+    assert (seqblocks.checkpoint.load_extra(folder / "run" / "checkpoint") or {})["step"] == 0
+
+
+def test_an_update_that_is_not_finite_changes_nothing() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer, before = torch.optim.AdamW(model.parameters()), model.weight.detach().clone()
+    assert not math.isfinite(step(model, optimizer, 0.1, lambda: model(torch.full((1, 2), torch.inf)).sum()))
+    assert torch.equal(model.weight, before)
+    # the loss is finite, and its gradient is not
+    assert not math.isfinite(step(model, optimizer, 0.1, lambda: (model.weight - before).abs().sqrt().sum()))
+    assert torch.equal(model.weight, before)
+    assert math.isfinite(step(model, optimizer, 0.1, lambda: model(torch.ones(1, 2)).sum()))
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_folder_gets_its_name_when_it_is_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written before the folder has its name, so that a kill leaves no folder that cannot continue."""
+    seen = []
+    data = Text(TEXT, 24)
+    note = Trial.note
+
+    def noted(self: Trial, **entries: Any) -> None:
+        seen.append((folder / "run").exists())
+        note(self, **entries)
+
+    monkeypatch.setattr(Trial, "note", noted)
+    _, spec = seqblocks.load_spec(folder / "spec.yaml")
+    assert spec is not None
+    begin(folder / "run", spec, data, Settings(batch=2, length=24), "cpu", {})
+    assert seen == [False]
+    assert {path.name for path in (folder / "run").iterdir()} == {"checkpoint", "log.jsonl", "run.json"}
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -280,7 +336,7 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert "<script" not in text
     assert "a&lt;b" in text
     assert "a<b" not in text
-    assert text.count("<polyline") == 3  # two losses, and what was held out of the longer one
+    assert text.count("<polyline") == 4  # two losses, and what was held out
     assert text.count("<h3>Before</h3>") == text.count("<h3>After</h3>") == 2
     assert f"{rows(folder / 'second')[-1]['loss']:.3f}" in text
     assert "Differences from" in text
