@@ -188,6 +188,7 @@ def _probe(parser: Parser) -> None:
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument("--lr", type=_rate, metavar="R", help="highest learning rate (default: the task's)")
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
+    parser.add_argument("--plot", metavar="FILE.svg", help="write a picture of the accuracy against the length")
 
 
 def _try(parser: Parser) -> None:

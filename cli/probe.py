@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqblocks._version import __version__
@@ -14,6 +15,7 @@ from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.errors import UsageError, visible
+from seqblocks.language.writing import write_text
 from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
                 f"there is no task {visible(name)}: {did_you_mean(name, TASKS) or ', '.join(TASKS)}"
             )  # fmt: skip
         check_fit(model, TASKS[name])
+    if options.plot and not Path(options.plot).parent.is_dir():  # found before hours of training, not after
+        folder = visible(str(Path(options.plot).parent))
+        raise UsageError(f"--plot {visible(options.plot)}: there is no folder {folder}")
     is_text = options.format != "json" and not options.quiet
     if is_text:
         output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
@@ -53,6 +58,10 @@ def run(options: argparse.Namespace) -> int:
             output.stdout().flush()
         if results[0].interrupted:
             break
+    if options.plot:
+        from seqblocks.probes.plot import plot
+
+        write_text(Path(options.plot), plot(found, model.name))
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "spec": options.spec, "rows": [r.as_data() for r in found]})
     elif is_text:

@@ -122,6 +122,10 @@ def attention(
     over = None  # keys of sequences that a reset ended: the next call must not read them
     if resets is not None and sequence is not None and S:
         over = sequence != sequence[:, -1:]
+        if chunk is not None and not first:  # keys of earlier chunks stay in the state, as in one of single tokens
+            ended = _sequences(before, past, index, resets, None)
+            assert ended is not None
+            over = ended != ended[:, -1:]
     several = over is not None and (unknown(S) or S > 1 or torch.is_grad_enabled())
     if over is not None and not several and past:
         keys, values = (x.masked_fill_(along(over, x), 0.0) for x in (keys, values))

@@ -79,11 +79,11 @@ class Exchanging(Primitive):
     _group: Any
     _takes_wires = True  # each is exchanged by itself
 
-    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def _compute(self, *tensors: Any, call: Call) -> tuple[Tensor, States]:
         exchange = self._exchange
         entered = []
         for tensor, what in zip(tensors, exchange.enter, strict=True):
-            for each in what:
+            for each in what if tensor is not None else ():  # before the first token of a stream, there is none yet
                 tensor = ENTER[each](tensor, self._group, exchange.axis if tensor.dim() == 4 else -1)
             entered.append(tensor)
         y, states = super()._compute(*entered, call=call)

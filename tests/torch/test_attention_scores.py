@@ -60,6 +60,12 @@ def test_the_law_of_chunks(given: str) -> None:
     check_law(model)
 
 
+@pytest.mark.parametrize("seq", range(4, 9))
+def test_chunks_after_a_reset_stay_in_the_state(seq: int) -> None:
+    """Only a reset clears keys, also where a call ends in a later chunk of the same sequence."""
+    check_law(build("chunk: 3").eval(), seq=seq, resets=((0, 0), (1, 1)))
+
+
 @pytest.mark.parametrize("given", [
     "window: 1, keep_first: 1", "window: 4, keep_first: 2, rotary: 100", "window: 3, keep_first: 30",
     "window: 5, keep_first: 4, sinks: true, bias: alibi",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch
 import seqblocks
 from seqblocks.errors import UsageError
 from seqblocks.probes import TASKS, probe
+from seqblocks.probes.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot
 from seqblocks.probes.tasks import NOTHING, group
+from seqblocks.probes.training import Result
 
 LENGTHS = {name: (task.shortest or 16, task.length) for name, task in TASKS.items()}
 
@@ -182,6 +185,33 @@ def test_an_interrupt_leaves_what_is_done(run_main: Callable[..., Any], monkeypa
     assert {(row["task"], row["steps"], row["cut"]) for row in rows} == {("parity", 0, True)}
 
 
+def test_the_plot_has_the_means_the_range_and_chance() -> None:
+    """Places are computed from the figures again: 0 to 1 is from the bottom to the top of the frame."""
+    values = {(10, 0): 1.0, (10, 1): 0.8, (40, 0): 0.6, (40, 1): 0.6}
+    results = [
+        Result("a<b", length, accuracy, 0.5, seed, accuracy, 10, 1, 1.0, False, 1)
+        for (length, seed), accuracy in values.items()
+    ]
+    root = ElementTree.fromstring(plot(results, "m&m"))
+    space = "{http://www.w3.org/2000/svg}"
+    (line,) = root.findall(f"{space}polyline")
+    (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+    assert (x0, x1) == (LEFT, WIDTH - RIGHT)
+    frame = HEIGHT - TOP - BOTTOM
+    assert (y0, y1) == (pytest.approx(TOP + 0.1 * frame, abs=0.05), pytest.approx(TOP + 0.4 * frame, abs=0.05))
+    trained, other = root.findall(f"{space}circle")
+    assert trained.attrib["fill"] != other.attrib["fill"] == "#fff"
+    (chance,) = (each for each in root.findall(f"{space}line") if "stroke-dasharray" in each.attrib)
+    assert float(chance.attrib["y1"]) == pytest.approx(TOP + 0.5 * frame, abs=0.05)
+    said = [each.text or "" for each in root.findall(f"{space}text")]
+    assert said[0].startswith("m&m")
+    assert "a<b, trained at 10, mean of 2 seeds (dotted: a guess)" in said
+
+
+def test_a_plot_of_one_length() -> None:
+    ElementTree.fromstring(plot([Result("a", 10, 0.5, 0.5, 0, 0.5, 10, 1, 1.0, False, 1)], "m"))
+
+
 def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
     words = ("probe", "a.yaml", "--steps", "2", "--seeds", "2", "parity")
@@ -191,8 +221,10 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
         ("parity", length, seed) for seed in range(2) for length in (40, 80, 256)
     ]
     assert {"accuracy", "chance", "scaled", "steps", "seconds", "cut"} <= rows[0].keys()
-    shown = run_main(*words, cwd=tmp_path).stdout
+    shown = run_main(*words, "--plot", "a.svg", cwd=tmp_path).stdout
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert shown.count("parity  ") == 6
+    assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
     failed = run_main("probe", "a.yaml", "partiy", cwd=tmp_path)
     assert failed.returncode == 2
     assert "did you mean 'parity'?" in failed.stderr
