@@ -6,10 +6,12 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +175,27 @@ def test_a_port_that_is_taken(server: Server, path: Path) -> None:
         serve(path, 70_000)
 
 
+def hear_interrupts() -> None:
+    """Undo that a shell lets the processes of a background job ignore SIGINT, which they inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process that a failed test leaves."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_the_command_ends_at_once(path: Path) -> None:
     """It prints the address, answers, and does not load torch; SIGINT ends it, as any command."""
     command = [sys.executable, "-m", "seqblocks", "serve", str(path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=hear_interrupts
+    ) as process, ending(process):
         assert process.stdout
         address = process.stdout.readline().strip()
         host, token = address.removeprefix("http://").rstrip("/").split("/")
