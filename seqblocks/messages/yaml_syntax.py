@@ -61,7 +61,8 @@ def _hint_here(span: Span, unclosed: tuple[str, Span] | None) -> str | None:
 
 def _index(text: str, column: int) -> str | None:
     """Return a hint for an index without quotes in braces: `{features: widths[1]}`."""
-    name, index = re.search(r"\w+$", text[: column - 1]), re.match(r"\[[^\[\]{}]*\]", text[column - 1 :])
+    near = text[max(0, column - 1 - NEAR) : column - 1]  # the search is quadratic in long words
+    name, index = re.search(r"\w+$", near), re.match(r"\[[^\[\]{}]*\]", text[column - 1 :])
     return f'inside braces, quote an expression with an index: "{name[0]}{index[0]}"' if name and index else None
 
 

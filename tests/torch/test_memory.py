@@ -90,7 +90,7 @@ def test_sixteen_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK_OPS else [pytest.mark.slow]) for name in OPS
+    pytest.param(name, marks=[] if name in QUICK_OPS else [pytest.mark.long]) for name in OPS
 ])
 def test_each_op(name: str) -> None:
     """The kept memory is that of the op, of the map before it and of the loss, whose result is as large as the output.
@@ -151,7 +151,7 @@ def random_ratios(seed: int) -> Iterator[float]:
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(0, 5), pytest.param(100, 15, marks=pytest.mark.slow), pytest.param(200, 150, marks=pytest.mark.long)],
+    [(0, 5), pytest.param(100, 15, marks=pytest.mark.long), pytest.param(200, 150, marks=pytest.mark.long)],
 )
 def test_random_specs(seed: int, count: int) -> None:
     """Of 90 models, 91 % were within a tenth; oneDNN's convolutions may need several times as much as they return."""

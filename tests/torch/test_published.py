@@ -23,10 +23,17 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 STREAMS: dict[str, dict[str, Any]] = {
     "codestral_mamba_7b": WORDS | {"dim": 256},
+    "deepseek_v3": {
+        "input.tokens": 11, "layers": "d m", "dim": 12, "heads": 2, "head": 4, "common": 2, "rank": 6, "q_rank": 5,
+        "hidden": 16, "experts": 4, "top": 2, "groups": 2, "top_groups": 1, "each": 6,
+    },
     "falcon_7b": WORDS | {"dim": 142, "head": 2},
     "falcon_h1_05b": WORDS
     | {"dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 16, "ssm": 8, "mamba_head": 4, "state": 4},
     "gemma_2b": WORDS | {"dim": 12, "head": 4, "hidden": 16},
+    "gpt_oss_20b": {
+        "input.tokens": 11, "rounds": 1, "dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "window": 3, "experts": 4,
+    },
     "lfm2_350m": {
         "input.tokens": 11, "rounds": "c a", "dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 16,
     },

@@ -48,6 +48,10 @@ model:
     - scale: 2
     - phase
     - join_heads: {with: input, heads: 2}
+    - linear: {features: 12, as: queries, name: queries}
+    - linear: {from: queries, features: 5, as: low, name: low}
+    - linear: {from: queries, features: 2, as: common, name: common}
+    - latent_attention: {q: queries, c: low, r: common, heads: 2, value: 3}
 """
 
 
