@@ -202,7 +202,7 @@ def _try(parser: Parser) -> None:
     parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a step (default: 16)")
     parser.add_argument("--length", type=_count, metavar="N", help="bytes of a sequence (default: 256)")
     parser.add_argument("--lr", type=_rate, metavar="R", help="learning rate after a warm-up (default: 0.003)")
-    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=_whole, metavar="N", help="of weights and batches (default: 0)")
     parser.add_argument("--device", help="cpu, cuda, … (default: cuda if there is one)")
     parser.epilog = (
         "examples:\n"

@@ -51,11 +51,12 @@ def _resumed(found: Sweep, options: argparse.Namespace) -> Iterator[Row]:
         file = _append(options.out) if options.out else None
         try:
             for count, values in enumerate(found.values()):
-                key = found.key(values)
+                analysis = found.analyse(values)
+                key = found.key(values, analysis)
                 if key in known:
                     row = known[key]
                 else:
-                    row = found.row(values)
+                    row = found.row(values, analysis)
                     if file:
                         _keep(file, key, row)
                 advance((count + 1) / found.points)
@@ -117,20 +118,26 @@ def _keep(file: TextIO, key: str, row: Row | None) -> None:
 # --- what is measured with torch --------------------------------------------------------------------------------------
 
 
-def _measures(options: argparse.Namespace) -> tuple[list[str], Callable[..., Mapping[str, Any]] | None]:
-    """Return the columns of --probe and --bench, and what fills them."""
+def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[..., Mapping[str, Any]] | None]:
+    """Return the columns of --probe and --bench with what determines them, and what fills them."""
     if not options.probe and not options.bench:
-        return [], None
-    import_torch("training and timing require torch")
+        return {}, None
+    torch = import_torch("training and timing require torch")
     functions: dict[str, Callable[[ModelSpec], float]] = {}
+    settings: dict[str, Any] = {}
     for name in options.probe:
         from seqblocks.probes import TASKS
 
         designs_of.check_columns([name], [*TASKS], "task")
-        functions[f"accuracy of {name}"] = partial(_probed, name=name, options=options)
+        column = f"accuracy of {name}"
+        functions[column] = partial(_probed, name=name, options=options)
+        settings[column] = [options.steps, options.seeds]
     if options.bench:
+        from seqblocks.bench.measure import processor
+
         functions["seconds"] = partial(_timed, options=options)
-    return [*functions], lambda model: {column: function(model) for column, function in functions.items()}
+        settings["seconds"] = [options.bench, processor(torch.device("cpu")), torch.get_num_threads(), torch.__version__]
+    return settings, lambda model: {column: function(model) for column, function in functions.items()}
 
 
 def _probed(model: ModelSpec, name: str, options: argparse.Namespace) -> float:
@@ -243,6 +250,9 @@ def _remarks(found: Sweep, rows: list[Row], front: list[str]) -> None:
         f"train FLOPs: three times a forward pass, for {found.tokens_per_parameter:g} tokens per parameter"
         + " (Chinchilla)" * (found.tokens_per_parameter == designs_of.CHINCHILLA)
     )
+    if "seconds" in found.more:
+        mode, name, threads, _ = found.more["seconds"]
+        lines.append(f"seconds: {mode} on {name}, {threads} thread{'s' * (threads > 1)}")
     if front:
         lines.append(f"front: no other design is as good in {', '.join(map(title, front))}, and better in one")
     output.write("\n" + "\n".join(lines))

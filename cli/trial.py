@@ -91,7 +91,7 @@ def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
     spec = _spec(options)
     usual = Settings()
     settings = Settings(
-        options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed
+        options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed or 0
     )
     return spec, _data(options, spec, settings.length), settings
 
@@ -101,19 +101,25 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     from seqblocks.training.trial import CHECKPOINT, settings_of
 
     record = settings_of(Path(options.resume))
-    given = {"batch": options.batch, "length": options.length, "rate": options.lr}
+    given = {"batch": options.batch, "length": options.length, "rate": options.lr, "seed": options.seed}
     for name, value in given.items():
         if value not in (None, record["settings"][name]):
             raise UsageError(f"the run has {name} {record['settings'][name]}: leave the option out to continue it")
     spec = find_design(str(Path(options.resume) / CHECKPOINT)).load()
-    if options.spec:
-        other = _spec(options)
-        if other.source is None or spec.source is None or other.source.text != spec.source.text:
-            raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
+    if options.set and not options.spec:
+        raise UsageError("the run has its own spec and overrides: leave out --set to continue it")
+    if options.spec and _texts(_spec(options)) != _texts(spec):
+        raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
     if not (options.text or options.npz):
         kind = "text" if record["unit"] == "bits per byte" else "npz"
         setattr(options, kind, record.get("data"))
     return _data(options, spec, record["settings"]["length"]), _device(options, torch)
+
+
+def _texts(spec: ModelSpec) -> Any:
+    """Return the texts that determine a model: of its spec, of its overrides and of the files it uses."""
+    found = spec.source
+    return found and (found.text, sorted(found.overrides), sorted(found.files))
 
 
 def _device(options: argparse.Namespace, torch: Any) -> Any:

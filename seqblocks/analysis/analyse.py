@@ -47,6 +47,7 @@ class Analysis:
         self.file, self.diagnostics, self.dropped = file, diagnostics, dropped
         self.status = status  # the exit status of `seqblocks check`
         self.lowered = Lowered(None, None)
+        self.files: tuple[tuple[str, str], ...] = ()  # texts of used files: by relative path, bundled ones by name
 
     @property
     def ok(self) -> bool:
@@ -137,19 +138,22 @@ def analyse_text(
     if file is not None and file.model is None and not file.blocks and not report:
         report.fault(Fault("E206", "the file defines nothing", hint="add a `model:` or `blocks:`"), file.root.span)
         file = None
+    files = tuple(reader.texts.items())
     if file is None:
-        return Analysis(None, in_order(report.diagnostics), report.dropped, SpecError.exit_status)
+        found = Analysis(None, in_order(report.diagnostics), report.dropped, SpecError.exit_status)
+        found.files = files
+        return found
     lowered = lower_file(file, report, cautions, Path(name).stem, changes.applied, references)
     if report and file.expect is not None:
         from seqblocks.analysis.passes.expectations import check_numbers
 
         check_numbers(file, report)
     found = _of(file, report, cautions, strict)
-    found.lowered = lowered
+    found.lowered, found.files = lowered, files
     model = lowered.model
     if model is not None and found.ok:
         model.warnings = file.warnings
-        model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
+        model.source = SpecSource(name, text, tuple(changes.texts.items()), files)
         if file.expect is not None:
             from seqblocks.analysis.passes.expectations import check_expectations  # only specs that have it need it
 

@@ -11,7 +11,7 @@ from operator import eq, ge, gt, le, lt
 from typing import Any
 
 from seqblocks._version import __version__
-from seqblocks.analysis.analyse import Folders, yaml
+from seqblocks.analysis.analyse import Analysis, Folders, yaml
 from seqblocks.analysis.check import require_model
 from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure
@@ -56,7 +56,7 @@ class Sweep(Record):
     lengths: tuple[int, ...]
     dtype: str
     tokens_per_parameter: float
-    more: tuple[str, ...]  # columns that `measure_more` fills
+    more: Mapping[str, Any]  # columns that `measure_more` fills, each with what determines it besides the spec
     measure_more: Measure | None
     check: dict[str, Any]
 
@@ -69,10 +69,11 @@ class Sweep(Record):
         at = [f"macs_per_token@{length}" for length in self.lengths]
         return [*_SHOWN, *at, "train_flops_per_token", "tokens", "train_flops", "six_nd", "exact_to_six_nd", *self.more]
 
-    def key(self, values: Mapping[str, Value]) -> str:
+    def key(self, values: Mapping[str, Value], found: Analysis) -> str:
         """Identify a row by all that determines it, so that an interrupted sweep can continue."""
-        asked = [self.lengths, self.dtype, self.tokens_per_parameter, self.more]
-        given = [__version__, self.design.text, {**self.design.overrides, **values}, asked]
+        where = sorted([each.fact, each.kind, each.value] for each in self.where)
+        asked = [where, self.lengths, self.dtype, self.tokens_per_parameter, self.more, self.check["strict"]]
+        given = [__version__, self.design.text, found.files, {**self.design.overrides, **values}, asked]
         return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
     def values(self) -> Iterator[dict[str, Value]]:
@@ -81,11 +82,14 @@ class Sweep(Record):
             yield {option.path: value for option, value in zip(self.options, point, strict=True)}
 
     def __iter__(self) -> Iterator[Row]:
-        return filter(None, map(self.row, self.values()))
+        return filter(None, (self.row(values, self.analyse(values)) for values in self.values()))
 
-    def row(self, values: dict[str, Value]) -> Row | None:
-        """Check one point. None: it does not meet `where`."""
-        found = self.design.analyse({path: yaml(str(value)) for path, value in values.items()}, **self.check)
+    def analyse(self, values: Mapping[str, Value]) -> Analysis:
+        """Analyse the design with the values of one point."""
+        return self.design.analyse({path: yaml(str(value)) for path, value in values.items()}, **self.check)
+
+    def row(self, values: dict[str, Value], found: Analysis) -> Row | None:
+        """Return the figures of one point. None: it does not meet `where`."""
         if found.file is None or not found.ok:
             error = found.error()
             first = error.diagnostics[0]
@@ -137,7 +141,7 @@ def sweep(
     lengths: int | Iterable[int] = (),
     dtype: str = "float32",
     tokens_per_parameter: float = CHINCHILLA,
-    more: Iterable[str] = (),
+    more: Mapping[str, Any] | None = None,
     measure_more: Measure | None = None,
     allow_use: Folders = (),
     strict: bool = False,
@@ -148,7 +152,7 @@ def sweep(
     where: conditions such as `"params<200M"`; other points are left out. lengths: numbers of tokens at which to count
     MACs per token; the first is also that of the training FLOPs, which are three times those of a forward pass.
     tokens_per_parameter: tokens of a training run for each parameter. measure_more: gives the columns `more` of a
-    model, such as a time. Invalid points have a row with their fault.
+    model, such as a time; the values of `more` say what determines them besides the spec. Invalid points have a row with their fault.
 
     Raises UsageError for an invalid call, SpecError while iterating if no point can be valid.
     """
@@ -163,7 +167,7 @@ def sweep(
     demands = [read_demand(text) for text in ([where] if isinstance(where, str) else where)]
     return Sweep(
         find_design(spec, set), options, demands, sizes, dtype_named(str(dtype), "dtype"), float(tokens_per_parameter),
-        tuple(more), measure_more, {"allow_use": allow_use, "strict": strict},
+        more or {}, measure_more, {"allow_use": allow_use, "strict": strict},
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import torch
 
 from seqblocks import graph
 from seqblocks._version import __version__
+from seqblocks.architect.run_page import CHECKPOINT, LOG, SETTINGS
 from seqblocks.checkpoint import load, load_extra, save
 from seqblocks.errors import RunError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
@@ -38,7 +39,6 @@ WARM_UP = 50  # steps
 EVERY = 50  # steps between two readings of held-out data
 KEPT = 30.0  # seconds between two checkpoints
 SAMPLE, PROMPT, WARMTH = 240, 24, 0.8  # bytes of a sample, of its prompt, and its temperature
-LOG, SETTINGS, CHECKPOINT = "log.jsonl", "run.json", "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Trial:
 
     def _step(self) -> dict[str, Any]:
         number, settings = self.done, self.settings
-        torch.manual_seed(settings.seed * 1_000_003 + number)  # of dropout
+        torch.manual_seed(_seed(settings.seed, number))  # of dropout
         rate = settings.rate * min(1.0, (number + 1) / WARM_UP)
         x, target = (each.to(self.device) for each in self.data.batch(_seed(settings.seed, number), settings.batch))
         self.model.train()

@@ -116,6 +116,30 @@ def test_an_interrupted_sweep_continues(run_main: Run, folder: Path) -> None:
     (folder / "good.yaml").write_text(GOOD + "# changed\n")
     run_main(*COMMAND, "--out", "rows.jsonl", cwd=folder)
     assert len((folder / "rows.jsonl").read_text().splitlines()) == 18
+    # other conditions leave other points out
+    run_main(*COMMAND, "--where", "params>1", "--out", "rows.jsonl", cwd=folder)
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 27
+    run_main(*COMMAND, "--where", "params > 1", "--out", "rows.jsonl", cwd=folder)
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 27
+
+
+def test_a_changed_used_file_has_other_rows(run_main: Run, tmp_path: Path) -> None:
+    used = "seqblocks: 1\nblocks:\n  b:\n    args: {dim: int}\n    steps: [{linear: %s}, {proj_down: dim}]\n"
+    (tmp_path / "blocks.yaml").write_text(used % "2 * dim")
+    head = "seqblocks: 1\nuse: [blocks.yaml]\nlet: {dim: 4}\n"
+    (tmp_path / "main.yaml").write_text(head + "model:\n  input: {features: dim}\n  steps: [{b: {dim: dim}}]\n")
+    command = ("sweep", "main.yaml", "--set", "dim=4,8", "--out", "rows.jsonl", "--format", "json")
+
+    def params() -> list[int]:
+        done = run_main(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        return [row["params"] for row in json.loads(done.stdout)["rows"]]
+
+    first = params()
+    (tmp_path / "blocks.yaml").write_text(used % "3 * dim")
+    second = params()
+    assert second == [6 * dim * dim + 3 * dim for dim in (4, 8)]
+    assert second != first
 
 
 def test_formats(run_main: Run, folder: Path) -> None:

@@ -20,6 +20,10 @@ def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path) -> None
         assert row["seconds"] > 0
     again = run_main(*command, "--seconds", "0.02", "--format", "json", "--out", "rows.jsonl", cwd=tmp_path)
     assert json.loads(again.stdout)["rows"] == rows  # kept, not measured again
+    other = run_main(*command, "--seconds", "0.02", "--seeds", "2", "--out", "rows.jsonl", cwd=tmp_path)
+    assert other.returncode == 0
+    assert "seconds: step on " in other.stdout
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 4  # more seeds give other figures
     best = max(rows, key=lambda row: row["accuracy of parity"])
     assert best["front"] is True
 

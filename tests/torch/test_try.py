@@ -181,6 +181,9 @@ def test_a_run_continues_with_its_own_data_and_spec_alone(run_main: Run, folder:
         ([], "are not those of the run"),
         (["other.yaml"], "is not the spec of the run"),
         (["--lr", "0.1"], "the run has rate 0.003"),
+        (["--seed", "1"], "the run has seed 0"),
+        (["--set", "dim=8"], "leave out --set"),
+        (["spec.yaml", "--set", "dim=8"], "is not the spec of the run"),
         (["--steps", "1"], "are not those"),
     ):
         done = run_main("try", *words, "--resume", "run", cwd=folder)
