@@ -224,6 +224,8 @@ model:
 checkpoint: MAP
 """
 
+NUMBERED = "rearrange: w, pattern: 'p c r -> p r c', p: 2, index"
+
 
 @pytest.mark.parametrize(
     ("table", "reason"),
@@ -232,10 +234,8 @@ checkpoint: MAP
         ("{a.weight: {slice: w, groups: 2}, b.weight: {slice: w, start: 2, groups: 2}}", None),
         ("{a.weight: {split: w, parts: 2, part: 1}, b.weight: {split: w, parts: 2, part: 0}}", None),
         ("{a.weight: {real: w}, b.weight: {imag: w}}", None),
-        ("{a.weight: {rearrange: w, pattern: 'p c r -> p r c', p: 2, index: 1}, "
-         "b.weight: {rearrange: w, pattern: 'p c r -> p r c', p: 2, index: 0}}", None),
-        ("{a.weight: {rearrange: w, pattern: 'p c r -> p r c', p: 2, index: 1}, "
-         "b.weight: {rearrange: w, pattern: 'p c r -> p r c', p: 2, index: 1}}", "they leave a gap at 0"),
+        (f"{{a.weight: {{{NUMBERED}: 1}}, b.weight: {{{NUMBERED}: 0}}}}", None),
+        (f"{{a.weight: {{{NUMBERED}: 1}}, b.weight: {{{NUMBERED}: 1}}}}", "they leave a gap at 0"),
         ("{a.weight: {slice: w}, b.weight: {slice: w, start: 5}}",
          r"w cannot be written from a\.weight, b\.weight: they leave a gap at 4"),
         ("{a.weight: {slice: w}, b.weight: {slice: w, start: 3}}", ": they overlap at 3"),

@@ -83,7 +83,10 @@ HUB = (
     "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
     "bamba", "zamba2", "lfm2_moe", "granitemoehybrid",
 )  # fmt: skip
-CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, GRANITE, *DENSE, *FLA]
+CONFIGS = [
+    MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, GRANITE,
+    *DENSE, *FLA,
+]  # fmt: skip
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
     "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",

@@ -174,8 +174,8 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
     given = None if "index" in axes else node.get("index")  # an axis of that name has a size
     index = None if given is None else number(ctx, given, whole=True)
     if isinstance(index, int) and index < 0:
-        fault = Fault("E209", "'index' of rearrange is out of range", expected="0 or more", found=f"{index}")
-        ctx.report(fault, given)
+        message = "'index' of rearrange is out of range"
+        ctx.report(Fault("E209", message, expected="0 or more", found=f"{index}"), given)
         return None
     return None if name is None else Rearrange(name, pattern.value, sizes, index)
 

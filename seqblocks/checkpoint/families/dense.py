@@ -64,9 +64,9 @@ class Decoder(NamedTuple):
     """The layers of a decoder.
 
     bias, bias_out: of the input projections of attention, and of its output projection. each_head, all_heads: whether
-    queries and keys are normalised, over the features of each head or of all. gain: of the norms. factor: of the
-    result of attention. before, after: official names of the norms before and after attention and the network; empty: there is none. joined: whether the
-    file stores queries, keys and values as one matrix, and both halves of the gated network.
+    queries and keys are normalised, over the features of each head or of all. gain: of the norms. factor: of the result
+    of attention. before, after: official names of the norms before and after attention and the network; empty: there is
+    none. joined: whether the file stores queries, keys and values as one matrix, and both halves of the gated network.
     """
 
     dim: int

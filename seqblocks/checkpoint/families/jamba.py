@@ -93,7 +93,11 @@ def bamba(config: Config) -> str:
     wide = flag(config, "mlp_bias", False)
     network = gated_network(config, wide)
     kinds = used(
-        {"mamba2": decoder(mamba2_mixer(config, eps), network, eps), "attention": decoder(attention, network, eps)}, layers
+        {
+            "mamba2": decoder(mamba2_mixer(config, eps), network, eps),
+            "attention": decoder(attention, network, eps),
+        },
+        layers,
     )
     mixers = {"mamba2_mixer": "mamba", "attention_mixer": "self_attn"}
     names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
