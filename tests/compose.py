@@ -189,6 +189,7 @@ class Composer(Mixers, Rates, Sequences):
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
+            eps=self.chance.choice([None, 1e-6]),
             corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
             **self.chance.choice(self.groupings(count, top)),
         )  # fmt: skip

@@ -47,21 +47,26 @@ class Names(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts of a network: `top` of `in_all` for each token. normalize: whether the weights of these add up to 1."""
+    """Experts of a network: `top` of `in_all` for each token. normalize: whether the weights of these add up to 1.
+
+    factor: of their sum. more: further arguments of `experts` as YAML.
+    """
 
     in_all: int
     top: int
     hidden: int
     normalize: bool
+    factor: float = 1.0
+    more: str = ""
 
 
 class Decoder(NamedTuple):
     """The layers of a decoder.
 
     bias, bias_out: of the input projections of attention, and of its output projection. each_head, all_heads: whether
-    queries and keys are normalised, over the features of each head or of all. gain: of the norms. before, after:
-    official names of the norms before and after attention and the network; empty: there is none. joined: whether the
-    file stores queries, keys and values as one matrix, and both halves of the gated network.
+    queries and keys are normalised, over the features of each head or of all. gain: of the norms. factor: of the result
+    of attention. before, after: official names of the norms before and after attention and the network; empty: there is
+    none. joined: whether the file stores queries, keys and values as one matrix, and both halves of the gated network.
     """
 
     dim: int
@@ -80,6 +85,7 @@ class Decoder(NamedTuple):
     activation: str = "silu"
     scale: float = 0.0
     soft_cap: float = 0.0
+    factor: float = 1.0
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, str] = ("", "")
     joined: bool = False
@@ -99,6 +105,7 @@ class Decoder(NamedTuple):
             f"- attention: {{q: q, k: k, v: v, heads: {self.heads}, kv_heads: {self.kv_heads}, cache: cache{more}}}",
             self._linear("dim", self.bias_out, "o_proj"),
             *last,
+            *[f"- scale: {{by: {scalar(self.factor)}, name: scaled}}"] * (self.factor != 1.0),
         ]  # fmt: skip
         return residual("attention", lines)
 
@@ -114,7 +121,8 @@ class Decoder(NamedTuple):
         """Return the steps of the network as YAML."""
         first, last = self._norms(1)
         if experts:
-            steps = [self._experts(experts)]
+            scaled = [f"- scale: {{by: {scalar(experts.factor)}}}"] if experts.factor != 1.0 else []
+            steps = [self._experts(experts), *scaled]
         elif self.activation == "silu":
             bias = ", bias: true" if self.bias_network else ""
             steps = [f"- swiglu: {{hidden: {self.hidden}{bias}, init: {network_init(self.std)}}}"]
@@ -130,7 +138,7 @@ class Decoder(NamedTuple):
     def _experts(self, given: Experts) -> str:
         inner = f"swiglu: {{hidden: {given.hidden}, init: {network_init(self.std)}}}"
         router = f'init: {{router.weight: "{normal(self.std)}"}}'
-        sizes = f"count: {given.in_all}, top: {given.top}, normalize: {scalar(given.normalize)}"
+        sizes = f"count: {given.in_all}, top: {given.top}, normalize: {scalar(given.normalize)}{given.more}"
         return f"- experts: {{{sizes}, {router}, steps: [{{{inner}}}]}}"
 
     def _norms(self, at: int) -> tuple[list[str], list[str]]:
@@ -158,6 +166,12 @@ class Decoder(NamedTuple):
             lines.append(f"{own}.router: {theirs}.{official.router}")
             lines += self._gated(f"{own}.{{expert}}.swiglu", f"{theirs}.experts.{{expert}}", False)
         return "\n".join(lines) + "\n"
+
+    def attention_names(self) -> list[str]:
+        """Return the lines of a map for attention and the norm before it."""
+        ours = "layers.{layer}.attention"
+        norm = f"{ours}.norm: {OFFICIAL}.{self.before[0]}"
+        return [norm, *self._attention_names(ours, f"{OFFICIAL}.{self.official.attention}")]
 
     def _attention_names(self, ours: str, theirs: str) -> list[str]:
         projections, official = ["q_proj", "k_proj", "v_proj"], self.official

@@ -85,9 +85,14 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 def depth_of(config: Config) -> int:
     """Return the number of layers, limited because the spec lists them one by one."""
-    found = whole(config, "num_hidden_layers")
+    return limited(config, "num_hidden_layers")
+
+
+def limited(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
+    """Return the number of layers or experts that the spec lists one by one."""
+    found = whole(config, key, default, least)
     if found > MAX_REPEATS:
-        raise UsageError(f"config.json: num_hidden_layers must be at most {MAX_REPEATS}, not {found}")
+        raise UsageError(f"config.json: {key} must be at most {MAX_REPEATS}, not {found}")
     return found
 
 
