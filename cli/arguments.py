@@ -182,13 +182,25 @@ def _probe(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
     parser.add_argument(
         "task", nargs="*", metavar="TASK",
-        help="parity, modular, s3, a5, s5, recall, induction, copying (default: parity, recall, copying)",
+        help="parity, modular, s3, a5, s5, recall, induction, copying, in-context-recall, noisy-recall, fuzzy-recall, "
+        "selective-copying, compression, memorization (default: parity, recall, copying)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preset", choices=("quick", "paper"), default="quick",
+        help="paper: the sizes, lengths and steps of the publication, for a GPU, with its figures (default: quick)",
     )  # fmt: skip
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each task (default: 1)")
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument("--lr", type=_rate, metavar="R", help="highest learning rate (default: the task's)")
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, …")
     parser.add_argument("--plot", metavar="FILE.svg", help="write a picture of the accuracy against the length")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks probe mlstm_small parity recall --seeds 3 --plot accuracy.svg\n"
+        "  seqblocks probe spec.yaml compression noisy-recall --set vocabulary=32 --seconds 60\n"
+        "  seqblocks probe spec.yaml noisy-recall --set vocabulary=32 --preset paper --device cuda --format json"
+    )
 
 
 def _try(parser: Parser) -> None:

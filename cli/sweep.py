@@ -136,7 +136,8 @@ def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[...
         from seqblocks.bench.measure import processor
 
         functions["seconds"] = partial(_timed, options=options)
-        settings["seconds"] = [options.bench, processor(torch.device("cpu")), torch.get_num_threads(), torch.__version__]
+        name = processor(torch.device("cpu"))
+        settings["seconds"] = [options.bench, name, torch.get_num_threads(), torch.__version__]
     return settings, lambda model: {column: function(model) for column, function in functions.items()}
 
 
@@ -263,8 +264,5 @@ def _page(found: Sweep, header: list[str], cells: list[list[str]], options: argp
 
     name = visible(options.spec)
     numbers = header if not found.options else header[len(found.options) :]
-    style = "body{font:14px/1.5 system-ui,sans-serif;margin:2em}table{border-collapse:collapse}"
-    style += "td,th{padding:.2em .8em;border-bottom:1px solid #ddd}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Designs of {markup.text(name)}</title>'
     body = markup.titled(f"Designs of {name}", markup.table(header, cells, numbers))
-    return f"{head}<style>{style}</style>{body}</html>"
+    return markup.page(f"Designs of {name}", body).rstrip("\n")

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         spec, data, settings = _new(options)
         about = {"spec": options.spec, "data": options.text or options.npz, "overrides": options.set}
-        trial = begin(_folder(options, spec), spec, data, settings, _device(options, torch), about)
+        trial = begin(_folder(options, spec), spec, data, settings, device_of(options, torch), about)
     status = 0
     rows: list[dict[str, Any]] = []
     seconds = math.inf if options.steps is not None else 60 * (options.minutes or MINUTES)
@@ -98,7 +98,8 @@ def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
 
 def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     """Return the data and the device of a run that continues. Options that would change its course are refused."""
-    from seqblocks.training.trial import CHECKPOINT, settings_of
+    from seqblocks.architect.run_page import CHECKPOINT
+    from seqblocks.training.trial import settings_of
 
     record = settings_of(Path(options.resume))
     given = {"batch": options.batch, "length": options.length, "rate": options.lr, "seed": options.seed}
@@ -113,7 +114,7 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     if not (options.text or options.npz):
         kind = "text" if record["unit"] == "bits per byte" else "npz"
         setattr(options, kind, record.get("data"))
-    return _data(options, spec, record["settings"]["length"]), _device(options, torch)
+    return _data(options, spec, record["settings"]["length"]), device_of(options, torch)
 
 
 def _texts(spec: ModelSpec) -> Any:
@@ -122,7 +123,7 @@ def _texts(spec: ModelSpec) -> Any:
     return found and (found.text, sorted(found.overrides), sorted(found.files))
 
 
-def _device(options: argparse.Namespace, torch: Any) -> Any:
+def device_of(options: argparse.Namespace, torch: Any) -> Any:
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)

@@ -473,38 +473,73 @@ class Imag(_ComplexPart):
 
 
 class Rearrange(FromOne):
-    """Axes split, permuted and merged, in the notation of einops. A size may be UNKNOWN while a spec is read."""
+    """Axes split, permuted and merged, in the notation of einops. A size may be UNKNOWN while a spec is read.
+
+    `index`: the first axis of the right side is not one of ours: our parameter is the part with this index.
+    """
 
     kind = "rearrange"
-    words: ClassVar[dict[str, bool]] = {"pattern": True, "sizes": False}
+    words: ClassVar[dict[str, bool]] = {"pattern": True, "sizes": False, "index": False}
     pattern: str
     sizes: Mapping[str, Any]
+    index: Any
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         try:
-            rearranged(self.pattern, self.sizes, shape)
+            _, _, count = self._sides(shape)
         except ValueError as error:
             message = f"the right side of the pattern does not have the shape of {name}"
             return Fault("E209", message, at="pattern", found=f"{error}; {_described(name, shape)}")
-        return None
+        if not isinstance(self.index, int) or count is None or self.index < count:
+            return None
+        expected = f"from 0 to {count - 1}"
+        return Fault("E209", "there is no part with this index", at="index", expected=expected, found=f"{self.index}")
+
+    def _sides(self, shape: Shape) -> tuple[Shape, dict[str, int], int | None]:
+        """Return the official shape, the size of each axis, and the number of parts, None without `index`.
+
+        Raises ValueError if no shape fits.
+        """
+        if self.index is None:
+            return *rearranged(self.pattern, self.sizes, shape), None
+        right = read_pattern(self.pattern)[1]
+        if len(right) != len(shape) + 1:
+            raise ValueError(f"with `index`, the pattern must end in {len(shape) + 1} axes, and ends in {len(right)}")
+        first = right[0]
+        sizes = [self.sizes.get(axis) for axis in first]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"the sizes of {listing(first)} are not given")
+        count = math.prod(size for size in sizes if size is not None)
+        return *rearranged(self.pattern, self.sizes, (count, *shape)), count
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         from einops import rearrange
 
         (whole,) = tensors
-        before, sizes = rearranged(self.pattern, self.sizes, shape)
+        before, sizes, count = self._sides(shape)
         self._require_shape(name, whole, before)
-        return rearrange(whole, self.pattern, **sizes)
+        made = rearrange(whole, self.pattern, **sizes)
+        return made if count is None else made[self.index]
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
-        return (Extent(rearranged(self.pattern, self.sizes, shape)[0]),)
+        before, sizes, count = self._sides(shape)
+        if count is None:
+            return (Extent(before),)
+        cut = ("rearrange", self.pattern, *sorted(sizes.items()))
+        return (Extent(before, Share(cut, self.index, self.index + 1, count)),)
 
     def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
         from einops import rearrange
 
         before, after = self.pattern.split("->")
-        _, sizes = rearranged(self.pattern, self.sizes, tuple(ours.shape))
-        out.copy_(rearrange(ours, f"{after} -> {before}", **sizes))
+        _, sizes, count = self._sides(tuple(ours.shape))
+        if count is None:
+            out.copy_(rearrange(ours, f"{after} -> {before}", **sizes))
+            return
+        parts = rearrange(out, self.pattern, **sizes)
+        parts[self.index] = ours
+        if parts.data_ptr() != out.data_ptr():  # einops returned a copy
+            out.copy_(rearrange(parts, f"{after} -> {before}", **sizes))
 
 
 RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
@@ -518,7 +553,7 @@ LISTS = ("sizes", "shape")  # keys whose value is a list of integers; the others
 def words_of(kind: str) -> dict[str, bool]:
     """Return the other keys of a kind of recipe, and whether each is required."""
     words = RECIPES[kind].words
-    return {"pattern": True} if RECIPES[kind] is Rearrange else words  # the names of its axes are also keys
+    return {"pattern": True, "index": False} if RECIPES[kind] is Rearrange else words  # and the names of its axes
 
 
 def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> Fault | None:

@@ -25,10 +25,48 @@ class Composer(Mixers, Rates, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
-        if body.now.grid is None:
+        now, grid = body.now, body.now.grid
+        if grid is None:
             self.conv(body)
             return
-        self.add(body, "conv2d", body.now, kernel=self.chance.choice([1, 3]), activation="silu", bias=self.maybe(0.5))
+        width = self.chance.choice([None, self.width()])
+        more = {"features": width, "dilation": self.chance.choice([None, 2])}
+        made = replace(now, width=width or now.width)
+        kernel, bias = self.chance.choice([1, 3]), self.maybe(0.5)
+        self.add(body, "conv2d", made, kernel=kernel, activation="silu", bias=bias, **more)
+
+    def image_windows(self, body: Body) -> None:
+        """Append windows on a grid that keep it, or that halve it and perhaps double it again."""
+        now, grid, mode, width = body.now, body.now.grid, self.chance.choice(["max", "mean"]), self.width()
+        if grid is None:
+            self.pointwise(body)
+        elif now.rate > 6 or any(side % 2 for side in grid) or self.maybe(0.2):
+            if self.maybe(0.5):
+                self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
+            else:
+                self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
+        else:
+            half = (grid[0] // 2, grid[1] // 2)
+            made = replace(now, length=half[0] * half[1], grid=half, rate=4 * now.rate)
+            if self.maybe(0.5):
+                self.add(body, "pool2d", made, mode=mode)
+            else:
+                size = self.chance.choice([{"kernel": 2, "padding": 0}, {"kernel": 3}])
+                self.add(body, "conv2d", replace(made, width=width), features=width, stride=2, **size)
+            if body.columns or self.maybe(0.6):
+                back = replace(now, width=width)
+                self.add(body, "conv_transpose2d", back, features=width, kernel=2, stride=2)
+
+    def windows_of_an_image(self, body: Body) -> None:
+        """Read an image by windows that make tokens."""
+        grid, width = body.now.grid, self.width()
+        assert grid
+        length = grid[0] * grid[1]
+        if self.maybe(0.5):
+            made = Kind("sequence", body.now.width, length, grid)
+            self.add(body, "pool2d", made, kernel=3, stride=1, padding=1, mode=self.chance.choice(["max", "mean"]))
+        else:
+            self.add(body, "conv2d", Kind("sequence", width, length, grid), features=width, kernel=3)
 
     def through_an_image(self, body: Body) -> None:
         """Reshape tokens into an image, and back into tokens."""
@@ -151,6 +189,7 @@ class Composer(Mixers, Rates, Sequences):
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
+            eps=self.chance.choice([None, 1e-6]),
             corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
             **self.chance.choice(self.groupings(count, top)),
         )  # fmt: skip
@@ -300,7 +339,9 @@ class Composer(Mixers, Rates, Sequences):
             case "image":
                 if body.fixed:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
-                return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested[:4]])
+                return self.chance.choice([
+                    self.patches, self.patches, self.windows_of_an_image, self.parallel_of_images, *nested[:4],
+                ])  # fmt: skip
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
@@ -317,7 +358,8 @@ class Composer(Mixers, Rates, Sequences):
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
-            moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
+            on_grids = [self.conv2d, self.image_windows, self.through_an_image, self.merged_patches]
+            moves += on_grids * (3 if body.now.grid else 0)
             moves += [] if body.fixed or body.now.prefix else [self.class_token] * 2
             moves += [] if body.now.prefix else [self.one_after_another] * 2
         return self.chance.choice(moves)

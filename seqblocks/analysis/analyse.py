@@ -138,10 +138,10 @@ def analyse_text(
     if file is not None and file.model is None and not file.blocks and not report:
         report.fault(Fault("E206", "the file defines nothing", hint="add a `model:` or `blocks:`"), file.root.span)
         file = None
-    files = tuple(reader.texts.items())
+    used = tuple(reader.texts.items())
     if file is None:
         found = Analysis(None, in_order(report.diagnostics), report.dropped, SpecError.exit_status)
-        found.files = files
+        found.files = used
         return found
     lowered = lower_file(file, report, cautions, Path(name).stem, changes.applied, references)
     if report and file.expect is not None:
@@ -149,11 +149,11 @@ def analyse_text(
 
         check_numbers(file, report)
     found = _of(file, report, cautions, strict)
-    found.lowered, found.files = lowered, files
+    found.lowered, found.files = lowered, used
     model = lowered.model
     if model is not None and found.ok:
         model.warnings = file.warnings
-        model.source = SpecSource(name, text, tuple(changes.texts.items()), files)
+        model.source = SpecSource(name, text, tuple(changes.texts.items()), used)
         if file.expect is not None:
             from seqblocks.analysis.passes.expectations import check_expectations  # only specs that have it need it
 

@@ -152,7 +152,8 @@ def sweep(
     where: conditions such as `"params<200M"`; other points are left out. lengths: numbers of tokens at which to count
     MACs per token; the first is also that of the training FLOPs, which are three times those of a forward pass.
     tokens_per_parameter: tokens of a training run for each parameter. measure_more: gives the columns `more` of a
-    model, such as a time; the values of `more` say what determines them besides the spec. Invalid points have a row with their fault.
+    model, such as a time; the values of `more` say what determines them besides the spec. Invalid points have a
+    row with their fault.
 
     Raises UsageError for an invalid call, SpecError while iterating if no point can be valid.
     """

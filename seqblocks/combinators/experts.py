@@ -32,6 +32,7 @@ class Experts(Combinator):
         False,
         "whether to choose experts by their scores plus `router.correction` [C], which does not affect their weights",
     )
+    eps: float = argument(1e-20, "added to the sum of a token's scores before `normalize` divides by it", ge=0)
     bias: bool = argument(False, "whether the router adds `router.bias` [C] to W x")
     groups: int = argument(1, "number of groups of consecutive experts; must divide count", ge=1)
     top_groups: int = argument(1, "groups per token", ge=1)

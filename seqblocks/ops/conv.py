@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from seqblocks.errors import Fault
 from seqblocks.op import Op, Split, argument, evenly, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.types import Wire
-from seqblocks.widths import must_have_grid
 
 Activation = Literal["none", "silu"]
 
@@ -87,52 +85,3 @@ class CausalConv(Op):
         )
         y, window = out if call.return_state else (out, None)
         return y, {"window": window} if call.return_state and self.kernel > 1 else {}
-
-
-@primitive("conv2d")
-class Conv2d(Op):
-    """Depthwise K x K convolution over the tokens of an image, zero-padded to keep their grid. Resets are an error."""
-
-    independent = "features"
-    reads = "all"
-    kernel: int = argument(3, "height and width of the kernel, K; odd, so that the grid keeps its size", ge=1, le=255)
-    activation: Activation = argument("none", "applied to the result")
-    bias: bool = argument(True, "whether to add a bias")
-    source = "Vision-LSTM (arXiv:2406.04303), version 2"
-
-    def shape(self, x: Wire) -> Wire:
-        if self.kernel % 2 == 0:
-            hint = f"kernel: {self.kernel - 1} or {self.kernel + 1}"
-            raise Fault("E412", "the kernel of conv2d must be odd", at="kernel", found=str(self.kernel), hint=hint)
-        must_have_grid(x, "conv2d", instead="causal_conv")
-        return x
-
-    def parameters(self, x: Wire) -> dict[str, Parameter]:
-        fan_in = self.kernel**2
-        shape = (x.features, 1, self.kernel, self.kernel)
-        out = {"weight": Parameter(shape, Init("fan_in_uniform"), fan_in=fan_in)}
-        if self.bias:
-            out["bias"] = Parameter((x.features,), Init("fan_in_uniform"), decay=False, fan_in=fan_in)
-        return out
-
-    def macs(self, x: Wire) -> int:
-        return x.features * self.kernel**2
-
-    def ignores_resets(self, x: Wire) -> str | None:
-        return "it reads neighbouring tokens of an image"
-
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
-        y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), x.shape), x.shape, dense=False)
-        return tape.unary(y) if self.activation == "silu" else y
-
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from einops import rearrange
-        from torch.nn.functional import conv2d, silu
-
-        rows, columns = call.grid_of(x)
-        image = rearrange(
-            x, "batch (rows columns) features -> batch features rows columns", rows=rows, columns=columns
-        )
-        y = conv2d(image, p["weight"], p.get("bias"), padding=self.kernel // 2, groups=x.shape[-1])
-        y = rearrange(y, "batch features rows columns -> batch (rows columns) features")
-        return silu(y) if self.activation == "silu" else y

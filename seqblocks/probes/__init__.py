@@ -1,6 +1,8 @@
 """Small synthetic tasks that tell mixers apart: what they can remember, recall and keep track of."""
 
-from seqblocks.probes.tasks import TASKS, Batch, Task
+from seqblocks.probes.batches import Batch, Published, Task
+from seqblocks.probes.paper import PAPER
+from seqblocks.probes.tasks import TASKS
 from seqblocks.probes.training import Result, probe
 
-__all__ = ["TASKS", "Batch", "Result", "Task", "probe"]
+__all__ = ["PAPER", "TASKS", "Batch", "Published", "Result", "Task", "probe"]

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-NOTHING = -100  # the label where nothing is asked, which the cross-entropy ignores
-
-
-class Batch(NamedTuple):
-    """Token ids x [batch, length] and the labels y [batch, length], NOTHING where nothing is asked."""
-
-    x: Tensor
-    y: Tensor
-
-
-Draw = Callable[[Generator, int, int], Batch]  # of a generator, the batch size and the length
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task. vocabulary: of the ids; labels: of the answers. chance: accuracy of a guess among them.
-
-    length, steps, rate: of the quick training. shortest: the length it begins with, if it grows to `length` over the
-    first 60 % of the steps. lengths: at which it is read. about: what it asks, with its source.
-    """
-
-    name: str
-    vocabulary: int
-    labels: int
-    draw: Draw
-    length: int
-    lengths: tuple[int, ...]
-    about: str
-    chance: float
-    shortest: int = 0
-    steps: int = 400
-    rate: float = 1e-2
-    batch: int = 32
-
-
-def _integers(g: Generator, low: int, high: int, *shape: int) -> Tensor:
-    return torch.randint(low, high, shape, generator=g)
+from seqblocks.probes import mad
+from seqblocks.probes.batches import NOTHING, Batch, Draw, distinct, integers, make_task
 
 
 def _running_sum(modulus: int) -> Draw:
     def draw(g: Generator, batch: int, length: int) -> Batch:
-        x = _integers(g, 0, modulus, batch, length)
+        x = integers(g, 0, modulus, batch, length)
         return Batch(x, x.cumsum(1) % modulus)
 
     return draw
@@ -62,7 +24,7 @@ def arithmetic(g: Generator, batch: int, length: int) -> Batch:
 
     The value of the expression so far is asked at each number; `*` binds tighter.
     """
-    numbers, operators = _integers(g, 0, 5, batch, length), _integers(g, 0, 3, batch, length)
+    numbers, operators = integers(g, 0, 5, batch, length), integers(g, 0, 3, batch, length)
     is_number = torch.arange(length) % 2 == 0
     x = torch.where(is_number, numbers, operators + 5)
     y = torch.full_like(x, NOTHING)
@@ -102,7 +64,7 @@ def _words(name: str) -> Draw:
         if not tables:
             tables.append(group(name)[1])
         (table,) = tables
-        x = _integers(g, 0, len(table), batch, length)
+        x = integers(g, 0, len(table), batch, length)
         y, product = torch.empty_like(x), torch.zeros(batch, dtype=torch.long)
         for at in range(length):
             product = table[product, x[:, at]]
@@ -121,19 +83,19 @@ def recall(g: Generator, batch: int, length: int) -> Batch:
     One pair for each 12 tokens. Id 0 stands between the queries; keys are 1 to 31, values 32 to 63.
     """
     pairs = min(max(1, length // 12), KEYS - 1)
-    keys = _distinct(g, batch, KEYS - 1, pairs) + 1
-    values = _distinct(g, batch, KEYS, pairs) + KEYS
+    keys = distinct(g, batch, KEYS - 1, pairs) + 1
+    values = distinct(g, batch, KEYS, pairs) + KEYS
     x = torch.zeros(batch, length, dtype=torch.long)
     y = torch.full_like(x, NOTHING)
     x[:, 0 : 2 * pairs : 2], x[:, 1 : 2 * pairs : 2] = keys, values
-    places = 2 * pairs + _distinct(g, batch, length - 2 * pairs, pairs)
+    places = 2 * pairs + distinct(g, batch, length - 2 * pairs, pairs)
     return Batch(x.scatter(1, places, keys), y.scatter(1, places, values))
 
 
 def induction(g: Generator, batch: int, length: int) -> Batch:
     """Return random ids 1 to 15, with the trigger 0 once inside and at the end: asked is what followed it."""
-    x = _integers(g, 1, 16, batch, length)
-    place = _integers(g, 0, length - 2, batch, 1)
+    x = integers(g, 1, 16, batch, length)
+    place = integers(g, 0, length - 2, batch, 1)
     y = torch.full_like(x, NOTHING)
     y[:, -1:] = x.gather(1, place + 1)
     x.scatter_(1, place, 0)
@@ -141,11 +103,11 @@ def induction(g: Generator, batch: int, length: int) -> Batch:
     return Batch(x, y)
 
 
-def copying(g: Generator, batch: int, length: int) -> Batch:
-    """Return 4 data ids (2 to 15) at random places among noise (0), then 4 times 1: the data are asked in order."""
-    count = 4
-    places = _distinct(g, batch, length - count, count).sort(1).values
-    data = _integers(g, 2, 16, batch, count)
+def copying(g: Generator, batch: int, length: int, count: int = 4) -> Batch:
+    """Return `count` data ids (2 to 15) at random places among noise (0), then as many 1: the data are asked in order.
+    """
+    places = distinct(g, batch, length - count, count).sort(1).values
+    data = integers(g, 2, 16, batch, count)
     x = torch.zeros(batch, length, dtype=torch.long).scatter(1, places, data)
     x[:, -count:] = 1
     y = torch.full_like(x, NOTHING)
@@ -153,44 +115,36 @@ def copying(g: Generator, batch: int, length: int) -> Batch:
     return Batch(x, y)
 
 
-def _distinct(g: Generator, batch: int, limit: int, count: int) -> Tensor:
-    """Return `count` different numbers below `limit` in each row, in random order."""
-    return torch.rand(batch, limit, generator=g).argsort(1)[:, :count]
-
-
-def _task(
-    name: str, vocabulary: int, labels: int, draw: Draw, lengths: tuple[int, ...], about: str, guesses: int, **more: Any
-) -> Task:
-    return Task(name, vocabulary, labels, draw, lengths[0], lengths, about, 1 / guesses, **more)
-
-
 _ALL = (
-    _task("parity", 2, 2, _running_sum(2), (40, 80, 256), "the parity of the bits so far, at each bit", 2, shortest=3),
-    _task("modular", 8, 5, arithmetic, (41, 81, 255), "the value mod 5 of an expression so far", 5, shortest=3),
-    _task(
+    make_task(
+        "parity", 2, 2, _running_sum(2), (40, 80, 256), "the parity of the bits so far, at each bit", 2, shortest=3
+    ),
+    make_task("modular", 8, 5, arithmetic, (41, 81, 255), "the value mod 5 of an expression so far", 5, shortest=3),
+    make_task(
         "s3", 6, 6, _words("S3"), (24, 64), "the product so far of permutations of 3 points (arXiv:2404.08819)", 6,
         shortest=3, steps=1500, rate=5e-3,
     ),
-    _task(
+    make_task(
         "a5", 60, 60, _words("A5"), (24, 64), "the product so far of even permutations of 5 points (arXiv:2404.08819)",
         60, shortest=3, steps=5000, rate=3e-3,
     ),
-    _task(
+    make_task(
         "s5", 120, 120, _words("S5"), (24, 64), "the product so far of permutations of 5 points (arXiv:2404.08819)",
         120, shortest=3, steps=5000, rate=3e-3,
     ),
-    _task(
+    make_task(
         "recall", 64, 64, recall, (48, 96), "the values of the keys that were paired before (arXiv:2312.04927)", KEYS,
         steps=300, rate=3e-3,
     ),
-    _task(
+    make_task(
         "induction", 16, 16, induction, (64, 256), "what followed the trigger (arXiv:2312.00752)", 15, steps=1000,
         rate=3e-3,
     ),
-    _task(
+    make_task(
         "copying", 16, 16, copying, (48, 96), "data tokens among noise, in order (arXiv:2312.00752)", 14, steps=600,
         rate=5e-3,
     ),
+    *mad.TASKS,
 )  # fmt: skip
 TASKS = {task.name: task for task in _ALL}
 QUICK = ("parity", "recall", "copying")

@@ -18,10 +18,10 @@ from seqblocks.errors import UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.probes.tasks import NOTHING, Task
+from seqblocks.probes.batches import NOTHING, Task
 from seqblocks.training.loop import adamw, step
 
-WARM_UP, LAST_RATE, GROWTH = 0.1, 0.05, 0.6  # of the steps; of the rate; of the steps
+GROWTH = 0.6  # of the steps
 READ = 256  # sequences
 
 
@@ -62,11 +62,34 @@ class _Probed(nn.Module):
         wire, y = model.spec.input, model.spec.output
         assert y is not None
         self.embed = nn.Embedding(task.vocabulary, wire.features) if wire.kind != "tokens" else None
-        self.head = nn.Linear(y.features, task.labels) if self.embed or y.features < task.labels else None
+        self.head: nn.Module | None = None
+        if task.from_last:
+            self.head = _Decoder(y.features, task.labels)
+        elif self.embed or y.features < task.labels:
+            self.head = nn.Linear(y.features, task.labels)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.model(x if self.embed is None else self.embed(x))
         return y if self.head is None else self.head(y)
+
+
+class _Decoder(nn.Module):
+    """Two layers that read the last output [batch, features] and a place, and score the token at this place."""
+
+    def __init__(self, features: int, labels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(features, 2 * features), nn.GELU(), nn.Linear(2 * features, labels))
+
+    def forward(self, y: Tensor) -> Tensor:
+        scores: Tensor = self.layers(y[:, -1:] + _places(y.shape[1], y.shape[2]).to(y))
+        return scores
+
+
+def _places(length: int, features: int) -> Tensor:
+    """Return the sines and cosines of places [length, features] (arXiv:1706.03762)."""
+    at = torch.arange(features)
+    speed = 10_000.0 ** -((at - at % 2) / features)
+    return torch.sin(torch.arange(length)[:, None] * speed + math.pi / 2 * (at % 2))
 
 
 def probe(
@@ -77,20 +100,22 @@ def probe(
     steps: int | None = None,
     rate: float | None = None,
     seconds: float = math.inf,
+    device: str = "cpu",
     advance: Callable[[float], object] | None = None,
 ) -> list[Result]:
     """Train the model of a spec on a task with random batches; return its accuracy at each of the task's lengths.
 
-    AdamW (weight decay 0.1 on matrices), warm-up over a tenth of the steps, then a cosine to a twentieth of the rate,
-    gradients clipped to norm 1. The sequences that are read are the same for each model and seed. seconds: after which
-    training ends. A KeyboardInterrupt ends training, and the model is read as it is. Raises UsageError for a model that
-    does not take the task's tokens.
+    AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
+    tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are
+    read are the same for each model and seed. seconds: after which training ends. A
+    KeyboardInterrupt ends training, and the model is read as it is. Raises UsageError for a model that does not take
+    the task's tokens.
     """
     check_fit(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return _probe(spec, task, seed, steps, rate, seconds, advance)
+        return _probe(spec, task, seed, steps, rate, seconds, torch.device(device), advance)
 
 
 def _probe(
@@ -100,9 +125,10 @@ def _probe(
     steps: int,
     rate: float,
     seconds: float,
+    device: torch.device,
     advance: Callable[[float], object] | None,
 ) -> list[Result]:
-    model = _Probed(build_model(spec, seed=seed), task)
+    model = _Probed(build_model(spec, seed=seed), task).to(device)
     begin, done, interrupted = time.perf_counter(), 0, False
     try:
         for done in _training(model, task, seed, steps, rate):
@@ -147,10 +173,11 @@ def _training(model: _Probed, task: Task, seed: int, steps: int, rate: float) ->
     own = [part for part in (model.embed, model.head) if part is not None]
     optimizer = adamw(model.model, rate, (p for part in own for p in part.parameters()))
     generator = torch.Generator().manual_seed(2 * seed + 1)
+    device = next(model.parameters()).device
     model.train()
     for number in range(steps):
-        x, y = task.draw(generator, task.batch, _length(task, number / steps))
-        step(model, optimizer, rate * _schedule(number / steps), partial(_loss, model, x, y))
+        x, y = (each.to(device) for each in task.draw(generator, task.batch, _length(task, number / steps)))
+        step(model, optimizer, rate * _schedule(task, number / steps), partial(_loss, model, x, y))
         yield number + 1
 
 
@@ -158,11 +185,12 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x).flatten(0, 1).float(), y.flatten(), ignore_index=NOTHING)
 
 
-def _schedule(part: float) -> float:
+def _schedule(task: Task, part: float) -> float:
     """Return the rate at this part of the training, relative to the highest."""
-    if part < WARM_UP:
-        return (part + 1e-3) / WARM_UP
-    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * (part - WARM_UP) / (1 - WARM_UP))) / 2
+    begin, last = task.warm_up, task.last_rate
+    if part < begin:
+        return (part + 1e-3) / begin
+    return last + (1 - last) * (1 + math.cos(math.pi * (part - begin) / (1 - begin))) / 2
 
 
 def _length(task: Task, part: float) -> int:
@@ -178,9 +206,10 @@ def read(model: nn.Module, task: Task, length: int) -> tuple[float, float]:
     model.eval()
     right = torch.zeros(length, dtype=torch.float64)
     asked = torch.zeros(length, dtype=torch.float64)
-    for _ in range(READ // task.batch):
+    device = next(model.parameters()).device
+    for _ in range(max(1, READ // task.batch)):
         x, y = task.draw(generator, task.batch, length)
-        found = model(x)[..., : task.labels].argmax(-1)
+        found = model(x.to(device))[..., : task.labels].argmax(-1).cpu()
         right += ((found == y) & (y != NOTHING)).sum(0)
         asked += (y != NOTHING).sum(0)
     late = length - -(-length // 8)

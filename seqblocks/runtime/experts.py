@@ -84,7 +84,7 @@ class Experts(StepModule):
         scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
         weights, chosen = self._choose(scores, call)
         if self._arguments.normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+            weights = weights / (weights.sum(-1, keepdim=True) + self._arguments.eps)
         return scores, weights, chosen
 
     @property

@@ -18,10 +18,13 @@ from seqblocks.op import Op
 from seqblocks.ops import activations
 from seqblocks.ops.conv import CausalConv
 from seqblocks.ops.conv1d import Conv1d as Conv1dOp
+from seqblocks.ops.conv2d import Conv2d as Conv2dOp
+from seqblocks.ops.conv2d import ConvTranspose2d as ConvTranspose2dOp
 from seqblocks.ops.dropout import Dropout as DropoutOp
 from seqblocks.ops.embed import Embed, Unembed
 from seqblocks.ops.linear import Affine
 from seqblocks.ops.norm import LayerNorm as LayerNormOp
+from seqblocks.ops.pool2d import Pool2d as Pool2dOp
 from seqblocks.ops.rms_norm import RMSNorm as RMSNormOp
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.initialise import draw_anew
@@ -88,6 +91,48 @@ class Conv1d(_WithParameters, nn.Conv1d):
         self.padding, self.output_padding, self.transposed, self.padding_mode = (0,), (0,), False, "zeros"
 
 
+class Conv2d(_WithParameters, nn.Conv2d):
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, Conv2dOp)
+        op = node.op
+        self.out_channels, width, *sides = self.weight.shape
+        self.in_channels = node.wires[0].features if node.wires and node.wires[0] else width
+        self.groups, self.kernel_size = self.in_channels // width, (sides[0], sides[1])
+        self.stride, self.dilation = (op.stride, op.stride), (op.dilation, op.dilation)
+        self.padding, self.output_padding = (op.pad, op.pad), (0, 0)
+        self.transposed, self.padding_mode = False, "zeros"
+
+
+class ConvTranspose2d(_WithParameters, nn.ConvTranspose2d):  # type: ignore[misc]  # torch's takes an output size
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, ConvTranspose2dOp)
+        op = node.op
+        self.in_channels, self.out_channels, self.groups = self.weight.shape[0], op.features, op.groups
+        self.kernel_size, self.stride, self.dilation = (op.kernel, op.kernel), (op.stride, op.stride), (1, 1)
+        self.padding, self.output_padding = (op.padding, op.padding), (op.output_padding, op.output_padding)
+        self.transposed, self.padding_mode = True, "zeros"
+
+
+class MaxPool2d(Primitive, nn.MaxPool2d):
+    dilation, return_indices, ceil_mode = 1, False, False
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, Pool2dOp)
+        self.kernel_size, self.stride, self.padding = node.op.kernel, node.op.step, node.op.padding
+
+
+class AvgPool2d(Primitive, nn.AvgPool2d):
+    ceil_mode, count_include_pad, divisor_override = False, True, None
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, Pool2dOp)
+        self.kernel_size, self.stride, self.padding = node.op.kernel, node.op.step, node.op.padding
+
+
 class Dropout(Primitive, nn.Dropout):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node, place)
@@ -146,11 +191,12 @@ class Softplus(Primitive, nn.Softplus):
 
 CLASSES: dict[type[Op], type[Primitive]] = {
     Unembed: Linear, Embed: Embedding, LayerNormOp: LayerNorm, RMSNormOp: RMSNorm, Conv1dOp: Conv1d, CausalConv: Conv1d,
+    Conv2dOp: Conv2d, ConvTranspose2dOp: ConvTranspose2d, Pool2dOp: MaxPool2d,
     DropoutOp: Dropout, activations.Silu: SiLU, activations.Gelu: GELU, activations.GeluTanh: GELUTanh,
     activations.Relu: ReLU, activations.LeakyRelu: LeakyReLU, activations.Elu: ELU, activations.Selu: SELU,
     activations.Sigmoid: Sigmoid, activations.Tanh: Tanh, activations.Softplus: Softplus,
 }  # fmt: skip
-PRIMITIVES: frozenset[type[nn.Module]] = frozenset({Primitive, Linear, *CLASSES.values()})
+PRIMITIVES: frozenset[type[nn.Module]] = frozenset({Primitive, Linear, AvgPool2d, *CLASSES.values()})
 """The classes of primitives as they are built."""
 
 
@@ -170,6 +216,8 @@ def primitive(node: Node, place: Place) -> Primitive:
 def _class_of(op: Op | None) -> type[Primitive]:
     if isinstance(op, Affine) and op.builtin:
         return Linear
+    if isinstance(op, Pool2dOp) and op.mode == "mean":
+        return AvgPool2d
     return CLASSES.get(type(op), Primitive) if op is not None else Primitive
 
 
@@ -178,4 +226,4 @@ def _is_torchs(node: Node) -> bool:
     op = node.op
     if isinstance(op, RMSNormOp):
         return op.groups == 1 and not op.bias and not node.inputs.get("z")
-    return not isinstance(op, CausalConv) or op.activation == "none"
+    return not isinstance(op, CausalConv | Conv2dOp) or op.activation == "none"

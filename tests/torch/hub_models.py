@@ -95,6 +95,34 @@ def bamba(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def granitemoehybrid(chance: random.Random) -> dict[str, Any]:
+    rope = {**chance.choice(SCALED), "rope_theta": 500.0}
+    return {
+        **{key: value for key, value in bamba(chance).items() if key not in ("attn_layer_indices", "mlp_bias")},
+        "layer_types": layers(chance, 3), "num_local_experts": chance.choice((0, 3)), "num_experts_per_tok": 2,
+        "shared_intermediate_size": 10, "embedding_multiplier": chance.choice((1.0, 3.0)), "logits_scaling": 2.0,
+        "residual_multiplier": chance.choice((1, 0.6)), "attention_multiplier": chance.choice((1.0, 0.3)),
+        "position_embedding_type": chance.choice(("rope", "nope", None)), "rope_parameters": rope,
+        "tie_word_embeddings": chance.random() < 0.5, "max_position_embeddings": 64,
+    }  # fmt: skip
+
+
+def falcon_h1(chance: random.Random) -> dict[str, Any]:
+    given = bamba(chance)
+    names = ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
+    for key in ("attn_layer_indices", "num_hidden_layers"):
+        del given[key]
+    return {
+        **given, "num_hidden_layers": 2, "mamba_d_ssm": chance.choice((None, 24)), "mamba_d_head": "auto",
+        **{f"{name}_multiplier": chance.choice((1.0, 0.6, 1.7)) for name in names},
+        "ssm_multipliers": chance.choice((None, [0.7, 1.3, 0.4, 1.6, 0.9], [1.5, 1.0, 1.0, 1.0, 1.0])),
+        "mlp_multipliers": chance.choice((None, [0.8, 1.4], [1.0, 0.3])), "projectors_bias": chance.random() < 0.5,
+        "mamba_rms_norm": chance.random() < 0.6, "mamba_norm_before_gate": chance.random() < 0.5,
+        "rope_parameters": {**chance.choice(SCALED), "rope_theta": 500.0}, "max_position_embeddings": 64,
+        "tie_word_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+
+
 def zamba2(chance: random.Random) -> dict[str, Any]:
     sizes, adapted = attention_sizes(chance), chance.random() < 0.5
     return {
@@ -196,6 +224,17 @@ def lfm2(chance: random.Random) -> dict[str, Any]:
     return {**dense(chance), **sizes, **adjusted, "num_hidden_layers": 3}
 
 
+def lfm2_moe(chance: random.Random) -> dict[str, Any]:
+    kinds = layers(chance, 3, ("conv", "full_attention"))
+    experts = {"num_experts": 4, "num_experts_per_tok": chance.choice((2, 3)), "moe_intermediate_size": 6}
+    return {
+        **dense(chance), **experts, "num_hidden_layers": 3, "layer_types": kinds, "conv_L_cache": chance.choice((2, 3)),
+        "conv_bias": chance.random() < 0.5, "num_dense_layers": chance.choice((0, 1)),
+        "use_expert_bias": chance.random() < 0.6, "routed_scaling_factor": chance.choice((1.0, 1.5)),
+        "norm_topk_prob": chance.random() < 0.6,
+    }  # fmt: skip
+
+
 def gpt_neox(chance: random.Random) -> dict[str, Any]:
     found = dense(chance)
     found["rope_parameters"]["partial_rotary_factor"] = chance.choice((0.25, 0.5, 1.0))
@@ -238,6 +277,8 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "kimi_linear": ("KimiLinear", kimi_linear, "transformers"),
     "jamba": ("Jamba", jamba, "official"),
     "bamba": ("Bamba", bamba, "official"),
+    "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid, "official"),
+    "falcon_h1": ("FalconH1", falcon_h1, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
     "llama": ("Llama", llama, "official"),
     "mistral": ("Mistral", mistral, "official"),
@@ -251,6 +292,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "mixtral": ("Mixtral", mixtral, "official"),
     "qwen3_moe": ("Qwen3Moe", qwen3_moe, "official"),
     "lfm2": ("Lfm2", lfm2, "official"),
+    "lfm2_moe": ("Lfm2Moe", lfm2_moe, "official"),
     "deepseek_v2": ("DeepseekV2", deepseek_v2, "official"),
     "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
@@ -269,7 +311,7 @@ def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
     model = getattr(library, f"{name}ForCausalLM")(config)
     model.config._experts_implementation = "eager"  # the default implementation does not support float64
     with torch.no_grad():
-        corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
+        corrections = [b for name, b in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
         for tensor in (*model.parameters(), *corrections):
             tensor.add_(0.2 * torch.randn_like(tensor))
     return model.to(dtype).eval()

@@ -99,7 +99,18 @@ OPS: dict[str, list[str]] = {
 }
 
 
-def text_of(steps: list[str]) -> str:
+GRID_OPS: dict[str, list[str]] = {  # on the tokens of an image
+    "conv2d, depthwise": ["conv2d"],
+    "conv2d, strided": ["conv2d: {features: 32, stride: 2, activation: silu}"],
+    "conv2d, even": ["conv2d: {features: 64, kernel: 2, stride: 2, padding: 0}"],
+    "conv_transpose2d": ["pool2d", "conv_transpose2d: {features: 64, kernel: 2, stride: 2}"],
+    "pool2d": ["pool2d: {kernel: 3, stride: 2, padding: 1}"],
+    "pool2d, mean": ["pool2d: {mode: mean}"],
+}
+OPS |= GRID_OPS
+
+
+def text_of(steps: list[str], entering: str = "{features: 64}") -> str:
     """Return a spec with a linear map before these steps, so that their input needs a gradient."""
-    lines = ["seqblocks: 1", "model:", "  input: {features: 64}", "  steps:", "    - linear: {features: 64, as: x}"]
+    lines = ["seqblocks: 1", "model:", f"  input: {entering}", "  steps:", "    - linear: {features: 64, as: x}"]
     return "\n".join([*lines, *(f"    - {step}" for step in steps)]) + "\n"

@@ -193,6 +193,26 @@ def test_cuts_of_joined_tensors_read_what_they_write(ours: list[int], theirs: li
         assert torch.equal(recipe.make("w", tuple(part.shape), *outs), part)
 
 
+@given(st.integers(1, 3), st.integers(1, 3), sizes, sizes, st.permutations("abrc"), st.booleans())
+def test_parts_by_index_read_what_they_write(
+    first: int, second: int, rows: int, columns: int, order: list[str], joined: bool
+) -> None:
+    """One official tensor contains all parts, in any order of its axes."""
+    left = f"({' '.join(order)})" if joined else " ".join(order)
+    given = {"a": first, "b": second, "r": rows, "c": columns}
+    recipes = [Rearrange("w", f"{left} -> (a b) r c", given, at) for at in range(first * second)]
+    parts = [torch.randn(rows, columns) for _ in recipes]
+    (extent,) = recipes[0].extents("w", (rows, columns))
+    out = torch.full(extent.shape, torch.nan)
+    for recipe, part in zip(recipes, parts, strict=True):
+        assert recipe.misfit("w", (rows, columns)) is None
+        recipe.put("w", part, 0, out)
+    expected = torch.stack(parts).view(first, second, rows, columns).permute(*map("abrc".index, order))
+    assert torch.equal(out, expected.reshape(out.shape))
+    for recipe, part in zip(recipes, parts, strict=True):
+        assert torch.equal(recipe.make("w", (rows, columns), out), part)
+
+
 PARTS = """
 seqblocks: 1
 model:
@@ -204,6 +224,8 @@ model:
 checkpoint: MAP
 """
 
+NUMBERED = "rearrange: w, pattern: 'p c r -> p r c', p: 2, index"
+
 
 @pytest.mark.parametrize(
     ("table", "reason"),
@@ -212,6 +234,8 @@ checkpoint: MAP
         ("{a.weight: {slice: w, groups: 2}, b.weight: {slice: w, start: 2, groups: 2}}", None),
         ("{a.weight: {split: w, parts: 2, part: 1}, b.weight: {split: w, parts: 2, part: 0}}", None),
         ("{a.weight: {real: w}, b.weight: {imag: w}}", None),
+        (f"{{a.weight: {{{NUMBERED}: 1}}, b.weight: {{{NUMBERED}: 0}}}}", None),
+        (f"{{a.weight: {{{NUMBERED}: 1}}, b.weight: {{{NUMBERED}: 1}}}}", "they leave a gap at 0"),
         ("{a.weight: {slice: w}, b.weight: {slice: w, start: 5}}",
          r"w cannot be written from a\.weight, b\.weight: they leave a gap at 4"),
         ("{a.weight: {slice: w}, b.weight: {slice: w, start: 3}}", ": they overlap at 3"),

@@ -27,6 +27,7 @@ ROUTES = [
     "count: 1, top: 1, score: sigmoid",
     "count: 6, top: 3, score: sigmoid",
     "count: 6, top: 1, score: sigmoid",
+    "count: 6, top: 2, score: sigmoid, eps: 0.25",
     "count: 6, top: 2, score: sigmoid, corrected: true",
     "count: 5, top: 2, corrected: true",
     "count: 4, top: 2, bias: true",
@@ -72,7 +73,7 @@ def by_loops(model: SequenceModel, x: Tensor, arguments: Any) -> Tensor:
             hidden = weights[f"experts.{each}.up.weight"] @ token + weights[f"experts.{each}.up.bias"]
             hidden = nn.functional.silu(hidden)
             y = weights[f"experts.{each}.down.weight"] @ hidden + weights[f"experts.{each}.down.bias"]
-            made = made + (scores[each] / total * y if each in chosen else 0 * y)
+            made = made + (scores[each] / (total + arguments.eps * normalize) * y if each in chosen else 0 * y)
         rows.append(made)
     return torch.stack(rows).unflatten(0, x.shape[:-1])
 

@@ -20,7 +20,7 @@ from seqblocks.cost import tokens_of
 from seqblocks.errors import RunError, SpecError
 from seqblocks.graph import ModelSpec
 from tests.compose import Composer
-from tests.torch.memory_ops import OPS, text_of
+from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 
@@ -97,7 +97,8 @@ def test_each_op(name: str) -> None:
 
     A peak is compared without what was there before the step, weights and moments.
     """
-    _, spec = seqblocks.load_text(text_of(OPS[name]))
+    entering = "{features: 64, grid: [8, 16]}" if name in GRID_OPS else "{features: 64}"
+    _, spec = seqblocks.load_text(text_of(OPS[name], entering))
     found, run = seqblocks.memory(spec, batch=8, length=128), Run(seqblocks.build_model(spec), 8, 128)
     real = run.measured()
     loss = 4 * math.prod(Sizes(8, 128).shape(spec.output))

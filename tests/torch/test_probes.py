@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import permutations
 from typing import Any
 from xml.etree import ElementTree
@@ -13,10 +17,11 @@ import torch
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.probes import TASKS, probe
+from seqblocks.probes import PAPER, TASKS, probe
+from seqblocks.probes.batches import NOTHING
 from seqblocks.probes.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot
-from seqblocks.probes.tasks import NOTHING, group
-from seqblocks.probes.training import Result
+from seqblocks.probes.tasks import group
+from seqblocks.probes.training import Result, _places
 
 LENGTHS = {name: (task.shortest or 16, task.length) for name, task in TASKS.items()}
 
@@ -63,6 +68,67 @@ def copying(x: list[int]) -> list[int]:
     return [NOTHING] * (len(x) - 4) + data
 
 
+def in_context_recall(x: list[int]) -> list[int]:
+    known: dict[int, int] = {}
+    labels = [NOTHING] * len(x)
+    for at in range(0, len(x), 2):
+        if x[at] < 8:  # not noise
+            labels[at] = known.get(x[at], NOTHING)
+            value = x[at + 1] if at + 1 < len(x) else known[x[at]]
+            assert 8 <= value < 16
+            assert known.setdefault(x[at], value) == value
+    assert labels[(len(x) - 1) // 2 * 2] != NOTHING
+    return labels
+
+
+def noisy_recall(x: list[int]) -> list[int]:
+    assert all((a >= 16) == (b >= 16) for a, b in zip(x[::2], x[1::2], strict=False))
+    return in_context_recall(x)
+
+
+def fuzzy_recall(x: list[int]) -> list[int]:
+    text = "".join("p" if token == 15 else "kv"[token >= 7] for token in x)
+    assert re.fullmatch("p*(k{1,3}v{1,3})+", text)
+    known: dict[tuple[int, ...], list[int]] = {}
+    labels, found = [NOTHING] * len(x), ""
+    for match in re.finditer("(k+)(v+)", text):
+        key, value = tuple(x[slice(*match.span(1))]), x[slice(*match.span(2))]
+        assert len(set(key)) == len(key)
+        assert len(set(value)) == len(value)
+        if found := "known" * (key in known):
+            labels[match.start(2) - 1 : match.end(2) - 1] = known[key]
+        assert known.setdefault(key, value) == value
+    assert found, "the last key must have been seen"
+    return labels
+
+
+def selective_copying(x: list[int]) -> list[int]:
+    ask = x.index(15)
+    data = [token for token in x[:ask] if token != 14]
+    assert x[ask + 1 :] == [14] * len(data)
+    return [NOTHING] * (ask + 1) + data
+
+
+def compression(x: list[int]) -> list[int]:
+    assert x[-1] == 15
+    return [*x[:-1], NOTHING]
+
+
+@cache
+def remembered() -> dict[int, int]:
+    """Return the map of `memorization`, which is the same for all rows and seeds."""
+    x, y = TASKS["memorization"].draw(torch.Generator().manual_seed(9), 200, 64)
+    found = dict(zip(x[:, ::2].flatten().tolist(), y[:, 1::2].flatten().tolist(), strict=True))
+    assert len(set(found.values())) == len(found) == 127
+    return found
+
+
+def memorization(x: list[int]) -> list[int]:
+    assert all(token == 255 for token in x[1::2])
+    assert all(token < 127 for token in x[::2])
+    return [NOTHING if at % 2 == 0 else remembered()[x[at - 1]] for at in range(len(x))]
+
+
 def sign(p: tuple[int, ...]) -> int:
     """Return the sign of a permutation by its cycles."""
     seen: set[int] = set()
@@ -79,6 +145,8 @@ THREE, FIVE = list(permutations(range(3))), list(permutations(range(5)))
 PROGRAMS = {
     "parity": parity, "modular": modular, "s3": word(THREE), "a5": word([p for p in FIVE if sign(p) == 1]),
     "s5": word(FIVE), "recall": recall, "induction": induction, "copying": copying,
+    "in-context-recall": in_context_recall, "noisy-recall": noisy_recall, "fuzzy-recall": fuzzy_recall,
+    "selective-copying": selective_copying, "compression": compression, "memorization": memorization,
 }  # fmt: skip
 
 
@@ -107,6 +175,106 @@ def test_draws(name: str) -> None:
     assert share < (0.5 if name == "modular" else 1.25 * task.chance + 4 * (task.chance / len(labels)) ** 0.5)
 
 
+def paper_parity(x: list[int]) -> list[int]:
+    bits = [token for token in x if token]
+    assert x == bits + [0] * (len(x) - len(bits))
+    return [NOTHING] * (len(bits) - 1) + [bits.count(2) % 2] + [NOTHING] * (len(x) - len(bits))
+
+
+def paper_modular(x: list[int]) -> list[int]:
+    end = x.index(4)
+    assert not any(x[end + 1 :])
+    value = eval("".join(str(token - 5) if token > 4 else " +-*"[token] for token in x[:end])) % 5
+    return [value if at == end else NOTHING for at in range(len(x))]
+
+
+def paper_recall(x: list[int]) -> list[int]:
+    known = dict(zip(x[0:32:2], x[1:32:2], strict=True))
+    assert len(known) == len(set(known.values())) == 16
+    assert sorted(token for token in x[32::2] if token) == sorted(known)
+    assert not any(x[33::2])
+    return [NOTHING] * 32 + [known.get(token, NOTHING) for token in x[32:]]
+
+
+def paper_copying(x: list[int]) -> list[int]:
+    data = [token for token in x if token > 1]
+    assert len(data) == x[-16:].count(1) == x.count(1) == 16
+    return [NOTHING] * (len(x) - 16) + data
+
+
+PUBLISHED = {
+    "parity": paper_parity, "modular": paper_modular, "recall": paper_recall, "copying": paper_copying,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_labels_of_published_settings(name: str) -> None:
+    task, generator = PAPER[name], torch.Generator().manual_seed(1)
+    program = PUBLISHED.get(name, PROGRAMS[name])
+    for length in task.lengths:
+        x, y = task.draw(generator, 5, length)
+        assert 0 <= x.min() <= x.max() < task.vocabulary
+        assert y.max() < task.labels
+        for row, labels in zip(x.tolist(), y.tolist(), strict=True):
+            assert program(row) == labels
+
+
+def test_sizes_of_published_settings() -> None:
+    """In training rows have 3 to 40 places, the last of which is that of the answer; read are 40 to 256."""
+    for name, fewest in (("parity", 0), ("modular", 1)):
+        for length, shortest in ((40, 3), (256, 40)):
+            x, y = PAPER[name].draw(torch.Generator().manual_seed(0), 20_000, length)
+            sizes = (y != NOTHING).long().argmax(1) + 2
+            assert sizes.min() == shortest - (name == "modular" and shortest % 2 == 0)
+            assert sizes.max() == length - (name == "modular" and length % 2 == 0)
+            assert ((y != NOTHING).sum(1) == 1).all()
+            assert (x == 0).any() == (length > fewest)
+
+
+def test_queries_of_recall_come_soon() -> None:
+    """The first of the 112 places of a query has 1 / sum(j ** -0.99) of the weight, where a single one is drawn."""
+    from seqblocks.probes.paper import zoology
+
+    _, y = zoology(1, 64)(torch.Generator().manual_seed(0), 20_000, 226)
+    first = (y[:, 2] != NOTHING).double().mean().item()
+    share = 1 / sum(j**-0.99 for j in range(1, 113))
+    assert first == pytest.approx(share, abs=5 * (share / 20_000) ** 0.5)
+
+
+def test_places_of_a_decoder_are_sines_and_cosines() -> None:
+    found = _places(7, 6)
+    for at in range(7):
+        for k in range(3):
+            angle = at / 10_000 ** (2 * k / 6)
+            assert found[at, 2 * k].item() == pytest.approx(math.sin(angle), abs=1e-5)
+            assert found[at, 2 * k + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
+
+
+def test_compression_reads_the_last_output_alone() -> None:
+    """A model without memory has only the last token there, which is the same in each row; a wide window has all."""
+    (nothing,) = probe(TOKENS16, TASKS["compression"], steps=60)
+    assert nothing.accuracy < 0.1
+    short = replace(TASKS["compression"], length=3, lengths=(3,), steps=300, rate=1e-2)
+    wide = spec("features: 32", "{causal_conv: {kernel: 3, mixing: true}}")
+    (all_of_it,) = probe(wide, short)
+    assert all_of_it.accuracy > 0.9
+
+
+def test_what_papers_report_is_beside_its_setting(run_main: Callable[..., Any], tmp_path: Any) -> None:
+    (tmp_path / "a.yaml").write_text(TEXT % ("tokens: vocabulary", "{embed: 8}, unembed"))
+    words = ("probe", "a.yaml", "noisy-recall", "--preset", "paper", "--steps", "1", "--set", "vocabulary=32")
+    shown = run_main(*words, cwd=tmp_path).stdout
+    assert "arXiv:2406.06484: Transformer 86.8" in shown
+    assert "dim 128" in shown
+    data = json.loads(run_main(*words, "--format", "json", cwd=tmp_path).stdout)
+    assert data["preset"] == "paper"
+    assert data["published"]["noisy-recall"][0]["figures"]["DeltaNet"] == 100
+    assert [(row["task"], row["length"]) for row in data["rows"]] == [("noisy-recall", 128)]
+    failed = run_main("probe", "a.yaml", "s5", "--preset", "paper", cwd=tmp_path)
+    assert failed.returncode == 2
+    assert "s5 has no published setting here" in failed.stderr
+
+
 def test_groups() -> None:
     """A swap and a cycle of three do not commute, and the first element is the identity."""
     elements, table = group("S3")
@@ -130,6 +298,7 @@ def spec(kind: str, steps: str) -> Any:
 
 
 TOKENS = spec("tokens: vocabulary", "{embed: 8}, silu, unembed")
+TOKENS16 = spec("tokens: 16", "{embed: 8}, silu, unembed")
 
 
 def test_a_model_without_memory_stays_at_chance_where_it_needs_one() -> None:
@@ -175,7 +344,7 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
 
 
 def test_an_interrupt_leaves_what_is_done(run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(step: float) -> float:
+    def interrupted(*_: Any) -> float:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("seqblocks.probes.training._schedule", interrupted)

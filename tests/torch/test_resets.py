@@ -38,6 +38,7 @@ def test_an_agent_recovers(name: str, poison: float) -> None:
 IMAGE = "{features: 4, grid: [2, 3]}"
 MIXERS = {
     "conv2d": (IMAGE, "conv2d: {kernel: 3}", "it reads neighbouring tokens of an image"),
+    "pool2d": (IMAGE, "pool2d: {}", "it reads neighbouring tokens of an image"),
     "class_token": ("{features: 4, length: 6}", "class_token", "it inserts one token into the whole sequence"),
     "to_image": (IMAGE, "to_image", "it reads the whole sequence"),
     "position_embed": (IMAGE, "position_embed", "it has a position for each row and column of an image"),

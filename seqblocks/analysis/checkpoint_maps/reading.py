@@ -19,6 +19,8 @@ path. If a key of the enclosing map reaches into a block, it takes precedence ov
     w: {reshape: v}                              the same elements in our shape
     w: {rearrange: v, pattern: "(head part d) gate -> gate (part head d)", head: heads, part: 3}
                                                  axes split, permuted and joined, in einops' notation
+    w: {rearrange: v, pattern: "expert column row -> expert row column", expert: 8, index: 3}
+                                                 the same, then one part along the first axis of the right side
     q.weight: {slice: qkv, start: 0, groups: heads}   a range of each head, if the rows are grouped by head
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
 
@@ -166,9 +168,16 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
     except Fault as fault:
         ctx.report(fault, pattern.span)
         return None
-    known_keys(ctx.run.report, node, ("rearrange", "pattern", *sorted(axes)), "a checkpoint map's recipe")
+    keys = ("rearrange", "pattern", "index", *sorted(axes - {"index"}))
+    known_keys(ctx.run.report, node, keys, "a checkpoint map's recipe")
     sizes = {key: _size(ctx, key, value) for key, _, value in node if key in axes}
-    return None if name is None else Rearrange(name, pattern.value, sizes)
+    given = None if "index" in axes else node.get("index")  # an axis of that name has a size
+    index = None if given is None else number(ctx, given, whole=True)
+    if isinstance(index, int) and index < 0:
+        message = "'index' of rearrange is out of range"
+        ctx.report(Fault("E209", message, expected="0 or more", found=f"{index}"), given)
+        return None
+    return None if name is None else Rearrange(name, pattern.value, sizes, index)
 
 
 def _size(ctx: Context, axis: str, node: Node) -> Any:

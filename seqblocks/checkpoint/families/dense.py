@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from seqblocks.checkpoint.families.layers import OFFICIAL, used
 from seqblocks.checkpoint.families.rope import Rope, rope
-from seqblocks.checkpoint.families.text import language, network_init, normal
+from seqblocks.checkpoint.families.text import language, network_init, normal, scaled
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -47,21 +47,26 @@ class Names(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts of a network: `top` of `in_all` for each token. normalize: whether the weights of these add up to 1."""
+    """Experts of a network: `top` of `in_all` for each token. normalize: whether the weights of these add up to 1.
+
+    factor: of their sum. more: further arguments of `experts` as YAML.
+    """
 
     in_all: int
     top: int
     hidden: int
     normalize: bool
+    factor: float = 1.0
+    more: str = ""
 
 
 class Decoder(NamedTuple):
     """The layers of a decoder.
 
     bias, bias_out: of the input projections of attention, and of its output projection. each_head, all_heads: whether
-    queries and keys are normalised, over the features of each head or of all. gain: of the norms. before, after:
-    official names of the norms before and after attention and the network; empty: there is none. joined: whether the
-    file stores queries, keys and values as one matrix, and both halves of the gated network.
+    queries and keys are normalised, over the features of each head or of all. gain: of the norms. factor: of the result
+    of attention. before, after: official names of the norms before and after attention and the network; empty: there is
+    none. joined: whether the file stores queries, keys and values as one matrix, and both halves of the gated network.
     """
 
     dim: int
@@ -80,6 +85,7 @@ class Decoder(NamedTuple):
     activation: str = "silu"
     scale: float = 0.0
     soft_cap: float = 0.0
+    factor: float = 1.0
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, str] = ("", "")
     joined: bool = False
@@ -91,19 +97,22 @@ class Decoder(NamedTuple):
 
     def attention(self, rotary: Rope | None, window: int) -> str:
         first, last = self._norms(0)
+        factor = [scaled(self.factor, "scaled")] * (self.factor != 1.0)
+        return residual("attention", [*first, *self.attention_steps(rotary, window), *last, *factor])
+
+    def attention_steps(self, rotary: Rope | None, window: int) -> list[str]:
+        """Return the steps between the norms, which read `read`."""
         q, k = self._projected("q", self.heads, rotary), self._projected("k", self.kv_heads, rotary)
         extra = {"scale": self.scale, "soft_cap": self.soft_cap, "window": window}
         more = "".join(f", {name}: {scalar(value)}" for name, value in extra.items() if value)
-        lines = [
-            *first, *q, *k, self._linear(self.kv_heads * self.head, self.bias, "v_proj, as: v", "from: read, "),
+        return [
+            *q, *k, self.linear(self.kv_heads * self.head, self.bias, "v_proj, as: v", "from: read, "),
             f"- attention: {{q: q, k: k, v: v, heads: {self.heads}, kv_heads: {self.kv_heads}, cache: cache{more}}}",
-            self._linear("dim", self.bias_out, "o_proj"),
-            *last,
+            self.linear("dim", self.bias_out, "o_proj"),
         ]  # fmt: skip
-        return residual("attention", lines)
 
     def _projected(self, name: str, heads: int, rotary: Rope | None) -> list[str]:
-        lines = [self._linear(heads * self.head, self.bias, f"{name}_proj", "from: read, ")]
+        lines = [self.linear(heads * self.head, self.bias, f"{name}_proj", "from: read, ")]
         if self.each_head or self.all_heads:
             groups = f"groups: {heads}, shared: true, " if self.each_head else ""
             lines.append(f"- rms_norm: {{{groups}gain: {self.gain}, eps: {scalar(self.eps)}, name: {name}_norm}}")
@@ -114,23 +123,24 @@ class Decoder(NamedTuple):
         """Return the steps of the network as YAML."""
         first, last = self._norms(1)
         if experts:
-            steps = [self._experts(experts)]
+            scaled = [f"- scale: {{by: {scalar(experts.factor)}}}"] if experts.factor != 1.0 else []
+            steps = [self._experts(experts), *scaled]
         elif self.activation == "silu":
             bias = ", bias: true" if self.bias_network else ""
             steps = [f"- swiglu: {{hidden: {self.hidden}{bias}, init: {network_init(self.std)}}}"]
         else:
             steps = [
-                self._linear(self.hidden, False, "gate_proj, as: gate", "from: read, "),
-                self._linear(self.hidden, False, "up_proj", "from: read, "),
+                self.linear(self.hidden, False, "gate_proj, as: gate", "from: read, "),
+                self.linear(self.hidden, False, "up_proj", "from: read, "),
                 f"- gate: {{by: gate, activation: {self.activation}}}",
-                self._linear("dim", False, "down_proj"),
+                self.linear("dim", False, "down_proj"),
             ]
         return residual("mlp", [*first, *steps, *last])
 
     def _experts(self, given: Experts) -> str:
         inner = f"swiglu: {{hidden: {given.hidden}, init: {network_init(self.std)}}}"
         router = f'init: {{router.weight: "{normal(self.std)}"}}'
-        sizes = f"count: {given.in_all}, top: {given.top}, normalize: {scalar(given.normalize)}"
+        sizes = f"count: {given.in_all}, top: {given.top}, normalize: {scalar(given.normalize)}{given.more}"
         return f"- experts: {{{sizes}, {router}, steps: [{{{inner}}}]}}"
 
     def _norms(self, at: int) -> tuple[list[str], list[str]]:
@@ -139,7 +149,8 @@ class Decoder(NamedTuple):
         first = f"- {norm}norm, as: read}}" if self.before[at] else "- identity: {as: read}"
         return [first], [f"- {norm}post_norm}}"] if self.after[at] else []
 
-    def _linear(self, features: int | str, bias: bool, name: str, source: str = "") -> str:
+    def linear(self, features: int | str, bias: bool, name: str, source: str = "") -> str:
+        """Return the step of a linear map as YAML. source: a key `from`, followed by a comma."""
         zero = ", bias: zeros" if bias else ""
         drawn = f'bias: {scalar(bias)}, init: {{weight: "{normal(self.std)}"{zero}}}'
         return f"- linear: {{{source}features: {features}, {drawn}, name: {name}}}"
@@ -158,6 +169,12 @@ class Decoder(NamedTuple):
             lines.append(f"{own}.router: {theirs}.{official.router}")
             lines += self._gated(f"{own}.{{expert}}.swiglu", f"{theirs}.experts.{{expert}}", False)
         return "\n".join(lines) + "\n"
+
+    def attention_names(self) -> list[str]:
+        """Return the lines of a map for attention and the norm before it."""
+        ours = "layers.{layer}.attention"
+        norm = f"{ours}.norm: {OFFICIAL}.{self.before[0]}"
+        return [norm, *self._attention_names(ours, f"{OFFICIAL}.{self.official.attention}")]
 
     def _attention_names(self, ours: str, theirs: str) -> list[str]:
         projections, official = ["q_proj", "k_proj", "v_proj"], self.official

@@ -93,7 +93,11 @@ def bamba(config: Config) -> str:
     wide = flag(config, "mlp_bias", False)
     network = gated_network(config, wide)
     kinds = used(
-        {"mamba2": decoder(_mamba2(config, eps), network, eps), "attention": decoder(attention, network, eps)}, layers
+        {
+            "mamba2": decoder(mamba2_mixer(config, eps), network, eps),
+            "attention": decoder(attention, network, eps),
+        },
+        layers,
     )
     mixers = {"mamba2_mixer": "mamba", "attention_mixer": "self_attn"}
     names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
@@ -101,7 +105,8 @@ def bamba(config: Config) -> str:
     return model._replace(names=NAMES).text(layers, kinds, names)
 
 
-def _mamba2(config: Config, eps: float) -> str:
+def mamba2_mixer(config: Config, eps: float) -> str:
+    """Return the step of a Mamba-2 mixer as YAML, with the entries of Bamba's config."""
     require(config, hidden_act="silu")
     inner = whole(config, "mamba_expand", 2) * whole(config, "hidden_size")
     heads = whole(config, "mamba_n_heads", 128)

@@ -59,6 +59,7 @@ IDLE = {
         block_out_init_scale block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init
         full_attn_idxs intermediate_size tie_embedding use_pos_enc
     """,
+    "lfm2_moe": "block_multiple_of head_dim num_experts num_experts_per_tok use_pos_enc",
     "gpt_neox": "classifier_dropout rotary_emb_base rotary_pct",
     "phi3": "original_max_position_embeddings",
     "gemma3_text": "_sliding_window_pattern",
@@ -79,6 +80,15 @@ IDLE = {
     """,
     "jamba": "expert_layer_offset expert_layer_period",
     "bamba": "mamba_chunk_size",
+    "falcon_h1": """
+        mamba_chunk_size mamba_expand mamba_norm_before_gate mlp_expansion_factor time_step_floor time_step_max
+        time_step_min
+    """,
+    "granitemoehybrid": """
+        attention_bias attention_multiplier init_method intermediate_size mamba_chunk_size mamba_conv_bias mamba_d_conv
+        mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads num_attention_heads num_experts_per_tok
+        num_key_value_heads rope_parameters rope_scaling time_step_limit
+    """,
     "zamba2": """
         ffn_hidden_size kv_channels lora_rank num_query_groups rope_parameters rope_scaling time_step_limit
         use_conv_bias

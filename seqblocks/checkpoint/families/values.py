@@ -85,9 +85,14 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 def depth_of(config: Config) -> int:
     """Return the number of layers, limited because the spec lists them one by one."""
-    found = whole(config, "num_hidden_layers")
+    return limited(config, "num_hidden_layers")
+
+
+def limited(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
+    """Return the number of layers or experts that the spec lists one by one."""
+    found = whole(config, key, default, least)
     if found > MAX_REPEATS:
-        raise UsageError(f"config.json: num_hidden_layers must be at most {MAX_REPEATS}, not {found}")
+        raise UsageError(f"config.json: {key} must be at most {MAX_REPEATS}, not {found}")
     return found
 
 
@@ -130,6 +135,24 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     if not math.isfinite(found):
         raise UsageError(f"config.json: {key} must be a number, not {found}")
     return found
+
+
+def above_0(config: Config, key: str, default: float = 1.0) -> float:
+    """Return a number above 0."""
+    found = number(config, key, default)
+    if found <= 0:
+        raise UsageError(f"config.json: {key} must be more than 0, not {found}")
+    return found
+
+
+def multipliers(config: Config, key: str, count: int) -> list[float]:
+    """Return a list of `count` numbers, each 1 if the entry is absent or null."""
+    found = config.get(key)
+    if found is None:
+        return [1.0] * count
+    if not isinstance(found, list) or len(found) != count:
+        raise UsageError(f"config.json: {key} must be a list of {count} numbers, not {found!r}")
+    return [number({key: each}, key) for each in found]
 
 
 def initial(config: Config, key: str, default: float) -> float:

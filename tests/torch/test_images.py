@@ -1,0 +1,190 @@
+"""Steps on the grid of an image against torch.nn in float64: values, gradients, grids, shapes and costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqblocks
+from seqblocks.errors import RunError
+from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.testing import check_shapes
+from tests.draws import draw
+
+GRID = "{features: 6, grid: [7, 9]}"
+IMAGE = "{image: {size: [7, 9], channels: 6}}"
+
+
+def built(*steps: str, input: str = GRID) -> SequenceModel:
+    text = f"seqblocks: 1\nmodel: {{input: {input}, steps: [{', '.join(steps)}]}}\n"
+    return seqblocks.build_text(text, dtype=torch.float64)
+
+
+def tokens_of(maps: Tensor) -> Tensor:
+    return maps.flatten(2).transpose(1, 2)
+
+
+def maps_of(x: Tensor, rows: int = 7, columns: int = 9) -> Tensor:
+    return x.transpose(1, 2).unflatten(2, (rows, columns))
+
+
+WINDOWS: dict[str, tuple[str, nn.Module]] = {
+    "depthwise": ("conv2d: {kernel: 5, NAME}", nn.Conv2d(6, 6, 5, padding=2, groups=6)),
+    "depthwise, strided": ("conv2d: {stride: 2, NAME}", nn.Conv2d(6, 6, 3, 2, 1, groups=6)),
+    "dense": ("conv2d: {features: 4, NAME}", nn.Conv2d(6, 4, 3, padding=1)),
+    "no bias": ("conv2d: {features: 4, bias: false, NAME}", nn.Conv2d(6, 4, 3, padding=1, bias=False)),
+    "even, strided": ("conv2d: {features: 8, kernel: 2, stride: 2, padding: 0, NAME}", nn.Conv2d(6, 8, 2, 2)),
+    "stem": ("conv2d: {features: 8, kernel: 7, stride: 2, NAME}", nn.Conv2d(6, 8, 7, 2, 3)),
+    "groups": ("conv2d: {features: 9, groups: 3, padding: 0, NAME}", nn.Conv2d(6, 9, 3, groups=3)),
+    "dilation": ("conv2d: {features: 4, dilation: 2, NAME}", nn.Conv2d(6, 4, 3, dilation=2, padding=2)),
+    "wide padding": ("conv2d: {features: 4, padding: 5, stride: 3, NAME}", nn.Conv2d(6, 4, 3, 3, 5)),
+    "transposed": (
+        "conv_transpose2d: {features: 4, kernel: 2, stride: 2, NAME}", nn.ConvTranspose2d(6, 4, 2, 2),
+    ),
+    "transposed, groups": (
+        "conv_transpose2d: {features: 4, kernel: 5, stride: 3, padding: 1, output_padding: 2, groups: 2, NAME}",
+        nn.ConvTranspose2d(6, 4, 5, 3, 1, 2, groups=2),
+    ),
+    "max": ("pool2d: {NAME}", nn.MaxPool2d(2)),
+    "max, overlapping": ("pool2d: {kernel: 3, stride: 2, padding: 1, NAME}", nn.MaxPool2d(3, 2, 1)),
+    "mean": ("pool2d: {mode: mean, kernel: 3, NAME}", nn.AvgPool2d(3)),
+    "mean, padded": ("pool2d: {mode: mean, kernel: 3, stride: 1, padding: 1, NAME}", nn.AvgPool2d(3, 1, 1)),
+}  # fmt: skip
+
+
+def copied(model: SequenceModel, official: nn.Module, name: str = "it") -> SequenceModel:
+    """Give a step the parameters and buffers of torch's module, under torch's names."""
+    model.load_state_dict({f"{name}.{key}": value.double() for key, value in official.state_dict().items()})
+    return model
+
+
+@pytest.mark.parametrize("input", [GRID, IMAGE])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_equal_torch(name: str, input: str) -> None:
+    """The sum of at most 6 * 25 products: their order may differ, so some units in the last place."""
+    step, official = WINDOWS[name]
+    official = official.double()
+    official.zero_grad()
+    model = copied(built(f"{{{step.replace('NAME', 'name: it')}}}", input=input), official)
+    maps = draw(2, 6, 7, 9).requires_grad_()
+    expected = official(maps)
+    x = (maps if "image" in input else tokens_of(maps)).detach().requires_grad_()
+    y = model(x)
+    torch.testing.assert_close(y, tokens_of(expected), rtol=0, atol=1e-13)
+    weight = draw(*y.shape)
+    y.mul(weight).sum().backward()
+    tokens_of(expected).mul(weight).sum().backward()
+    assert x.grad is not None
+    assert maps.grad is not None
+    torch.testing.assert_close(x.grad, maps.grad if "image" in input else tokens_of(maps.grad), rtol=0, atol=1e-12)
+    for mine, theirs in zip(model.parameters(), official.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+    output = model.spec.output
+    assert output
+    assert (output.grid, output.axes[1:]) == (tuple(expected.shape[2:]), tuple(y.shape[1:]))
+    assert seqblocks.summarise(model).params == sum(p.numel() for p in official.parameters())
+    check_shapes(model)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_step_has_the_class_and_attributes_of_torchs_module(name: str) -> None:
+    step, official = WINDOWS[name]
+    own: Any = built(f"{{{step.replace('NAME', 'name: it')}}}").get_submodule("it")
+    assert isinstance(own, type(official))
+    pairs = ["padding", "stride", "kernel_size"]
+    for attribute in {*getattr(official, "__constants__", []), *pairs}:
+        assert getattr(own, attribute) == getattr(official, attribute), attribute
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_gradients_by_differences(name: str) -> None:
+    model = built(f"{{{WINDOWS[name][0].replace('NAME', 'name: it')}}}")
+    torch.autograd.gradcheck(model, draw(1, 63, 6).requires_grad_())
+
+
+@pytest.mark.parametrize("name", [name for name, (step, _) in WINDOWS.items() if not step.startswith("pool")])
+def test_costs_equal_the_operations_that_torch_counts(name: str) -> None:
+    """FlopCounterMode counts two operations per multiply-accumulate, without the bias."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    step, official = WINDOWS[name]
+    model = built(f"{{{step.replace('NAME', 'name: it')}}}")
+    with FlopCounterMode(display=False) as counter:
+        y = model(draw(1, 63, 6))
+    node = next(iter(model.graph.nodes))
+    assert node.op
+    if "transpose" in step:  # each input is multiplied by all taps, also those that are cut off
+        assert isinstance(official, nn.ConvTranspose2d)
+        assert counter.get_total_flops() == 2 * 63 * official.weight.numel()
+    else:
+        assert counter.get_total_flops() == 2 * y.shape[1] * node.op.macs(*node.wires)
+
+
+def test_later_steps_know_the_new_grid() -> None:
+    """Positions, orders of scans and further windows after a stride, for the size in the spec and another one."""
+    shifted = "{scan: {order: columns, steps: [{shift: 1}]}}"
+    steps = "{conv2d: {features: 4, stride: 2}}", shifted, "{pool2d: {kernel: 3}}"
+    model = built(*steps, "to_image", input="{image: {size: [8, 12], channels: 3}}")
+    conv = model.get_submodule("conv2d")
+    for rows, columns in ((8, 12), (14, 6), (6, 16)):
+        x = draw(2, 3, rows, columns)
+        maps = nn.functional.conv2d(x, conv.weight, conv.bias, 2, 1)
+        by_columns = maps.transpose(2, 3).flatten(2)
+        later = torch.cat([torch.zeros_like(by_columns[..., :1]), by_columns[..., :-1]], -1)
+        back = later.unflatten(2, (maps.shape[3], maps.shape[2])).transpose(2, 3)
+        torch.testing.assert_close(model(x), nn.functional.max_pool2d(back, 3), rtol=0, atol=1e-13)
+
+
+def test_positions_have_the_rows_and_columns_of_the_new_grid() -> None:
+    model = built("{pool2d: {}}", "position_embed")
+    assert model.get_parameter("position_embed.weight").shape == (1, 3, 4, 6)
+
+
+def test_branches_with_a_stride_are_added() -> None:
+    """A residual block that halves the grid: the main branch and the shortcut get the same new grid."""
+    branches = "{main: [{conv2d: {features: 8, stride: 2}}]}, {short: [{conv2d: {features: 8, kernel: 1, stride: 2}}]}"
+    model = built(f"{{parallel: {{merge: sum, branches: [{branches}]}}}}", "to_image", input=IMAGE)
+    parts = dict(model.named_parameters())
+    for rows, columns in ((7, 9), (4, 20)):
+        x = draw(2, 6, rows, columns)
+        main, short = (
+            nn.functional.conv2d(x, *(parts[f"parallel.{name}.conv2d.{key}"] for key in ("weight", "bias")), 2, pad)
+            for name, pad in (("main", 1), ("short", 0))
+        )
+        torch.testing.assert_close(model(x), main + short, rtol=0, atol=1e-13)
+
+
+def test_an_image_that_is_smaller_than_a_window() -> None:
+    model = built("{conv2d: {features: 2, kernel: 5, padding: 0}}", input=IMAGE)
+    with pytest.raises(RunError, match="conv2d: a window of 5 x 5 with a padding of 0 is larger than the 4 rows and 9"):
+        model(draw(1, 6, 4, 9))
+
+
+@pytest.mark.parametrize("step", ["conv2d", "conv2d: {features: 2, stride: 2}", "pool2d: {}"])
+def test_windows_do_not_stream(step: str) -> None:
+    with pytest.raises(RunError, match="cannot stream: it reads the whole sequence"):
+        built(f"{{{step}}}" if ":" in step else step).init_state(1)
+
+
+def test_a_scan_over_columns_halves_and_doubles_the_transposed_grid() -> None:
+    """Overlapping windows at a stride of 2 tell the two orders apart: 5 x 3 become 3 x 2, and 3 x 5 become 2 x 3."""
+    down, up = "pool2d: {kernel: 3, stride: 2, padding: 1}", "conv_transpose2d: {features: 6, kernel: 1, stride: 2}"
+    scan = f"{{scan: {{order: columns, steps: [{{{down}}}, {{{up}}}]}}}}"
+    model = built(scan, "to_image", input="{features: 6, grid: [5, 3]}")
+    weight, bias = (model.get_parameter(f"scan.conv_transpose2d.{name}") for name in ("weight", "bias"))
+    for rows, columns in ((5, 3), (3, 5), (7, 9)):
+        x = draw(2, rows * columns, 6)
+        halved = nn.functional.max_pool2d(maps_of(x, rows, columns).transpose(2, 3), 3, 2, 1)
+        expected = nn.functional.conv_transpose2d(halved, weight, bias, 2).transpose(2, 3)
+        torch.testing.assert_close(model(x, grid=(rows, columns)), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_and_exported(dtype: torch.dtype) -> None:
+    model = built("{conv2d: {features: 4, stride: 2}}", "{pool2d: {}}", input=IMAGE).to(dtype)
+    x = draw(2, 6, 7, 9).to(dtype)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
