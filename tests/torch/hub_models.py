@@ -107,6 +107,22 @@ def granitemoehybrid(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def falcon_h1(chance: random.Random) -> dict[str, Any]:
+    given = bamba(chance)
+    names = ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
+    for key in ("attn_layer_indices", "num_hidden_layers"):
+        del given[key]
+    return {
+        **given, "num_hidden_layers": 2, "mamba_d_ssm": chance.choice((None, 24)), "mamba_d_head": "auto",
+        **{f"{name}_multiplier": chance.choice((1.0, 0.6, 1.7)) for name in names},
+        "ssm_multipliers": chance.choice((None, [0.7, 1.3, 0.4, 1.6, 0.9], [1.5, 1.0, 1.0, 1.0, 1.0])),
+        "mlp_multipliers": chance.choice((None, [0.8, 1.4], [1.0, 0.3])), "projectors_bias": chance.random() < 0.5,
+        "mamba_rms_norm": chance.random() < 0.6, "mamba_norm_before_gate": chance.random() < 0.5,
+        "rope_parameters": {**chance.choice(SCALED), "rope_theta": 500.0}, "max_position_embeddings": 64,
+        "tie_word_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+
+
 def zamba2(chance: random.Random) -> dict[str, Any]:
     sizes, adapted = attention_sizes(chance), chance.random() < 0.5
     return {
@@ -262,6 +278,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "jamba": ("Jamba", jamba, "official"),
     "bamba": ("Bamba", bamba, "official"),
     "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid, "official"),
+    "falcon_h1": ("FalconH1", falcon_h1, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
     "llama": ("Llama", llama, "official"),
     "mistral": ("Mistral", mistral, "official"),

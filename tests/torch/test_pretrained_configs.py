@@ -48,6 +48,10 @@ GRANITE = {
     "layer_types": ["mamba", "attention"], "shared_intermediate_size": 8, "position_embedding_type": "nope",
     "attention_multiplier": 0.3, "embedding_multiplier": 3, "residual_multiplier": 0.2, "logits_scaling": 4,
 }  # fmt: skip
+FALCON_H1 = {
+    **ATTENTION, "model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_ssm": 24, "mamba_d_state": 4,
+    "ssm_multipliers": [0.5, 1.0, 2.0, 1.0, 1.5], "mlp_multipliers": [0.5, 2.0], "key_multiplier": 0.5,
+}  # fmt: skip
 ZAMBA = {
     **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
     "n_mamba_heads": 4,
@@ -81,11 +85,11 @@ FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type":
 
 HUB = (
     "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
-    "bamba", "zamba2", "lfm2_moe", "granitemoehybrid",
+    "bamba", "zamba2", "lfm2_moe", "granitemoehybrid", "falcon_h1",
 )  # fmt: skip
 CONFIGS = [
     MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, GRANITE,
-    *DENSE, *FLA,
+    FALCON_H1, *DENSE, *FLA,
 ]  # fmt: skip
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
@@ -99,6 +103,7 @@ MORE = {  # optional entries of a config
     "num_local_experts", "moe_intermediate_size", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor",
     "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
     "block_multiple_of", "full_attn_idxs", "use_parallel_residual", "rotary_pct", "rotary_emb_base", "norm_topk_prob",
+    "mamba_d_ssm", "mamba_rms_norm", "attention_in_multiplier", "ssm_multipliers", "mlp_multipliers", "key_multiplier",
     "num_dense_layers", "use_expert_bias", "attention_multiplier", "position_embedding_type", "logits_scaling",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
 }  # fmt: skip
@@ -196,6 +201,13 @@ RELEASES = {  # what differs from the defaults of the family's config, and the p
         {**IN_GRANITE, "num_key_value_heads": 8, "num_local_experts": 0, "shared_intermediate_size": 8192,
          "mamba_n_heads": 64}, 3_191_396_096,
     ),
+    "Falcon-H1-0.5B": (
+        "falcon_h1", (32784, 1024, 2048, 36, 8),
+        {"num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64,
+         "mamba_d_state": 128, "mlp_multipliers": [0.8838834764831844, 0.5859375], "mamba_use_mlp": True,
+         "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+         "key_multiplier": 0.39062499999999994, "lm_head_multiplier": 0.0390625, "rope_theta": 1e11}, 521_411_104,
+    ),
     "DeepSeek-V2-Lite": (
         "deepseek_v2", (102400, 2048, 10944, 27, 16),
         {"q_lora_rank": None, "moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
@@ -254,6 +266,10 @@ def test_decoders_have_the_size_of_the_releases(name: str) -> None:
         ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
         ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, but mamba_expand \* hidden_size is 32"),
+        ({**FALCON_H1, "mamba_d_head": 4}, r"mamba_n_heads \* mamba_d_head is 16, but mamba_d_ssm is 24"),
+        ({**FALCON_H1, "key_multiplier": 0.0}, "key_multiplier must be more than 0, not 0.0"),
+        ({**FALCON_H1, "ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers, not"),
+        ({**FALCON_H1, "mamba_use_mlp": False}, "mamba_use_mlp is False, but seqblocks only supports True"),
         ({**GRANITE, "layer_types": ["mamba"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         ({**GRANITE, "logits_scaling": 0}, "logits_scaling must be more than 0, not 0"),
         ({**GRANITE, "normalization_function": "layernorm"}, "normalization_function is 'layernorm', but"),

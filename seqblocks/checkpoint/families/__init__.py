@@ -8,6 +8,7 @@ from typing import Any
 from seqblocks.checkpoint.families import (
     deepseek,
     dense,
+    falcon,
     fla,
     gpt_neox,
     granite,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "jamba": jamba.jamba,
     "bamba": jamba.bamba,
     "granitemoehybrid": granite.granitemoehybrid,
+    "falcon_h1": falcon.falcon_h1,
     "zamba2": zamba.zamba2,
     "linear_attn": fla.linear_attention,
     "gla": fla.gla,
@@ -77,6 +79,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "n_shared_experts": "num_shared_experts",
     },
     "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "falcon_h1": {"layer_types": "layers_block_type"},
     "jamba": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},

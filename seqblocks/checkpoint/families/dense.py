@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from seqblocks.checkpoint.families.layers import OFFICIAL, used
 from seqblocks.checkpoint.families.rope import Rope, rope
-from seqblocks.checkpoint.families.text import language, network_init, normal
+from seqblocks.checkpoint.families.text import language, network_init, normal, scaled
 from seqblocks.checkpoint.families.values import (
     Config,
     depth_of,
@@ -97,20 +97,22 @@ class Decoder(NamedTuple):
 
     def attention(self, rotary: Rope | None, window: int) -> str:
         first, last = self._norms(0)
+        factor = [scaled(self.factor, "scaled")] * (self.factor != 1.0)
+        return residual("attention", [*first, *self.attention_steps(rotary, window), *last, *factor])
+
+    def attention_steps(self, rotary: Rope | None, window: int) -> list[str]:
+        """Return the steps between the norms, which read `read`."""
         q, k = self._projected("q", self.heads, rotary), self._projected("k", self.kv_heads, rotary)
         extra = {"scale": self.scale, "soft_cap": self.soft_cap, "window": window}
         more = "".join(f", {name}: {scalar(value)}" for name, value in extra.items() if value)
-        lines = [
-            *first, *q, *k, self._linear(self.kv_heads * self.head, self.bias, "v_proj, as: v", "from: read, "),
+        return [
+            *q, *k, self.linear(self.kv_heads * self.head, self.bias, "v_proj, as: v", "from: read, "),
             f"- attention: {{q: q, k: k, v: v, heads: {self.heads}, kv_heads: {self.kv_heads}, cache: cache{more}}}",
-            self._linear("dim", self.bias_out, "o_proj"),
-            *last,
-            *[f"- scale: {{by: {scalar(self.factor)}, name: scaled}}"] * (self.factor != 1.0),
+            self.linear("dim", self.bias_out, "o_proj"),
         ]  # fmt: skip
-        return residual("attention", lines)
 
     def _projected(self, name: str, heads: int, rotary: Rope | None) -> list[str]:
-        lines = [self._linear(heads * self.head, self.bias, f"{name}_proj", "from: read, ")]
+        lines = [self.linear(heads * self.head, self.bias, f"{name}_proj", "from: read, ")]
         if self.each_head or self.all_heads:
             groups = f"groups: {heads}, shared: true, " if self.each_head else ""
             lines.append(f"- rms_norm: {{{groups}gain: {self.gain}, eps: {scalar(self.eps)}, name: {name}_norm}}")
@@ -128,10 +130,10 @@ class Decoder(NamedTuple):
             steps = [f"- swiglu: {{hidden: {self.hidden}{bias}, init: {network_init(self.std)}}}"]
         else:
             steps = [
-                self._linear(self.hidden, False, "gate_proj, as: gate", "from: read, "),
-                self._linear(self.hidden, False, "up_proj", "from: read, "),
+                self.linear(self.hidden, False, "gate_proj, as: gate", "from: read, "),
+                self.linear(self.hidden, False, "up_proj", "from: read, "),
                 f"- gate: {{by: gate, activation: {self.activation}}}",
-                self._linear("dim", False, "down_proj"),
+                self.linear("dim", False, "down_proj"),
             ]
         return residual("mlp", [*first, *steps, *last])
 
@@ -147,7 +149,8 @@ class Decoder(NamedTuple):
         first = f"- {norm}norm, as: read}}" if self.before[at] else "- identity: {as: read}"
         return [first], [f"- {norm}post_norm}}"] if self.after[at] else []
 
-    def _linear(self, features: int | str, bias: bool, name: str, source: str = "") -> str:
+    def linear(self, features: int | str, bias: bool, name: str, source: str = "") -> str:
+        """Return the step of a linear map as YAML. source: a key `from`, followed by a comma."""
         zero = ", bias: zeros" if bias else ""
         drawn = f'bias: {scalar(bias)}, init: {{weight: "{normal(self.std)}"{zero}}}'
         return f"- linear: {{{source}features: {features}, {drawn}, name: {name}}}"

@@ -6,9 +6,10 @@ from seqblocks.checkpoint.families.dense import decoder, residual
 from seqblocks.checkpoint.families.jamba import mamba2_mixer
 from seqblocks.checkpoint.families.layers import OFFICIAL, TYPES, used
 from seqblocks.checkpoint.families.rope import rope
-from seqblocks.checkpoint.families.text import language, network_init, normal
+from seqblocks.checkpoint.families.text import language, network_init, normal, scaled
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     head_of,
@@ -40,26 +41,14 @@ def granitemoehybrid(config: Config) -> str:
     kinds = {word: f"{mixers[word]}\n{network}" for word in dict.fromkeys(layers)}
     model = language(config, "Granite 4 language model", ["mamba2"], eps)
     return model._replace(
-        before=_scaled(number(config, "embedding_multiplier", 1.0), "embedded"),
-        after=_scaled(1 / _above_0(config, "logits_scaling"), "scaled"),
+        before=scaled(number(config, "embedding_multiplier", 1.0), "embedded"),
+        after=scaled(1 / above_0(config, "logits_scaling"), "scaled"),
     ).text(layers, used(kinds, layers), "\n".join(_names(config, layers)) + "\n")
-
-
-def _scaled(factor: float, name: str) -> str:
-    """Return the step that multiplies by a factor, none if it is 1."""
-    return "" if factor == 1.0 else f"- scale: {{by: {scalar(factor)}, name: {name}}}"
-
-
-def _above_0(config: Config, key: str) -> float:
-    found = number(config, key, 1.0)
-    if found <= 0:
-        raise UsageError(f"config.json: {key} must be more than 0, not {found}")
-    return found
 
 
 def _branch(config: Config, name: str, eps: float, steps: list[str]) -> str:
     """Return a residual branch with a norm, whose result is multiplied by a factor."""
-    factor = _scaled(number(config, "residual_multiplier", 1.0), "scaled")
+    factor = scaled(number(config, "residual_multiplier", 1.0), "scaled")
     return residual(name, [f"- rms_norm: {{eps: {scalar(eps)}, name: norm}}", *steps, *[factor] * bool(factor)])
 
 
@@ -70,7 +59,7 @@ def _memory(config: Config, eps: float) -> str:
 def _attention(config: Config) -> str:
     head, bias = head_of(config), flag(config, "attention_bias", False)
     parts = decoder(config)._replace(
-        bias=bias, bias_out=bias, scale=_above_0(config, "attention_multiplier"),
+        bias=bias, bias_out=bias, scale=above_0(config, "attention_multiplier"),
         factor=number(config, "residual_multiplier", 1.0),
     )  # fmt: skip
     turned = config.get("position_embedding_type") == "rope"

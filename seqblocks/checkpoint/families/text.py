@@ -86,6 +86,11 @@ def normal(std: float) -> str:
     return f"normal(0, {scalar(std)})"
 
 
+def scaled(factor: float, name: str) -> str:
+    """Return the step that multiplies by a factor, empty if it is 1."""
+    return "" if factor == 1.0 else f"- scale: {{by: {scalar(factor)}, name: {name}}}"
+
+
 def network_init(std: float) -> str:
     """Return the initial values of a gated network as YAML."""
     parts = ", ".join(f'{part}_weight: "{normal(std)}"' for part in ("gate", "up", "down"))

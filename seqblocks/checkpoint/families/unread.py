@@ -80,6 +80,10 @@ IDLE = {
     """,
     "jamba": "expert_layer_offset expert_layer_period",
     "bamba": "mamba_chunk_size",
+    "falcon_h1": """
+        mamba_chunk_size mamba_expand mamba_norm_before_gate mlp_expansion_factor time_step_floor time_step_max
+        time_step_min
+    """,
     "granitemoehybrid": """
         attention_bias attention_multiplier init_method intermediate_size mamba_chunk_size mamba_conv_bias mamba_d_conv
         mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads num_attention_heads num_experts_per_tok

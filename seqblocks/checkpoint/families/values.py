@@ -137,6 +137,24 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return found
 
 
+def above_0(config: Config, key: str, default: float = 1.0) -> float:
+    """Return a number above 0."""
+    found = number(config, key, default)
+    if found <= 0:
+        raise UsageError(f"config.json: {key} must be more than 0, not {found}")
+    return found
+
+
+def multipliers(config: Config, key: str, count: int) -> list[float]:
+    """Return a list of `count` numbers, each 1 if the entry is absent or null."""
+    found = config.get(key)
+    if found is None:
+        return [1.0] * count
+    if not isinstance(found, list) or len(found) != count:
+        raise UsageError(f"config.json: {key} must be a list of {count} numbers, not {found!r}")
+    return [number({key: each}, key) for each in found]
+
+
 def initial(config: Config, key: str, default: float) -> float:
     """Return a number above 0 that only affects initial values.
 
