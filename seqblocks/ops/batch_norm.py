@@ -54,7 +54,7 @@ class BatchNorm(Op):
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         y = tape.new(x.shape, x.item)
         statistics = 2 * x.features * max(x.item, 4)
-        tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics])
+        tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes)  # the gradient is copied
         return y
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

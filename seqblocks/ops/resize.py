@@ -13,10 +13,11 @@ from seqblocks.widths import must_have_grid
 
 @primitive("resize")
 class Resize(Op):
-    """Resize the tokens of an image, or an image, whose result is tokens, by a factor or to a size. Resets are an error.
+    """Resize the tokens of an image, or an image, whose result is tokens, by a factor or to a size.
 
     nearest: copies the nearest token, as torch's `interpolate`. bilinear: weights the four nearest tokens
     (`align_corners=False`, without antialiasing). A factor rounds rows and columns down. Later steps use this grid.
+    Resets are an error.
     """
 
     ports = grids.IMAGE_OR_TOKENS
@@ -69,7 +70,7 @@ class Resize(Op):
         image = grids.as_maps(x, call)
         if min(self.grid((image.shape[-2], image.shape[-1]))) < 1:
             raise RunError(f"resize: a factor of {self.factor} leaves nothing of {[*image.shape[-2:]]}")
-        size = None if self.factor is not None else (self.rows, self.columns)
+        size: Any = None if self.factor is not None else (self.rows, self.columns)
         corners = False if self.mode == "bilinear" else None
         y = interpolate(image, size=size, scale_factor=self.factor, mode=self.mode, align_corners=corners)
         return grids.as_tokens(y, call)
