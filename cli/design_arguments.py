@@ -32,6 +32,7 @@ def diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help=DESIGN)
     parser.add_argument("second", metavar="B", help="another, or the same with other overrides")
     parser.add_argument("--weights", action="store_true", help="also compare the weights of two saved models")
+    parser.add_argument("--html", metavar="FILE", help="write a page instead, which loads nothing; - for stdout")
     parser.add_argument("--exit-code", action="store_true", help="return status 1 if A and B differ")
     parser.add_argument("--dtype", default="float32", help="dtype in which sizes are counted")
     parser.epilog = _examples(
@@ -39,6 +40,7 @@ def diff(parser: argparse.ArgumentParser) -> None:
         "diff git:HEAD:spec.yaml spec.yaml --exit-code",
         "diff runs/a runs/b --weights",
         "diff mamba_130m mamba_370m --format json",
+        "diff git:HEAD:spec.yaml spec.yaml --html diff.html",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from seqblocks._version import __version__
 from seqblocks.architect.designs import Design, find_design
@@ -11,20 +12,28 @@ from seqblocks.cli import output
 from seqblocks.cli.check import overrides
 from seqblocks.cli.compare import designs
 from seqblocks.cli.imports import import_torch
-from seqblocks.errors import UsageError, quote
+from seqblocks.errors import UsageError, quote, visible
+from seqblocks.language.writing import write_text
 
 DIFFERENT = 1
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the differences. Status 1 with --exit-code: there are some."""
+    if options.html == "-" and options.format == "json":
+        raise UsageError("only one of --html - and --format json can be written to standard output")
     pair = [find_design(each) for each in designs([options.first, options.second], options)]
     found = diff(*pair, set=overrides(options), dtype=options.dtype, allow_use=options.allow_use)
     if options.weights:
         found = found._replace(tensors=_tensors(pair))
-    if options.format == "json":
+    if options.html and options.html != "-":
+        write_text(Path(options.html), found.html())
+        output.notes([f"{visible(options.html)}: written"], options)
+    if options.html == "-":
+        output.write(found.html().rstrip("\n"), raw=True)
+    elif options.format == "json":
         output.dump({"version": __version__, "specs": [*found.labels]} | found.as_data())
-    elif found or not options.quiet:
+    elif (found or not options.quiet) and not options.html:
         output.write(found.text())
     return DIFFERENT if found and options.exit_code else 0
 

@@ -253,8 +253,5 @@ def _page(found: Sweep, header: list[str], cells: list[list[str]], options: argp
 
     name = visible(options.spec)
     numbers = header if not found.options else header[len(found.options) :]
-    style = "body{font:14px/1.5 system-ui,sans-serif;margin:2em}table{border-collapse:collapse}"
-    style += "td,th{padding:.2em .8em;border-bottom:1px solid #ddd}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Designs of {markup.text(name)}</title>'
     body = markup.titled(f"Designs of {name}", markup.table(header, cells, numbers))
-    return f"{head}<style>{style}</style>{body}</html>"
+    return markup.page(f"Designs of {name}", body).rstrip("\n")

@@ -122,6 +122,8 @@ def device_of(options: argparse.Namespace, torch: Any) -> Any:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise UsageError("--device meta computes nothing, so nothing can be learned on it")
     return device
 
 

@@ -3,14 +3,16 @@
     python examples/quickstart.py [SECONDS]
 """
 
-import math
 import sys
 import time
+from functools import partial
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import seqblocks
+from seqblocks.training.data import READ, Text
+from seqblocks.training.loop import adamw, step
 
 try:
     from pydoc_data.topics import topics  # what `help("topics")` shows
@@ -37,23 +39,15 @@ model:
     - unembed: {bias: false, tie: embed}
 """
 
-text = torch.tensor(list("\n".join(topics.values()).encode()))
-held_out, text = text[: len(text) // 20], text[len(text) // 20 :]
+text = Text("\n".join(topics.values()).encode(), LENGTH)
 model = seqblocks.build_text(SPEC, seed=0)
 torch.manual_seed(0)
 
 
-def batch(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random pieces of a text, and the byte that follows each of theirs."""
-    starts = torch.randint(len(source) - LENGTH - 1, (BATCH, 1))
-    pieces = source[starts + torch.arange(LENGTH + 1)]
-    return pieces[:, :-1], pieces[:, 1:]
-
-
-def loss_of(source: torch.Tensor) -> torch.Tensor:
-    """Return the loss in bits per byte."""
-    x, y = batch(source)
-    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / math.log(2)
+def loss_of(number: int, held: bool = False) -> torch.Tensor:
+    """Return the loss of a batch of pieces of the text, in bits per byte."""
+    x, y = text.batch(number, BATCH, held)
+    return text.loss(model(x), y)
 
 
 def write(count: int = 160) -> None:
@@ -72,24 +66,19 @@ count = sum(p.numel() for p in model.parameters())
 print(f"\n1. A model of {count:,} parameters, untrained, writes:\n")
 write()
 
-print(f"2. It learns from {len(text):,} bytes for {SECONDS:g} seconds:\n")
-optimizer = torch.optim.AdamW(model.train().parameter_groups(0.1), lr=RATE)
+print(f"2. It learns from {len(text.train):,} bytes for {SECONDS:g} seconds:\n")
+optimizer = adamw(model.train(), RATE)
 columns = [TextColumn("    {task.description}"), BarColumn(), TimeElapsedColumn()]
-start, done, step = time.perf_counter(), 0.0, 0
+start, done, steps = time.perf_counter(), 0.0, 0
 with Progress(*columns) as progress:
     bar = progress.add_task("", total=1.0)
     while done < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (done + 0.01) / WARM_UP, 1.05 - done)
-        optimizer.zero_grad()
-        loss = loss_of(text)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step, done = step + 1, (time.perf_counter() - start) / SECONDS
-        progress.update(bar, completed=done, description=f"step {step:4}, {loss.item():.2f} bits per byte")
+        rate = RATE * min(1, (done + 0.01) / WARM_UP, 1.05 - done)
+        loss = step(model, optimizer, rate, partial(loss_of, steps))
+        steps, done = steps + 1, (time.perf_counter() - start) / SECONDS
+        progress.update(bar, completed=done, description=f"step {steps:4}, {loss:.2f} bits per byte")
 with torch.no_grad():
-    held = sum(loss_of(held_out).item() for _ in range(8)) / 8
+    held = sum(loss_of(number, held=True).item() for number in range(READ)) / READ
 print(f"\n    {held:.2f} bits per byte on text that it has not seen\n")
 
 print("3. Now it writes:\n")

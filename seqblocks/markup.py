@@ -1,4 +1,4 @@
-"""Tables in HTML, for notebooks."""
+"""Tables in HTML, for notebooks, and pages that load nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections.abc import Iterable
 from html import escape
 
 from seqblocks.errors import visible
+
+STYLE = (
+    ":root{color-scheme:light dark}body{font:14px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;"
+    "padding:0 1em;color:light-dark(#1f2328,#d1d7e0);background:light-dark(#fff,#0d1117)}"
+    "table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid light-dark(#d0d7de,#3d444d)}"
+    "figure{margin:1em 0;overflow-x:auto}"
+)
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """Return a page that follows the reader's choice of light or dark. body: HTML. A browser loads nothing for it."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title><style>{STYLE}{style}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]], numbers: Iterable[str] = ("parameters",)) -> str:

@@ -88,22 +88,32 @@ class Difference(Record):
 
     def text(self) -> str:
         """Return all differences as text; of equal designs, that they are equal."""
-        parts = [self._faults(), self._facts(), self._structure(), self._weights(), self._values()]
         if not self:
             values = "" if self.tensors is None else ", the values"
             return f"{self.labels[1]} has the figures, the steps{values} and the names of weights of {self.labels[0]}"
+        steps = ["steps", *(f"  {change_line(each)}" for each in self.structure)] if self.structure else []
+        faults, weights = "\n".join(self.fault_lines()), "\n".join(self.weight_lines())
+        parts = [faults, _aligned(*self.fact_table()), "\n".join(steps), weights, _aligned(*self.tensor_table())]
         return "\n\n".join(part for part in parts if part)
 
-    def _faults(self) -> str:
+    def html(self) -> str:
+        """Return all differences as a page that loads nothing."""
+        from seqblocks.architect.diff_page import page  # only needed for a page
+
+        return page(self)
+
+    def fault_lines(self) -> list[str]:
+        """Return a line for each design with faults."""
         lines = []
         for label, found in zip(self.labels, self.faults, strict=True):
             if found:
                 first = f"{found[0].code}: {found[0].message}"
                 more = f", and {len(found) - 1} more" if len(found) > 1 else ""
                 lines.append(f"{label} has faults, so that not all of it is compared: {first}{more}")
-        return "\n".join(lines)
+        return lines
 
-    def _facts(self) -> str:
+    def fact_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and the rows of the figures that differ."""
         rows = []
         for name, (old, new) in self.facts.items():
             if name in _HIDDEN or (name == "active_params" and (old, new) == self.facts.get("params")):
@@ -111,30 +121,29 @@ class Difference(Record):
             numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (old, new))
             times = ratio(new, old) if numbers and old else ""
             rows.append([FACTS[name].title, shown(name, old), shown(name, new), times])
-        return tables.aligned(["", *self.labels, "ratio"], rows) if rows else ""
+        return ["", *self.labels, "ratio"], rows
 
-    def _structure(self) -> str:
-        if not self.structure:
-            return ""
-        return "\n".join(["steps", *(f"  {_line(each)}" for each in self.structure)])
-
-    def _weights(self) -> str:
+    def weight_lines(self) -> list[str]:
+        """Return a heading and lines about the tensors of a checkpoint, or nothing if all fit."""
         found = self.checkpoint
         if not found:
-            return ""
+            return []
         lines = [f"weights of {self.labels[0]} in {self.labels[1]}"]
         others = f", {len(found.reshaped):,} have another shape" if found.reshaped else ""
         lines.append(f"  {len(found.fits):,} tensors fit{others}")
         known = [*found.fits, *found.reshaped]
         for mark, names, where in (("+", found.missing, "second"), ("-", found.unused, "first")):
             lines += [f"  {mark} {each} only in the {where}" for each in _folded(names, known)]
-        return "\n".join(lines)
+        return lines
 
-    def _values(self) -> str:
-        if not self.tensors:
-            return ""
-        rows = [[each.name, f"{each.relative:.2e}", f"{each.cosine:.6f}"] for each in self.tensors]
-        return tables.aligned(["tensor", "relative difference", "cosine"], rows)
+    def tensor_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and the rows of the tensors whose values differ."""
+        rows = [[each.name, f"{each.relative:.2e}", f"{each.cosine:.6f}"] for each in self.tensors or ()]
+        return ["tensor", "relative difference", "cosine"], rows
+
+
+def _aligned(header: list[str], rows: list[list[str]]) -> str:
+    return tables.aligned(header, rows) if rows else ""
 
 
 def _folded(names: list[str], known: list[str]) -> list[str]:
@@ -154,7 +163,8 @@ def _folded(names: list[str], known: list[str]) -> list[str]:
     return merged_names(kept, notes)
 
 
-def _line(change: Change) -> str:
+def change_line(change: Change) -> str:
+    """Return a change as a line of text."""
     start = f"{MARKS[change.kind]} {change.path}"
     verb = "" if change.path.rpartition(".")[2] == change.verb else f" ({change.verb})"
     if change.kind in ("added", "removed"):

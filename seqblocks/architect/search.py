@@ -215,8 +215,13 @@ class Search:
         within.aims, within.known, within.modes, within.faults = [], self.known, self.modes, self.faults
         valid = (point for point, figures in self.known.items() if not isinstance(figures, str))
         within.ranking = sorted(map(within.key, valid))
-        best = within.run()
-        return bool(best) and within.key(best[0])[0] == 0
+        if not within._is_met():
+            within.run()
+        return within._is_met()
+
+    def _is_met(self) -> bool:
+        """Return whether a point that holds all limits was looked at."""
+        return bool(self.ranking) and self.ranking[0][0] == 0
 
     def _probe(self) -> None:
         """Look at some points on two lines along each axis, to see how the figures move."""
@@ -233,7 +238,7 @@ class Search:
         """Settle row after row where the targets may lie, then all other intervals, the most promising one first."""
         waiting: list[tuple[Key, _Interval]] = []
         others = [range(1) if axis == self.row else range(size) for axis, size in enumerate(self.sizes)]
-        rows = list(itertools.product(*others))
+        rows = list(itertools.product(*map(_halving, others)))
         crossings: list[tuple[Point, float]] = []
         for done, rest in enumerate(rows):
             self.advance(done / len(rows))
@@ -252,7 +257,12 @@ class Search:
                 heapq.heappush(waiting, (self._lower(part), part))
 
     def _is_hopeless(self, lower: Key, count: int) -> bool:
-        """Return whether no point with at least this key is among the `count` best."""
+        """Return whether no point with at least this key is among the `count` best.
+
+        Without aims, only whether some point holds all limits is of interest.
+        """
+        if not self.aims:
+            return lower[0] > 0 or self._is_met()
         return len(self.ranking) >= count and lower > self.ranking[count - 1]
 
     def _settle(self, rest: Point, guess: int | None, count: int) -> list[_Interval]:
@@ -372,6 +382,17 @@ class Search:
     def _index(self, value: float) -> int:
         """Return the index of the greatest value that is not above a number."""
         return max(0, sum(1 for each in self.values[self.row] if each <= value) - 1)
+
+
+def _halving(numbers: range) -> list[int]:
+    """Return numbers in an order in which each lies far from those before it, which bound its figures on both sides."""
+    found, waiting = [], [(0, len(numbers))]
+    for low, high in waiting:
+        if low < high:
+            middle = (low + high) // 2
+            found.append(numbers[middle])
+            waiting += [(low, middle), (middle + 1, high)]
+    return found
 
 
 class _Disorder(Exception):

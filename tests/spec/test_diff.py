@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import subprocess
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import seqblocks
 from seqblocks.architect.changes import Change, ranges
 from seqblocks.architect.designs import Design
-from seqblocks.architect.diff import Difference, diff
+from seqblocks.architect.diff import Difference, TensorChange, diff
 from seqblocks.language.files import bundled
 from tests.spec.texts import GOOD
 
@@ -236,6 +238,93 @@ def test_wrong_commands(words: list[str], message: str, run_main: Run, folder: P
     done = run_main("diff", *words, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+class Page(HTMLParser):
+    """Collects tags, their attributes and the texts of a page, whose tags must be balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def page_of(found: Difference) -> Page:
+    page = Page(found.html())
+    assert {tag for tag, _ in page.found} <= {
+        "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "figure", "table", "tr", "th",
+        "td",
+    }  # fmt: skip
+    assert not [name for _, names in page.found for name in names if name in ("src", "href") or name.startswith("on")]
+    assert "url(" not in found.html()
+    assert "@import" not in found.html()
+    return page
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("mamba_130m", "mamba_370m"), ("mlstm_small", "mlstm_small@heads=8"), ("mlstm_small", "transformer_small")],
+)
+def test_the_page_has_what_the_text_has(a: str, b: str) -> None:
+    found = diff(a, b)
+    page = page_of(found)
+    cells = "\n".join(page.texts)
+    assert all(change.path in cells for change in found.structure)
+    for line in str(found).splitlines():
+        for part in re.split(r" {2,}", line.strip()):
+            assert part in ("steps", "") or set(part) == {"─"} or part in cells or part[0].upper() + part[1:] in cells
+    kinds = [attributes["class"] for tag, attributes in page.found if tag == "li"]
+    assert kinds[: len(found.structure)] == [change.kind for change in found.structure]
+
+
+def test_the_page_of_equal_designs_says_so() -> None:
+    assert str(diff("mlstm_small", "mlstm_small")) in page_of(diff("mlstm_small", "mlstm_small")).texts
+
+
+def test_nothing_in_a_spec_becomes_markup_of_the_page() -> None:
+    """Labels, names of steps, arguments and messages of faults are text, with control characters made visible."""
+    hostile = "</li><script>alert(1)</script><img src=//a.b onerror=x>\x1b&amp;"
+    good = design([{"linear": {"features": 8, "name": "a"}}], hostile)
+    bad = design([{"linear": {"features": 8}}, {hostile: {"x": hostile}}], f"{hostile}2")
+    for a, b in ((good, bad), (bad, good), (bad, bad)):
+        found = diff(a, b)
+        page = page_of(found)
+        assert "\x1b" not in found.html()
+        assert any(text.startswith("</li><script>alert(1)</script><img src=//a.b onerror=x>") for text in page.texts)
+
+
+def test_the_page_has_the_values_of_tensors() -> None:
+    found = diff("mlstm_small", "mlstm_small")._replace(tensors=[TensorChange("a<b>.weight", 0.25, 0.5)])
+    assert {"a<b>.weight", "2.50e-01", "0.500000"} <= {*page_of(found).texts}
+
+
+def test_the_page_of_the_command(run_main: Run, folder: Path) -> None:
+    words = ("diff", "mlstm_small", "mlstm_small@heads=8")
+    expected = diff("mlstm_small", "mlstm_small@heads=8").html()
+    done = run_main(*words, "--html", "d.html", "--exit-code", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "d.html: written" in done.stderr
+    assert (folder / "d.html").read_text("utf-8") == expected == run_main(*words, "--html", "-").stdout
+    data = json.loads(run_main(*words, "--html", "e.html", "--format", "json", cwd=folder).stdout)
+    assert data["different"]
+    assert (folder / "e.html").exists()
+    both = run_main(*words, "--html", "-", "--format", "json")
+    assert both.returncode == 2
+    assert "only one of --html - and --format json" in json.loads(both.stdout)["error"]
 
 
 def test_steps_as_text_change_only_where_the_model_does(run_main: Run, folder: Path) -> None:

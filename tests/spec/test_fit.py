@@ -95,6 +95,40 @@ def test_few_points_are_checked(sizes: tuple[int, int]) -> None:
         assert len(search.known) < (200 if sizes[1] > 1 else 60)
 
 
+def _params(dim: int, depth: int) -> float:
+    return float(256 * dim + 12 * depth * dim * dim)
+
+
+PLATEAUS: dict[str, tuple[Callable[[int, int], float], list[Target]]] = {
+    "only one option matters": (lambda dim, depth: 4.0 * dim, [Target(1, "=", 1024.0)]),
+    "between two plateaus": (lambda dim, depth: 64.0 * depth, [Target(1, "=", 1000.0)]),
+    "steps in both": (lambda dim, depth: float(dim // 256 * depth // 4), [Target(1, "=", 8.0)]),
+    "a limit": (lambda dim, depth: float(dim // 256 * depth // 4), [Target(1, "<=", 8.0)]),
+    "constant": (lambda dim, depth: 7.0, [Target(1, "=", 8.0)]),
+    "a limit beside a target": (lambda dim, depth: 4.0 * dim, [Target(0, "=", 1e7), Target(1, "<=", 1024.0)]),
+    "two targets": (lambda dim, depth: 4.0 * dim, [Target(0, "=", 1e7), Target(1, "=", 1024.0)]),
+}
+
+
+@pytest.mark.parametrize("sizes", [(64, 47), (47, 64)])
+@pytest.mark.parametrize("name", PLATEAUS)
+def test_few_points_of_plateaus_are_checked(name: str, sizes: tuple[int, int]) -> None:
+    other, targets = PLATEAUS[name]
+    values = [[16 * (n + 1) for n in range(sizes[0])], list(range(1, sizes[1] + 1))]
+
+    def figures(point: Point) -> tuple[float, float]:
+        dim, depth = values[0][point[0]], values[1][point[1]]
+        return (_params(dim, depth), other(dim, depth))
+
+    search = Search(values, [True, True], figures, targets, 0)
+    found = search.run(3)
+    points = itertools.product(*map(range, sizes))
+    assert found == sorted(points, key=lambda point: key(targets, figures(point), point))[:3]
+    for target in targets:
+        search.reaches(target)
+    assert len(search.known) < 200
+
+
 # --- specs ----------------------------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,22 @@ def falcon_h1(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def nemotron_h(chance: random.Random) -> dict[str, Any]:
+    kinds = ("linear_attention", "full_attention", "mlp", "moe")
+    groups = chance.choice((1, 2))
+    return {
+        **attention_sizes(chance), "layers_block_type": layers(chance, 5, kinds), "head_dim": chance.choice((6, 8)),
+        "mamba_num_heads": 4, "mamba_head_dim": chance.choice((4, 6)), "n_groups": chance.choice((1, 2)),
+        "ssm_state_size": 4, "chunk_size": 8, "conv_kernel": chance.choice((2, 4)), "use_bias": chance.random() < 0.5,
+        "use_conv_bias": chance.random() < 0.5, "mlp_bias": chance.random() < 0.5, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 6, "moe_shared_expert_intermediate_size": 10,
+        "moe_latent_size": chance.choice((None, 6)), "n_group": groups, "topk_group": 1,
+        "norm_topk_prob": chance.random() < 0.6, "routed_scaling_factor": chance.choice((1.0, 2.5)),
+        "time_step_min": chance.choice((0.001, 0.3)),
+        "tie_word_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+
+
 def zamba2(chance: random.Random) -> dict[str, Any]:
     sizes, adapted = attention_sizes(chance), chance.random() < 0.5
     return {
@@ -279,6 +295,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "bamba": ("Bamba", bamba, "official"),
     "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid, "official"),
     "falcon_h1": ("FalconH1", falcon_h1, "official"),
+    "nemotron_h": ("NemotronH", nemotron_h, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
     "llama": ("Llama", llama, "official"),
     "mistral": ("Mistral", mistral, "official"),

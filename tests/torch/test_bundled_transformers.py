@@ -21,6 +21,10 @@ DEEPSEEK = {
     "dim": 16, "heads": 2, "head": 6, "turned": 4, "rank": 8, "hidden": 12, "experts": 6, "top": 2, "each": 8,
     "layers": "d m m", "vocabulary": 11,
 }  # fmt: skip
+FALCON = {
+    "dim": 16, "depth": 3, "heads": 2, "kv_heads": 1, "head": 6, "ssm": 24, "ssm_head": 4, "state": 4, "hidden": 20,
+    "vocabulary": 11,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
     "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 10000.0,
@@ -45,7 +49,25 @@ def deepseek_v2() -> Any:
     return transformers.DeepseekV2ForCausalLM(config)
 
 
-CASES = {"gemma2_2b": (gemma2, GEMMA), "deepseek_v2_lite": (deepseek_v2, DEEPSEEK)}
+def falcon_h1() -> Any:
+    """The multipliers, and what else is not a size, are those of the config.json of the 0.5B release."""
+    config = transformers.FalconH1Config(
+        vocab_size=11, hidden_size=16, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=6, mamba_d_ssm=24, mamba_n_heads=6, mamba_d_head=4, mamba_d_state=4,
+        mamba_chunk_size=8, mamba_norm_before_gate=False, attention_out_multiplier=0.9375,
+        embedding_multiplier=5.656854249492381, key_multiplier=0.39062499999999994, lm_head_multiplier=0.0390625,
+        mlp_multipliers=[0.8838834764831844, 0.5859375], ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551587, rope_parameters={"rope_type": "default", "rope_theta": 1e11},
+    )  # fmt: skip
+    return transformers.FalconH1ForCausalLM(config)
+
+
+CASES = {
+    "gemma2_2b": (gemma2, GEMMA),
+    "deepseek_v2_lite": (deepseek_v2, DEEPSEEK),
+    "falcon_h1_0_5b": (falcon_h1, FALCON),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -40,6 +40,10 @@ SMALL = {
     "minlstm_small": {"dim": 8, "depth": 2, "vocabulary": 11},
     "qwen3_next_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 8, "experts": 3},
     "kimi_linear_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 4, "rank": 8},
+    "falcon_h1_0_5b": {
+        "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "state": 4, "hidden": 12,
+        "vocabulary": 11,
+    },
     "gemma2_2b": {
         "dim": 16, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 12, "rounds": 1, "window": 5, "vocabulary": 11,
     },

@@ -52,6 +52,12 @@ FALCON_H1 = {
     **ATTENTION, "model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_ssm": 24, "mamba_d_state": 4,
     "ssm_multipliers": [0.5, 1.0, 2.0, 1.0, 1.5], "mlp_multipliers": [0.5, 2.0], "key_multiplier": 0.5,
 }  # fmt: skip
+NEMOTRON = {
+    **{key: value for key, value in ATTENTION.items() if key not in ("num_hidden_layers", "time_step_rank")},
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "head_dim": 8, "n_groups": 2, "ssm_state_size": 4, "n_routed_experts": 4, "moe_intermediate_size": 6,
+    "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 6,
+}  # fmt: skip
 ZAMBA = {
     **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
     "n_mamba_heads": 4,
@@ -86,10 +92,11 @@ FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type":
 HUB = (
     "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
     "bamba", "zamba2", "lfm2_moe", "granitemoehybrid", "falcon_h1",
+    "nemotron_h",
 )  # fmt: skip
 CONFIGS = [
     MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, GRANITE,
-    FALCON_H1, *DENSE, *FLA,
+    FALCON_H1, NEMOTRON, *DENSE, *FLA,
 ]  # fmt: skip
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
@@ -104,6 +111,7 @@ MORE = {  # optional entries of a config
     "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
     "block_multiple_of", "full_attn_idxs", "use_parallel_residual", "rotary_pct", "rotary_emb_base", "norm_topk_prob",
     "mamba_d_ssm", "mamba_rms_norm", "attention_in_multiplier", "ssm_multipliers", "mlp_multipliers", "key_multiplier",
+    "layers_block_type", "hybrid_override_pattern", "moe_latent_size", "mamba_head_dim", "n_groups",
     "num_dense_layers", "use_expert_bias", "attention_multiplier", "position_embedding_type", "logits_scaling",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern",
 }  # fmt: skip
@@ -154,6 +162,7 @@ IN_GRANITE = {  # common entries of two releases
     "num_key_value_heads": 4, "shared_intermediate_size": 1024, "mamba_d_state": 128, "mamba_d_head": 64,
     "layer_types": ["attention" if at in (5, 15, 25, 35) else "mamba" for at in range(40)], "tie_word_embeddings": True,
 }  # fmt: skip
+IN_NEMOTRON = {"head_dim": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
 RELEASES = {  # what differs from the defaults of the family's config, and the parameters of the release
     "Llama-2-7b": ("llama", (32000, 4096, 11008, 32, 32), {}, 6_738_415_616),
     "Llama-3.2-1B": (
@@ -207,6 +216,18 @@ RELEASES = {  # what differs from the defaults of the family's config, and the p
          "mamba_d_state": 128, "mlp_multipliers": [0.8838834764831844, 0.5859375], "mamba_use_mlp": True,
          "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
          "key_multiplier": 0.39062499999999994, "lm_head_multiplier": 0.0390625, "rope_theta": 1e11}, 521_411_104,
+    ),
+    "Nemotron-H-8B": (
+        "nemotron_h", (131072, 4096, 21504, 52, 32),
+        {**IN_NEMOTRON, "num_key_value_heads": 8, "mamba_num_heads": 128,
+         "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"}, 8_100_852_736,
+    ),
+    "Nemotron-3-Nano-30B-A3B": (  # with the corrections of 23 routers to 128 experts
+        "nemotron_h", (131072, 2688, 1856, 52, 32),
+        {**IN_NEMOTRON, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128,
+         "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+        31_577_937_344 + 23 * 128,
     ),
     "DeepSeek-V2-Lite": (
         "deepseek_v2", (102400, 2048, 10944, 27, 16),
@@ -270,6 +291,10 @@ def test_decoders_have_the_size_of_the_releases(name: str) -> None:
         ({**FALCON_H1, "key_multiplier": 0.0}, "key_multiplier must be more than 0, not 0.0"),
         ({**FALCON_H1, "ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers, not"),
         ({**FALCON_H1, "mamba_use_mlp": False}, "mamba_use_mlp is False, but seqblocks only supports True"),
+        ({**NEMOTRON, "hybrid_override_pattern": "MX"}, r"hybrid_override_pattern must consist of M, \*, - and E, not"),
+        ({**NEMOTRON, "layers_block_type": []}, "there must be 1 to 4096 layers, not 0"),
+        ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu', but seqblocks only supports 'relu2'"),
+        ({**NEMOTRON, "attention_head_dim": 4}, "attention_head_dim is 4, but seqblocks only supports 8, head_dim"),
         ({**GRANITE, "layer_types": ["mamba"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         ({**GRANITE, "logits_scaling": 0}, "logits_scaling must be more than 0, not 0"),
         ({**GRANITE, "normalization_function": "layernorm"}, "normalization_function is 'layernorm', but"),
@@ -375,6 +400,8 @@ def test_the_rotary_share_of_bamba_is_read_only_below_rope_parameters() -> None:
         (KIMI, "num_experts_per_tok", "num_experts_per_token", 1),
         (JAMBA, "num_local_experts", "num_experts", 5),
         (GRIFFIN, "sliding_window", "attention_window_size", 4),
+        (GRANITE, "layers_block_type", "layer_types", ["attention", "mamba"]),
+        (NEMOTRON, "num_local_experts", "n_routed_experts", 5),
         (ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
     ],
 )  # fmt: skip

@@ -394,6 +394,7 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert shown.count("parity  ") == 6
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
+    assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     failed = run_main("probe", "a.yaml", "partiy", cwd=tmp_path)
     assert failed.returncode == 2
     assert "did you mean 'parity'?" in failed.stderr

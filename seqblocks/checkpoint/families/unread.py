@@ -89,6 +89,14 @@ IDLE = {
         mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads num_attention_heads num_experts_per_tok
         num_key_value_heads rope_parameters rope_scaling time_step_limit
     """,
+    "nemotron_h": """
+        attention_head_dim conv_kernel expand head_dim hybrid_override_pattern intermediate_size mamba_head_dim
+        mamba_num_heads mamba_ssm_cache_dtype moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size
+        moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type n_group n_groups n_routed_experts
+        n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads
+        rescale_prenorm_residual routed_scaling_factor ssm_state_size time_step_floor time_step_limit time_step_max
+        time_step_min topk_group use_conv_bias
+    """,
     "zamba2": """
         ffn_hidden_size kv_channels lora_rank num_query_groups rope_parameters rope_scaling time_step_limit
         use_conv_bias
