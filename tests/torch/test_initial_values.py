@@ -55,6 +55,13 @@ ZAMBA = {
     "num_key_value_heads": 4, "mamba_d_state": 16, "n_mamba_heads": 16, "num_mem_blocks": 2, "adapter_rank": 12,
     "use_shared_attention_adapter": True, "mamba_ngroups": 2, "chunk_size": 8, "add_bias_linear": True,
 }  # fmt: skip
+NO_LIST = {key: value for key, value in BAMBA.items() if key not in ("attn_layer_indices", "mlp_bias")}
+GRANITE = {**NO_LIST, **MIXED, "num_local_experts": 4, "shared_intermediate_size": 32}
+FALCON_H1 = {**NO_LIST, "mamba_d_ssm": None, "mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True}
+LFM2_MOE = {
+    **HEADS, "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
+}  # fmt: skip
 XLSTM = {"vocab_size": 200, "hidden_size": 64, "num_heads": 4, "num_hidden_layers": 3, "use_bias": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +92,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba_other": ("Jamba", {**JAMBA, **OTHER}),
     "bamba": ("Bamba", BAMBA),
     "bamba_other": ("Bamba", {**BAMBA, **OTHER}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {**GRANITE, **OTHER}),
+    "falcon_h1": ("FalconH1", {**FALCON_H1, **OTHER}),
+    "lfm2_moe": ("Lfm2Moe", {**LFM2_MOE, **OTHER}),
     "zamba2": ("Zamba2", ZAMBA),
     "zamba2_other": ("Zamba2", {**ZAMBA, **OTHER, **STEPS}),
 }

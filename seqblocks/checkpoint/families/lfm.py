@@ -122,7 +122,7 @@ def _convolution(config: Config, parts: Decoder) -> str:
         f"- rms_norm: {{gain: plain, eps: {scalar(parts.eps)}, name: norm}}",
         f"- linear: {{features: 3 * dim, {drawn}, name: in_proj, as: [b, c, x]}}",
         "- multiply: {from: x, by: b}",
-        f"- causal_conv: {{kernel: {kernel}, activation: none, bias: {scalar(bias)}, name: conv}}",
+        f"- causal_conv: {{kernel: {kernel}, activation: none, {drawn}, name: conv}}",
         "- multiply: {by: c}",
         f"- linear: {{features: dim, {drawn}, name: out_proj}}",
     ])  # fmt: skip
