@@ -260,6 +260,16 @@ def parameters(graph: Graph, prefix: str = "", shared: bool = False) -> Iterator
     return (item for item in _inside(graph, prefix) if shared or not item.shared)
 
 
+def buffers(graph: Graph, prefix: str = "") -> Iterator[tuple[str, State]]:
+    """Yield each buffer of a graph, by its state_dict name: what is saved besides parameters."""
+    for node in graph.nodes:
+        name = join(prefix, node.name)
+        for own, buffer in (node.op.buffers(*node.wires) if node.op else {}).items():
+            yield join(name, own), buffer
+        for label, body in node.bodies.items():
+            yield from buffers(body, join(name, label))
+
+
 def node_parameters(node: Node, name: str, shared: bool = False, active: bool = False) -> Iterator[Named]:
     """Yield each parameter of a node whose namespace is `name`; see `parameters`. active: those that a token uses."""
     return (item for item in _of_node(node, name, active) if shared or not item.shared)

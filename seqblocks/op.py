@@ -154,6 +154,14 @@ class Op(BaseModel):
         """Return the declarations of the op's state, by name."""
         return {}
 
+    def buffers(self, *wires: Any, **_: Any) -> dict[str, State]:
+        """Return the declarations of tensors that are saved with the parameters but not trained, by name.
+
+        `forward` receives them among its parameters, and may change them in place in training mode. Each use of shared
+        parameters has its own. `State.dtype` is "model" or the name of a dtype.
+        """
+        return {}
+
     def macs(self, *wires: Any, **_: Any) -> int:
         """Return the multiply-accumulates for one token of the output, or for the whole output if it is a vector."""
         return 0

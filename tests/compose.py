@@ -43,16 +43,24 @@ class Composer(Mixers, Rates, Sequences):
         elif now.rate > 6 or any(side % 2 for side in grid) or self.maybe(0.2):
             if self.maybe(0.5):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
+            elif self.maybe(0.3):
+                self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
+            elif self.maybe(0.3):
+                self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
         else:
             half = (grid[0] // 2, grid[1] // 2)
             made = replace(now, length=half[0] * half[1], grid=half, rate=4 * now.rate)
-            if self.maybe(0.5):
+            if self.maybe(0.4):
                 self.add(body, "pool2d", made, mode=mode)
+            elif self.maybe(0.4):
+                self.add(body, "resize", made, factor=0.5, mode=self.chance.choice(["nearest", "bilinear"]))
             else:
                 size = self.chance.choice([{"kernel": 2, "padding": 0}, {"kernel": 3}])
                 self.add(body, "conv2d", replace(made, width=width), features=width, stride=2, **size)
+            if self.maybe(0.3):
+                self.add(body, "batch_norm", body.now)
             if body.columns or self.maybe(0.6):
                 back = replace(now, width=width)
                 self.add(body, "conv_transpose2d", back, features=width, kernel=2, stride=2)

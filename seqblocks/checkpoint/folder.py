@@ -318,6 +318,9 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in weights.headers:  # tied parameters are not in the file
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
+        for name, buffer in model.named_buffers():
+            if name in weights.headers:
+                buffer.data = buffer.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
     fill(model, weights.headers, weights.read)
     return model.eval().requires_grad_(False) if quantized(model) else model

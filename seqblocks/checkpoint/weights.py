@@ -36,6 +36,8 @@ def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> s
         return f"is quantised ({tensor.dtype}): dequantize() it first"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}): to_dense() it first"
+    if tensor.dtype == torch.int64 and not tensor.dim():  # a counter of batches
+        return None
     if tensor.dtype not in (*FLOATS, *(COMPLEX if complex_too else ())):
         what = "is complex" if tensor.is_complex() else f"is of {tensor.dtype}"
         return f"{what}, but weights must be float64, float32, float16 or bfloat16"
@@ -56,7 +58,8 @@ def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
     Raises RunError unless they match the spec and hold data.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    _check_own(tensors, {item.name: item.parameter.shape for item in graph.parameters(model.graph)})
+    shapes = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
+    _check_own(tensors, shapes | {name: buffer.shape for name, buffer in graph.buffers(model.graph)})
     return tensors
 
 
@@ -110,9 +113,14 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 def check_fit(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """Raise RunError unless tensors have the names and shapes that a spec declares. Nothing is allocated."""
     declared = {item.name: item for item in graph.parameters(spec.graph) if not item.tied}
-    differences = _differences(tensors, declared)
+    buffers = dict(graph.buffers(spec.graph))
+    differences = _differences(tensors, [*declared, *buffers])
     if differences:
         raise RunError(f"the weights do not fit this model: {differences}")
+    for name, buffer in buffers.items():
+        if tuple(tensors[name].shape) != buffer.shape:
+            sizes = f"{name} is {list(tensors[name].shape)}, but {list(buffer.shape)} in the model"
+            raise RunError(f"the weights do not fit this model: {sizes}")
     for name, item in declared.items():
         if reason := misfit(item, tensors[name]):
             raise RunError(reason)

@@ -94,7 +94,11 @@ def _allocate(module: SequenceModel, dtype: torch.dtype, device: torch.device) -
             raise UnavailableError(
                 f"{device} has not enough memory for the parameters, {size:,} bytes; device='meta' allocates nothing"
             ) from error
-        holder, _, leaf = name.rpartition(".")
-        module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh, parameter.requires_grad))
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=dtype), persistent=False)
+        path, _, leaf = name.rpartition(".")
+        module.get_submodule(path).register_parameter(leaf, torch.nn.Parameter(fresh, parameter.requires_grad))
+    for name, buffer in list(module.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        kind = dtype if buffer.is_floating_point() else buffer.dtype
+        holder = module.get_submodule(path)
+        is_saved = leaf not in holder._non_persistent_buffers_set
+        holder.register_buffer(leaf, torch.empty_like(buffer, device=device, dtype=kind), persistent=is_saved)

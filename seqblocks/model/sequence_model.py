@@ -24,6 +24,7 @@ from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.weight_decay import decay_rules
@@ -445,6 +446,9 @@ class SequenceModel(Body):
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
         draw_all(self, self._whole_spec.graph, seed, self._parts)
+        for step in self.modules():
+            if isinstance(step, Primitive):
+                step.reset_buffers()
         self.tie()
 
     def tie(self) -> None:

@@ -60,6 +60,15 @@ class Primitive(StepModule, Holder):
         for name in self._own:
             declared = node.parameters[name]
             self.register_parameter(name, nn.Parameter(torch.empty(declared.shape), declared.trained))
+        self._kept = node.op.buffers(*node.wires)
+        for name, buffer in self._kept.items():
+            kind = None if buffer.dtype == "model" else getattr(torch, buffer.dtype)
+            self.register_buffer(name, torch.full(buffer.shape, buffer.fill, dtype=kind))
+
+    def reset_buffers(self) -> None:
+        """Give all buffers their initial values."""
+        for name, buffer in self._kept.items():
+            getattr(self, name).fill_(buffer.fill)
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
         """Return the op's parameters, including those that another step or the current direction of a scan holds.
@@ -70,8 +79,8 @@ class Primitive(StepModule, Holder):
         if self._elsewhere:
             found |= self._held_elsewhere(call)
         if self._reduction:
-            return {name: replicated(x, self._reduction) for name, x in found.items()}
-        return found
+            found = {name: replicated(x, self._reduction) for name, x in found.items()}
+        return found | self._buffers if self._kept else found
 
     def _held_elsewhere(self, call: Call) -> dict[str, Any]:
         found = shared_parameters(self)
@@ -85,7 +94,7 @@ class Primitive(StepModule, Holder):
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         parameters, inputs = self._arguments(tensors, call)
-        if self._draws:
+        if self._draws or self._kept:
             call = call.in_mode(self.training)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}

@@ -16,6 +16,8 @@ from seqblocks import graph
 from seqblocks.graph import Node
 from seqblocks.op import Op
 from seqblocks.ops import activations
+from seqblocks.ops.batch_norm import BatchNorm as BatchNormOp
+from seqblocks.ops.batch_norm import as_input, as_maps, check_batch
 from seqblocks.ops.conv import CausalConv
 from seqblocks.ops.conv1d import Conv1d as Conv1dOp
 from seqblocks.ops.conv2d import Conv2d as Conv2dOp
@@ -25,6 +27,7 @@ from seqblocks.ops.embed import Embed, Unembed
 from seqblocks.ops.linear import Affine
 from seqblocks.ops.norm import LayerNorm as LayerNormOp
 from seqblocks.ops.pool2d import Pool2d as Pool2dOp
+from seqblocks.ops.resize import Resize as ResizeOp
 from seqblocks.ops.rms_norm import RMSNorm as RMSNormOp
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.initialise import draw_anew
@@ -133,6 +136,39 @@ class AvgPool2d(Primitive, nn.AvgPool2d):
         self.kernel_size, self.stride, self.padding = node.op.kernel, node.op.step, node.op.padding
 
 
+class BatchNorm2d(_WithParameters, nn.BatchNorm2d):
+    track_running_stats = True
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, BatchNormOp)
+        self.num_features = self.running_mean.shape[0] if self.running_mean is not None else 0
+        self.eps, self.momentum, self.affine = node.op.eps, node.op.momentum, node.op.affine
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_buffers()
+
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        if self._reduction or self._converts_to is not None:
+            return super()._compute(*tensors, call=call)
+        (x,) = tensors
+        check_batch(x, self.training)
+        return as_input(nn.BatchNorm2d.forward(self, as_maps(x)), x), {}  # tools set momentum and eps
+
+
+class Upsample(Primitive, nn.Upsample):
+    recompute_scale_factor, name = None, "Upsample"
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node, place)
+        assert isinstance(node.op, ResizeOp)
+        op = node.op
+        self.size = None if op.factor is not None else (op.rows, op.columns)  # type: ignore[assignment]
+        self.scale_factor, self.mode = op.factor, op.mode
+        self.align_corners = False if op.mode == "bilinear" else None
+
+
 class Dropout(Primitive, nn.Dropout):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node, place)
@@ -192,6 +228,7 @@ class Softplus(Primitive, nn.Softplus):
 CLASSES: dict[type[Op], type[Primitive]] = {
     Unembed: Linear, Embed: Embedding, LayerNormOp: LayerNorm, RMSNormOp: RMSNorm, Conv1dOp: Conv1d, CausalConv: Conv1d,
     Conv2dOp: Conv2d, ConvTranspose2dOp: ConvTranspose2d, Pool2dOp: MaxPool2d,
+    BatchNormOp: BatchNorm2d, ResizeOp: Upsample,
     DropoutOp: Dropout, activations.Silu: SiLU, activations.Gelu: GELU, activations.GeluTanh: GELUTanh,
     activations.Relu: ReLU, activations.LeakyRelu: LeakyReLU, activations.Elu: ELU, activations.Selu: SELU,
     activations.Sigmoid: Sigmoid, activations.Tanh: Tanh, activations.Softplus: Softplus,

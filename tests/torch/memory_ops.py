@@ -105,6 +105,8 @@ GRID_OPS: dict[str, list[str]] = {  # on the tokens of an image
     "conv2d, even": ["conv2d: {features: 64, kernel: 2, stride: 2, padding: 0}"],
     "conv_transpose2d": ["pool2d", "conv_transpose2d: {features: 64, kernel: 2, stride: 2}"],
     "pool2d": ["pool2d: {kernel: 3, stride: 2, padding: 1}"],
+    "batch_norm": ["batch_norm"],
+    "resize": ["resize: {rows: 8, columns: 16, mode: bilinear}"],
     "pool2d, mean": ["pool2d: {mode: mean}"],
 }
 OPS |= GRID_OPS

@@ -15,7 +15,17 @@ from torch.nn.utils import parametrizations
 
 import seqblocks
 from seqblocks import graph
-from seqblocks.runtime.torch_modules import CLASSES, Conv1d, Conv2d, ConvTranspose2d, Embedding, Linear, MaxPool2d
+from seqblocks.runtime.torch_modules import (
+    CLASSES,
+    BatchNorm2d,
+    Conv1d,
+    Conv2d,
+    ConvTranspose2d,
+    Embedding,
+    Linear,
+    MaxPool2d,
+    Upsample,
+)
 
 TEXT = """
 seqblocks: 1
@@ -95,7 +105,8 @@ def test_attributes_are_those_of_torchs_classes() -> None:
         torch.testing.assert_close(own.eval()(x), torchs.eval()(x))
 
 
-OTHER_AXES = {Conv1d, Conv2d, ConvTranspose2d, MaxPool2d}  # torch's module has the features on the second axis
+# Torch's modules have the features on the second axis.
+OTHER_AXES = {Conv1d, Conv2d, ConvTranspose2d, MaxPool2d, BatchNorm2d, Upsample}
 
 
 @pytest.mark.parametrize("kind", sorted({*CLASSES.values(), Linear} - OTHER_AXES, key=lambda kind: kind.__name__))

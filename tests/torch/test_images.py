@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +191,134 @@ def test_compiled_and_exported(dtype: torch.dtype) -> None:
     x = draw(2, 6, 7, 9).to(dtype)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+# --- batch normalisation
+
+
+def norms(momentum: float = 0.1, affine: bool = True) -> tuple[SequenceModel, nn.BatchNorm2d]:
+    official = nn.BatchNorm2d(6, eps=1e-3, momentum=momentum, affine=affine, dtype=torch.float64)
+    for p in official.parameters():
+        nn.init.normal_(p)
+    arguments = f"eps: 1e-3, momentum: {momentum}, affine: {str(affine).lower()}"
+    return copied(built(f"{{batch_norm: {{name: it, {arguments}}}}}"), official), official
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
+def test_batch_norm_equals_torch(momentum: float, affine: bool) -> None:
+    """Values, gradients and statistics of three batches, in training, evaluation and again in training mode."""
+    model, official = norms(momentum, affine)
+    for at, training in enumerate((True, False, True)):
+        model.train(training)
+        official.train(training)
+        maps = (3 * draw(2, 6, 7, 9, seed=at) + 1).requires_grad_()
+        x = tokens_of(maps).detach().requires_grad_()
+        y, expected = model(x), official(maps)
+        torch.testing.assert_close(y, tokens_of(expected), rtol=0, atol=1e-12)
+        weight = draw(*y.shape)
+        (mine,) = torch.autograd.grad((y * weight).sum(), x)
+        (theirs,) = torch.autograd.grad((tokens_of(expected) * weight).sum(), maps)
+        torch.testing.assert_close(mine, tokens_of(theirs), rtol=0, atol=1e-11)
+        for name, value in official.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[f"it.{name}"], value, rtol=1e-12, atol=1e-12)
+    assert model.get_buffer("it.num_batches_tracked") == 2
+
+
+def test_batch_norm_is_torchs_module() -> None:
+    model, official = norms()
+    own: Any = model.get_submodule("it")
+    assert isinstance(own, nn.BatchNorm2d)
+    for name in official.__constants__:
+        assert getattr(own, name) == getattr(official, name), name
+    assert [name for name, _ in model.named_buffers()] == [f"it.{name}" for name, _ in official.named_buffers()]
+    model.train()
+    own.eval()  # frozen statistics in a model that is trained
+    before = own.running_mean.clone()
+    model(draw(2, 63, 6))
+    assert torch.equal(own.running_mean, before)
+    torch.optim.swa_utils.update_bn([draw(2, 63, 6, seed=at) for at in range(3)], model)
+    x = torch.cat([draw(2, 63, 6, seed=at) for at in range(3)])
+    torch.testing.assert_close(own.running_mean, x.mean((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("input", "shape"), [("{vector: 6}", (5, 6)), ("{features: 6}", (2, 9, 6)), (IMAGE, (2, 6, 7, 9))]
+)
+def test_batch_norm_of_vectors_sequences_and_images(input: str, shape: tuple[int, ...]) -> None:
+    model, x = built("batch_norm", input=input).train(), 2 * draw(*shape) + 3
+    rows = x if len(shape) < 4 else x.movedim(1, -1)
+    axes = tuple(range(rows.dim() - 1))
+    expected = (rows - rows.mean(axes)) / (rows.var(axes, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(model(x), expected if len(shape) < 4 else expected.movedim(-1, 1))
+    with pytest.raises(RunError, match="cannot stream"):
+        model.init_state(1)
+
+
+def test_a_batch_of_one_value_has_no_variance() -> None:
+    model = built("batch_norm", input="{vector: 6}")
+    with pytest.raises(RunError, match=r"batch_norm needs at least two values of each feature to train, not \[1, 6\]"):
+        model.train()(draw(1, 6))
+    assert model.eval()(draw(1, 6)).shape == (1, 6)
+
+
+def test_statistics_are_saved_loaded_copied_and_reset(tmp_path: Path) -> None:
+    model, _ = norms()
+    model.train()(draw(2, 63, 6) + 5)
+    seqblocks.save(model, tmp_path)
+    x = draw(2, 63, 6)
+    for other in (seqblocks.load(tmp_path), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.eval()(x), model.eval()(x))
+    half = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 6}, steps: [batch_norm]}", dtype="bfloat16")
+    kinds = {name.rpartition(".")[2]: value.dtype for name, value in half.named_buffers()}
+    assert kinds == {"running_mean": torch.bfloat16, "running_var": torch.bfloat16, "num_batches_tracked": torch.int64}
+    model.reset_parameters()
+    assert torch.equal(model.get_buffer("it.running_var"), torch.ones(6, dtype=torch.float64))
+    assert model.get_buffer("it.num_batches_tracked") == 0
+    assert seqblocks.summarise(model).params == 12
+
+
+def test_shared_norms_have_their_own_statistics() -> None:
+    model = built("{batch_norm: {name: a}}", "{batch_norm: {name: b, share: a}}").train()
+    model(draw(2, 63, 6) + 5)
+    a, b = (model.get_buffer(f"{name}.running_mean") for name in "ab")
+    torch.testing.assert_close(b, torch.zeros_like(b), rtol=0, atol=1e-12)
+    assert a.min() > 0.3
+    assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
+
+
+# --- resizing
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("input", [GRID, IMAGE])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("factor: 2", {"scale_factor": 2.0}), ("factor: 0.4", {"scale_factor": 0.4}),
+        ("rows: 10, columns: 4", {"size": (10, 4)}),
+    ],
+)  # fmt: skip
+def test_resize_equals_torch(size: str, options: dict[str, Any], input: str, mode: str) -> None:
+    official = nn.Upsample(**options, mode=mode, align_corners=False if mode == "bilinear" else None)
+    model, maps = built(f"{{resize: {{{size}, mode: {mode}}}}}", input=input), draw(2, 6, 7, 9)
+    y, expected = model(maps if "image" in input else tokens_of(maps)), official(maps)
+    torch.testing.assert_close(y, tokens_of(expected), rtol=0, atol=1e-14)
+    output = model.spec.output
+    assert output
+    assert output.grid == tuple(expected.shape[2:])
+    check_shapes(model)
+    own: Any = model.get_submodule("resize")
+    assert isinstance(own, nn.Upsample)
+    for name in official.__constants__:
+        assert getattr(own, name) == getattr(official, name), name
+    if input == GRID:
+        torch.autograd.gradcheck(model, draw(1, 63, 6).requires_grad_())
+
+
+def test_resnet18_has_the_published_number_of_parameters_and_trains() -> None:
+    model = seqblocks.build(Path(__file__).parent / "resnet18.yaml").train()
+    assert sum(p.numel() for p in model.parameters()) == 11_689_512
+    model(draw(2, 3, 64, 96).float()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(value == 1 for name, value in model.named_buffers() if name.endswith("num_batches_tracked"))
