@@ -41,26 +41,27 @@ class Composer(Mixers, Rates, Sequences):
         if grid is None:
             self.pointwise(body)
         elif now.rate > 6 or any(side % 2 for side in grid) or self.maybe(0.2):
-            if self.maybe(0.5):
+            if self.maybe(0.25):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
-            elif self.maybe(0.3):
+            elif self.maybe(0.4):
                 self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
-            elif self.maybe(0.3):
+            elif self.maybe(0.5):
                 self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
         else:
             half = (grid[0] // 2, grid[1] // 2)
             made = replace(now, length=half[0] * half[1], grid=half, rate=4 * now.rate)
-            if self.maybe(0.4):
+            if self.maybe(0.3):
                 self.add(body, "pool2d", made, mode=mode)
-            elif self.maybe(0.4):
+            elif self.maybe(0.5):
                 self.add(body, "resize", made, factor=0.5, mode=self.chance.choice(["nearest", "bilinear"]))
             else:
                 size = self.chance.choice([{"kernel": 2, "padding": 0}, {"kernel": 3}])
                 self.add(body, "conv2d", replace(made, width=width), features=width, stride=2, **size)
-            if self.maybe(0.3):
+            if self.maybe(0.6):
                 self.add(body, "batch_norm", body.now)
+                self.add(body, "leaky_relu", body.now)
             if body.columns or self.maybe(0.6):
                 back = replace(now, width=width)
                 self.add(body, "conv_transpose2d", back, features=width, kernel=2, stride=2)
@@ -366,7 +367,7 @@ class Composer(Mixers, Rates, Sequences):
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
-            on_grids = [self.conv2d, self.image_windows, self.through_an_image, self.merged_patches]
+            on_grids = [self.conv2d, self.image_windows, self.image_windows, self.through_an_image, self.merged_patches]
             moves += on_grids * (3 if body.now.grid else 0)
             moves += [] if body.fixed or body.now.prefix else [self.class_token] * 2
             moves += [] if body.now.prefix else [self.one_after_another] * 2
