@@ -23,6 +23,11 @@ from seqblocks.recipes import Name, Recipe, Shape
 MAX_LINES = 20  # of one error
 Pairs = list[tuple[Named, Recipe]]
 
+# Buffers that releases contain although configurations determine them: rotary frequencies (Llama 2, Pythia), and the
+# causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number that stands for "masked".
+_DETERMINED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias)")
+_MASK = re.compile(r"(?:.*\.)?attention\.bias")
+
 
 class LeftOut(NamedTuple):
     """The weights that did not fit when loading with `partial=True`."""
@@ -42,8 +47,9 @@ class LeftOut(NamedTuple):
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
     """Load an official state dict through the spec's `checkpoint:` maps; its layout is detected from its names.
 
-    All tensors must be used. With `partial`, tensors that do not fit are skipped: parameters keep their current values,
-    and position embeddings of an image are interpolated to its grid. Returns what was skipped.
+    All tensors must be used, except rotary frequencies and causal masks. With `partial`, tensors that do not fit are
+    skipped: parameters keep their current values, and position embeddings of an image are interpolated to its grid.
+    Returns what was skipped.
 
     Raises RunError with all tensors that are missing, unused, of another shape or of an unsupported kind (integers,
     8-bit floats, sparse, quantised), without loading anything; also if the model is on the meta device, split, or no
@@ -154,7 +160,16 @@ def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice
         else:
             missing.append(alternatives[0])
     used = {official for pairs in found.values() for _, recipe in pairs for official in recipe.names}
-    return _Choice(layout, found, missing, [name for name in headers if name not in used])
+    spare = [name for name, header in headers.items() if name not in used and not _is_determined(name, header)]
+    return _Choice(layout, found, missing, spare)
+
+
+def _is_determined(name: Any, header: Any) -> bool:
+    """Return whether a tensor that no parameter needs is a buffer that the configuration determines."""
+    if not isinstance(name, str) or not isinstance(header, Tensor):
+        return False
+    is_mask = header.dim() == 4 and header.shape[:2] == (1, 1) and header.dtype in (torch.bool, torch.uint8)
+    return bool(_DETERMINED.fullmatch(name) or (is_mask and _MASK.fullmatch(name)))
 
 
 def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:

@@ -78,6 +78,7 @@ DENSE += [
     {**{key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"}, "model_type": "gpt_neox",
      "rotary_pct": 0.5},
 ]  # fmt: skip
+DECODERS = {config["model_type"]: config for config in DENSE}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 DENSE += [
     {**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
@@ -347,6 +348,12 @@ def test_every_entry_that_transformers_writes_is_read_or_harmless(family: str) -
         (ZAMBA, {"kv_channels": 4, "use_conv_bias": True, "attention_head_dim": 16, "hybrid_layer_ids": [1]}),
         (QWEN, {"use_sliding_window": False, "rope_scaling": None, "partial_rotary_factor": 0.25}),
         (GLA, {"conv_size": 4, "share_conv_kernel": True, "fuse_norm": True, "attn_mode": "chunk", "clamp_min": None}),
+        (DECODERS["smollm3"], {"max_window_layers": 28, "use_sliding_window": False}),
+        (DECODERS["qwen3_moe"], {"max_window_layers": 48, "use_sliding_window": False}),
+        (DECODERS["gemma2"], {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}),
+        (DECODERS["gemma3_text"], {"cache_implementation": "hybrid"}),
+        (DECODERS["lfm2"], {"num_heads": 2, "theta": 1e6, "tie_embedding": True}),
+        (DECODERS["gpt_neox"], {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0}),
     ],
 )  # fmt: skip
 def test_entries_of_releases_that_change_nothing(config: dict[str, Any], older: dict[str, Any]) -> None:

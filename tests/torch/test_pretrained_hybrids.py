@@ -85,3 +85,23 @@ def test_greedy_tokens_are_those_of_transformers(family: str, seed: int, tmp_pat
         tokens = torch.cat(found, 1)
         theirs = model(tokens, use_cache=False).logits.argmax(-1)  # each token is greedy after the previous ones
     assert torch.equal(tokens[:, 5:], theirs[:, 4:-1])
+
+
+def test_buffers_of_older_releases_are_not_weights(tmp_path: Path) -> None:
+    """Files of Pythia and Llama 2 contain rotary frequencies, those of Pythia also causal masks."""
+    peer("gpt_neox", 0, torch.float32).save_pretrained(tmp_path / "plain")
+    ours = seqblocks.from_pretrained(tmp_path / "plain")
+    weights = weights_in(tmp_path / "plain")
+    tensors = {name: weights.read(name) for name in weights.headers}
+    attention = "gpt_neox.layers.0.attention."
+    older = tensors | {
+        f"{attention}rotary_emb.inv_freq": torch.ones(2),
+        f"{attention}bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
+        f"{attention}masked_bias": torch.tensor(-1e9),
+    }
+    again = seqblocks.build_text(ours.spec.source.text)
+    seqblocks.checkpoint.load_official(again, older)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    for odd in (f"{attention}bias", f"{attention}inv_freq"):
+        with pytest.raises(seqblocks.RunError, match=odd):
+            seqblocks.checkpoint.load_official(again, tensors | {odd: torch.ones(8)})

@@ -15,6 +15,7 @@ OURS, OFFICIAL = "layers.{layer}", "gpt_neox.layers.{layer}"
 def gpt_neox(config: Config) -> str:
     """Write a GPT-NeoX language model (arXiv:2204.06745): attention and network in parallel, or in sequence."""
     require(config, hidden_act=(*ACTIVATIONS, None), attention_dropout=(0.0, 0, None), hidden_dropout=(0.0, 0, None))
+    require(config, attention_dropout_prob=(0.0, 0, None), hidden_dropout_prob=(0.0, 0, None))  # their older names
     eps, std, bias = number(config, "layer_norm_eps", 1e-5), std_of(config), flag(config, "attention_bias", True)
     heads, head, hidden = whole(config, "num_attention_heads"), head_of(config), whole(config, "intermediate_size")
     share = number(config, "rotary_pct", 0.25)

@@ -28,8 +28,8 @@ z_loss_coefficient
 attn_mode chunk_size fuse_norm fuse_swiglu fused_add_norm residual_in_fp32 use_associative_scan use_mamba_kernels
 use_mambapy use_mem_eff_path
 
-calc_logits_for_entire_prompt max_position_embeddings model_max_length num_logits_to_keep num_nextn_predict_layers
-partial_rotary_factor pretraining_tp rope_theta time_step_rank
+cache_implementation calc_logits_for_entire_prompt max_position_embeddings model_max_length num_logits_to_keep
+num_nextn_predict_layers partial_rotary_factor pretraining_tp rope_theta time_step_rank
 """
 
 # By model_type: those that only some of its layers use, follow from others, or are left over from older versions.
@@ -45,7 +45,9 @@ IDLE = {
     """,
     "qwen2": "sliding_window",
     "qwen3": "sliding_window",
-    "qwen3_moe": "intermediate_size sliding_window",
+    "qwen3_moe": "intermediate_size max_window_layers sliding_window",
+    "smollm3": "max_window_layers",
+    "gemma2": "hidden_act",
     "deepseek_v2": """
         aux_loss_alpha ep_size head_dim moe_layer_freq n_group num_key_value_heads qk_head_dim scoring_func seq_aux
         topk_group
@@ -57,7 +59,7 @@ IDLE = {
     "lfm2": """
         block_dim block_ff_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of block_norm_eps
         block_out_init_scale block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init
-        full_attn_idxs intermediate_size tie_embedding use_pos_enc
+        full_attn_idxs intermediate_size num_heads theta tie_embedding use_pos_enc
     """,
     "lfm2_moe": "block_multiple_of head_dim num_experts num_experts_per_tok use_pos_enc",
     "gpt_neox": "classifier_dropout rotary_emb_base rotary_pct",
