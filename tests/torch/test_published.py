@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parents[1] / "spec" / "published"
 WORDS: dict[str, Any] = {"input.tokens": 11, "model.layers.times": 2}
 WHOLE: dict[str, dict[str, Any]] = {
     "bert_base": {"inputs.text.tokens": 11, "dim": 24, "model.layers.times": 1},
-    "convnext_tiny": {"dim": 4, "input.image.size": 64},
     "dinov2_small_registers": {"dim": 24, "input.image.size": 28, "model.blocks.times": 1},
     "mixer_b16": {"dim": 8, "model.layers.times": 1},
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},

@@ -14,10 +14,11 @@ from tests.draws import draw
 
 SMALL: dict[str, dict[str, Any]] = {
     "vil_segmenter": {"input.image.size": [16, 32], "dim": 8, "classes": 3},
+    "convnext_tiny": {"input.image.size": 64, "dim": 4, "depth": 1, "middle": 1, "classes": 5},
     "slstm_forecaster": {"series": 3, "window": 20, "horizon": 5, "dim": 8},
 }
-INPUTS = {"vil_segmenter": (2, 3, 16, 32), "slstm_forecaster": (2, 20, 3)}
-OUTPUTS = {"vil_segmenter": (2, 3, 16, 32), "slstm_forecaster": (2, 5, 3)}
+INPUTS = {"vil_segmenter": (2, 3, 16, 32), "convnext_tiny": (2, 3, 64, 64), "slstm_forecaster": (2, 20, 3)}
+OUTPUTS = {"vil_segmenter": (2, 3, 16, 32), "convnext_tiny": (2, 5), "slstm_forecaster": (2, 5, 3)}
 
 
 def small(name: str) -> SequenceModel:
