@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ class ConvNeXt(nn.Module):
         super().__init__()
         widths = [DIM * 2**stage for stage in range(4)]
         self.downsample_layers = nn.ModuleList([nn.Sequential(nn.Conv2d(3, DIM, 4, stride=4), Maps(DIM))])
-        for dim, wider in zip(widths, widths[1:], strict=False):
+        for dim, wider in pairwise(widths):
             self.downsample_layers.append(nn.Sequential(Maps(dim), nn.Conv2d(dim, wider, 2, stride=2)))
         blocks = zip(widths, DEPTHS, strict=True)
         self.stages = nn.ModuleList(nn.Sequential(*(Block(dim) for _ in range(depth))) for dim, depth in blocks)
