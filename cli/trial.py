@@ -124,6 +124,7 @@ def _texts(spec: ModelSpec) -> Any:
 
 
 def device_of(options: argparse.Namespace, torch: Any) -> Any:
+    """Return the device of --device. Raises UnavailableError if it is not there, UsageError if it computes nothing."""
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)

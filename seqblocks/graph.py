@@ -267,7 +267,10 @@ def buffers(graph: Graph, prefix: str = "") -> Iterator[tuple[str, State]]:
         for own, buffer in (node.op.buffers(*node.wires) if node.op else {}).items():
             yield join(name, own), buffer
         for label, body in node.bodies.items():
-            yield from buffers(body, join(name, label))
+            # if each direction is a module, it has buffers of its own; otherwise they are shared
+            separate = bool(node.directions) and _is_separate(node, list(_inside(body, name)), name)
+            for direction in node.directions if separate else [""]:
+                yield from buffers(body, join(name, direction, label))
 
 
 def node_parameters(node: Node, name: str, shared: bool = False, active: bool = False) -> Iterator[Named]:
@@ -311,12 +314,17 @@ def directed(node: Node, inside: list[Named], name: str = "") -> list[str]:
 
     Those are the owned ones, and the shared ones that owned ones stand for, or all where each direction is a module.
     """
-    separate = bool(node.owned) and node.owned == {_within(name, item.name) for item in inside if not item.shared}
+    separate = _is_separate(node, inside, name)
     return [
         item.name for item in inside
         if _within(name, item.name) in node.owned
         or (item.shared and (separate or _within(name, item.tied or "") in node.owned))
     ]  # fmt: skip
+
+
+def _is_separate(node: Node, inside: list[Named], name: str) -> bool:
+    """Return whether a scan owns all parameters of its steps, so that each direction is a module."""
+    return bool(node.owned) and node.owned == {_within(name, item.name) for item in inside if not item.shared}
 
 
 def _in_direction(node: Node, name: str, direction: str, item: Named) -> Named:

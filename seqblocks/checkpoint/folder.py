@@ -416,7 +416,7 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
     for name, header in headers.items():
         if header.dtype is torch.int8 and name.endswith(PARTS[0]):
             continue  # a matrix in 8 bits
-        if reason := unusable(header, on_meta=True):
+        if reason := unusable(header, on_meta=True, counts_too=True):
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
 
 

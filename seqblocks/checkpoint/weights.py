@@ -19,10 +19,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
-def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> str | None:
+def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False, counts_too: bool = False) -> str | None:
     """Return why a value is not a plain floating-point tensor ("is sparse: …"), or None if it is one.
 
     complex_too: allow complex tensors. on_meta: allow tensors on meta, such as the headers of a file.
+    counts_too: allow single int64 numbers, which buffers may be.
     """
     if not isinstance(tensor, Tensor):
         return f"is not a tensor, but {type(tensor).__name__}"
@@ -36,7 +37,7 @@ def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> s
         return f"is quantised ({tensor.dtype}): dequantize() it first"
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}): to_dense() it first"
-    if tensor.dtype == torch.int64 and not tensor.dim():  # a counter of batches
+    if counts_too and tensor.dtype == torch.int64 and not tensor.dim():
         return None
     if tensor.dtype not in (*FLOATS, *(COMPLEX if complex_too else ())):
         what = "is complex" if tensor.is_complex() else f"is of {tensor.dtype}"
@@ -83,7 +84,7 @@ def _check_own(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
         raise RunError(f"the model no longer matches its spec: {differences}. First {how}")
     for name, tensor in tensors.items():
-        if reason := unusable(local(tensor)):
+        if reason := unusable(local(tensor), counts_too=True):
             how = ": allocate it with model.to_empty(device='cpu')" if tensor.is_meta else ""
             raise RunError(f"{name} {reason}{how}")
         if tuple(tensor.shape) != tuple(shapes[name]):

@@ -90,7 +90,7 @@ def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tu
     found = {_bare(name, declared | spare): header for name, header in weights_in(place).headers.items()}
     found = {name: header for name, header in found.items() if name not in spare}
     for name, header in found.items():
-        if reason := unusable(header, on_meta=True):
+        if reason := unusable(header, on_meta=True, counts_too=True):
             raise UsageError(f"{path} does not contain weights: {name} {reason}")
     tied = {item.name: item.tied for item in graph.parameters(spec.graph) if item.tied}
     for name, source in tied.items():  # other software may have written both

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Split, argument, evenly, primitive
+from seqblocks.op import Split, argument, evenly, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
 
 
-class _Conv2d(Op):
+class _Conv2d(grids.GridOp):
     """Base of both convolutions: a weight and a bias, an input on a grid, and an output on another."""
 
-    ports = grids.IMAGE_OR_TOKENS
-    reads = "all"
     bias: bool = argument(True, "whether to add a bias")
 
     def grid(self, size: grids.Grid) -> grids.Grid:
@@ -47,12 +45,6 @@ class _Conv2d(Op):
         if self.bias:
             out["bias"] = Parameter((self.width(x),), Init("fan_in_uniform"), decay=False, fan_in=fan_in)
         return out
-
-    def ignores_resets(self, x: Wire) -> str | None:
-        return "it reads neighbouring tokens of an image"
-
-    def makes_grid(self) -> bool:
-        return True
 
 
 @primitive("conv2d")

@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Port
+from seqblocks.op import Op, Port
 from seqblocks.types import Wire
 
 Grid = tuple[int, int]
 MAX_WINDOW = 255  # kernel, stride, padding, dilation
-IMAGE_OR_TOKENS = (Port("x", "the tokens of an image, or an image", main=True, kinds=("sequence", "image")),)
+
+
+class GridOp(Op):
+    """Base of ops that read the tokens of an image, or an image, and whose result is tokens on another grid."""
+
+    ports = (Port("x", "the tokens of an image, or an image", main=True, kinds=("sequence", "image")),)
+    reads = "all"
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "it reads neighbouring tokens of an image"
+
+    def makes_grid(self) -> bool:
+        return True
 
 
 def window_grid(grid: Grid, span: int, stride: int, padding: int) -> Grid:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, argument, primitive
+from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
 
 
 @primitive("pool2d")
-class Pool2d(Op):
+class Pool2d(grids.GridOp):
     """Pool each K x K window of the tokens of an image, or of an image, to one token. Resets are an error.
 
     max: maximum of each feature, of the tokens in the window. mean: sum of the window divided by K x K, where padding
@@ -20,8 +20,6 @@ class Pool2d(Op):
     this grid.
     """
 
-    ports = grids.IMAGE_OR_TOKENS
-    reads = "all"
     mode: Literal["max", "mean"] = argument("max", "pooling mode")
     kernel: int = argument(2, "height and width of a window, K", ge=1, le=grids.MAX_WINDOW)
     stride: int | None = argument(None, "distance between windows (default: K)", ge=1, le=grids.MAX_WINDOW)
@@ -47,12 +45,6 @@ class Pool2d(Op):
 
     def macs(self, x: Wire) -> int:
         return 0  # maxima and additions, as in pool
-
-    def ignores_resets(self, x: Wire) -> str | None:
-        return "it reads neighbouring tokens of an image"
-
-    def makes_grid(self) -> bool:
-        return True
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         y = tape.new(tape.out, x.item)

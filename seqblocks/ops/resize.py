@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Op, argument, primitive
+from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
 
 
 @primitive("resize")
-class Resize(Op):
+class Resize(grids.GridOp):
     """Resize the tokens of an image, or an image, whose result is tokens, by a factor or to a size.
 
     nearest: copies the nearest token, as torch's `interpolate`. bilinear: weights the four nearest tokens
@@ -20,8 +20,6 @@ class Resize(Op):
     Resets are an error.
     """
 
-    ports = grids.IMAGE_OR_TOKENS
-    reads = "all"
     factor: float | None = argument(None, "rows and columns of the result per row and column", gt=0, le=256)
     rows: int | None = argument(None, "rows of the result, instead of `factor`", ge=1, le=2**16)
     columns: int | None = argument(None, "columns of the result, instead of `factor`", ge=1, le=2**16)
@@ -52,12 +50,6 @@ class Resize(Op):
 
     def macs(self, x: Wire) -> int:
         return 4 * x.features if self.mode == "bilinear" else 0
-
-    def ignores_resets(self, x: Wire) -> str | None:
-        return "it reads neighbouring tokens of an image"
-
-    def makes_grid(self) -> bool:
-        return True
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         y = tape.new(tape.out, x.item)

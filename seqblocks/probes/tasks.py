@@ -104,8 +104,7 @@ def induction(g: Generator, batch: int, length: int) -> Batch:
 
 
 def copying(g: Generator, batch: int, length: int, count: int = 4) -> Batch:
-    """Return `count` data ids (2 to 15) at random places among noise (0), then as many 1: the data are asked in order.
-    """
+    """Return `count` data (2 to 15) at random places among noise (0), then as many 1: the data are asked in order."""
     places = distinct(g, batch, length - count, count).sort(1).values
     data = integers(g, 2, 16, batch, count)
     x = torch.zeros(batch, length, dtype=torch.long).scatter(1, places, data)

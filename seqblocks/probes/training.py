@@ -106,10 +106,9 @@ def probe(
     """Train the model of a spec on a task with random batches; return its accuracy at each of the task's lengths.
 
     AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
-    tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are
-    read are the same for each model and seed. seconds: after which training ends. A
-    KeyboardInterrupt ends training, and the model is read as it is. Raises UsageError for a model that does not take
-    the task's tokens.
+    tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
+    are the same for each model and seed. seconds: after which training ends. A KeyboardInterrupt ends training, and the
+    model is read as it is. Raises UsageError for a model that does not take the task's tokens.
     """
     check_fit(spec, task)
     steps, rate = steps or task.steps, rate or task.rate

@@ -322,3 +322,23 @@ def test_resnet18_has_the_published_number_of_parameters_and_trains() -> None:
     model(draw(2, 3, 64, 96).float()).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(value == 1 for name, value in model.named_buffers() if name.endswith("num_batches_tracked"))
+
+
+@pytest.mark.parametrize("own", ["none", "all", "[batch_norm]", "[linear.weight]"])
+def test_statistics_in_several_orders_are_saved(own: str, tmp_path: Path) -> None:
+    model = seqblocks.build_text(f"""
+seqblocks: 1
+model:
+  input: {{image: {{size: 4, channels: 3}}}}
+  steps:
+    - conv2d: {{features: 4}}
+    - scan: {{order: [forward, columns], own: {own}, steps: [linear: 4, batch_norm]}}
+""")
+    model.train()(torch.randn(3, 3, 4, 4))
+    seqblocks.save(model, tmp_path / "model")
+    again = seqblocks.load(tmp_path / "model")
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    counts = [value for name, value in again.named_buffers() if name.endswith("num_batches_tracked")]
+    assert [*map(int, counts)] == ([1, 1] if own == "all" else [2])

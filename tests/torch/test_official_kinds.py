@@ -49,6 +49,15 @@ def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> 
         load_official(model(), {**model().state_dict(), "up.weight": ODD[kind]})
 
 
+def test_a_count_is_no_weight() -> None:
+    """A buffer may be a single integer; a parameter may not."""
+    step = "calc: {y: a * input, learned: {a: 1.0}}"
+    made = seqblocks.build_text(f"{{seqblocks: 1, model: {{input: {{features: 4}}, steps: [{step}]}}}}")
+    (name,) = made.state_dict()
+    with pytest.raises(seqblocks.RunError, match=r"is of torch\.int64, but weights"):
+        load_official(made, {name: torch.tensor(3)})
+
+
 def test_weights_without_storage_are_an_error() -> None:
     unallocated = torch.ones(6, 4)
     unallocated.untyped_storage().resize_(0)  # sharding leaves remote weights like this
