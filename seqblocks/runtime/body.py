@@ -13,7 +13,16 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
+from seqblocks.runtime.modules import (
+    Place,
+    StepModule,
+    call_child,
+    draws_now,
+    is_hooked,
+    make,
+    makes,
+    take_exports,
+)
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.runtime.torch_modules import is_built
@@ -69,7 +78,7 @@ def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
-        last |= dict.fromkeys((*values, *node.outputs), at)
+        last |= dict.fromkeys((*values, *node.made), at)
     for value in body.results:
         last.pop(value, None)
     spent: list[list[int]] = [[] for _ in body.nodes]
@@ -130,7 +139,7 @@ class Body(StepModule):
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
         self._label, self._reads, self._result = label, body.reads, body.result
-        self._outputs, self._arity = body.outputs, len(body.reads)
+        self._outputs, self._arity, self._exports = body.outputs, len(body.reads), body.exports
         for node in body.nodes:
             # add_module rejects names of nn.Module's attributes; the analysis has already rejected those that clash
             self._modules[node.name] = make(node, place.at(node))
@@ -202,7 +211,11 @@ class Body(StepModule):
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
                     states[step.name] = state
+                if step.node.exports:
+                    values.update(take_exports(inner, step.node.exports, step.name))
                 _store(step, y, values)
+        if self._exports:
+            call.exports = {value: values[value] for value in self._exports}
         if self._outputs:
             return {name: values[value] for name, value in self._outputs.items()}, states
         return values[self._result], states
@@ -229,16 +242,21 @@ class Body(StepModule):
             return self._phases.context
         for step in self._phases.kept:
             assert call.state is not None
-            states[step.name] = call.state[step.name]
-            _store(step, states[step.name]["output"], values)
+            states[step.name] = kept = call.state[step.name]
+            values.update((value, kept[part]) for part, value in step.node.kept_exports.items())
+            _store(step, kept["output"], values)
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
         """Run a step that depends on the context only."""
         inputs = [values[v] for v in step.reads]
-        y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
+        inner = call.for_context()
+        y, _ = call_child(self._modules[step.name], inputs, inner, step.name, step.node)
+        if step.node.exports:
+            values.update(take_exports(inner, step.node.exports, step.name))
         if step.node.kept and call.phase:
-            states[step.name] = {"output": compact(y)}
+            parts = {"output": y} | {part: values[value] for part, value in step.node.kept_exports.items()}
+            states[step.name] = {part: compact(x) for part, x in parts.items()}
         _store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
