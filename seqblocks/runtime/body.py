@@ -211,14 +211,17 @@ class Body(StepModule):
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
                     states[step.name] = state
-                if step.node.exports:
-                    values.update(take_exports(inner, step.node.exports, step.name))
+                _add_exports(step, values, inner)
                 _store(step, y, values)
+        return self._results(values, call), states
+
+    def _results(self, values: dict[int, Any], call: Call) -> Any:
+        """Return the result, or the outputs by name; put what steps outside read into the call."""
         if self._exports:
             call.exports = {value: values[value] for value in self._exports}
         if self._outputs:
-            return {name: values[value] for name, value in self._outputs.items()}, states
-        return values[self._result], states
+            return {name: values[value] for name, value in self._outputs.items()}
+        return values[self._result]
 
     def _run_in_parts(self, values: dict[int, Any], call: Call) -> tuple[Any, States] | None:
         """Return the result of `_run` for a long sequence, or None if it is to run at once."""
@@ -252,8 +255,7 @@ class Body(StepModule):
         inputs = [values[v] for v in step.reads]
         inner = call.for_context()
         y, _ = call_child(self._modules[step.name], inputs, inner, step.name, step.node)
-        if step.node.exports:
-            values.update(take_exports(inner, step.node.exports, step.name))
+        _add_exports(step, values, inner)
         if step.node.kept and call.phase:
             parts = {"output": y} | {part: values[value] for part, value in step.node.kept_exports.items()}
             states[step.name] = {part: compact(x) for part, x in parts.items()}
@@ -293,6 +295,12 @@ class Body(StepModule):
 
     def _get_name(self) -> str:
         return self._label
+
+
+def _add_exports(step: Planned, values: dict[int, Any], call: Call) -> None:
+    """Add the values inside a step that later steps read. call: the one that the step has just had."""
+    if step.node.exports:
+        values.update(take_exports(call, step.node.exports, step.name))
 
 
 def _store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ class Parallel(StepModule):
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
-        results, states, exports = [], {}, {}
+        results, states = [], {}
+        exports: dict[int, Any] = {}
         for label, captures in self._captures.items():
             inputs = [tensors[0], *(values[v] for v in captures)]
             inner = call.into(label)

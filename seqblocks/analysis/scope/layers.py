@@ -14,19 +14,24 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context, Layers
 from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.language.document import Node, Scalar
+from seqblocks.language.document import Scalar
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.messages.suggestions import did_you_mean
 
-_LAYER = re.compile(r"(?P<word>[^\W\d]\w*)\s*(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\.")
+_WORD = r"(?P<word>[^\W\d]\w*)\s*"
+_INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once
+_LAYER = re.compile(_WORD + _INDEX)
 _WIRE = re.compile(r"\s*(?P<wire>\w+)(?P<end>\s*$|\s+or\s+(?P<default>\S.*)$)")
 
 
 class LayerWire(NamedTuple):
-    """A reference to a wire of a layer. index: where it is in the text. default: the wire to read if there is none."""
+    """A reference to a wire of a layer: parts of a text, each with its place in it.
+
+    default: the wire to read if there is none.
+    """
 
     word: str
-    index: tuple[int, str]
+    number: tuple[int, str]
     wire: tuple[int, str]
     default: tuple[int, str] | None
 
@@ -50,7 +55,7 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     layers = _find(ctx, given)
     if layers is None:
         return None if given.default and _is_left_out(ctx, given.word) else ctx.run.unknown()
-    start, text = given.index
+    start, text = given.number
     at = number(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text), whole=True)
     if at is UNKNOWN:
         return ctx.run.unknown()
@@ -146,7 +151,7 @@ def _export(ctx: Context, layers: Layers, body: graph.Graph, value: int, what: s
     for node, _ in chain:
         if reason := _obstacle(node):
             place = Note(f"the {node.verb} is here", node.span)
-            hint = f"read it from a step of the layer itself, or of a residual or a branch in it, outside the {node.verb}"
+            hint = f"read a wire of the layer outside the {node.verb}; one in a residual or a branch can be read too"
             raise Fault("E324", f"{what} cannot be read: {reason}", notes=[place], hint=hint)
     for node, inner in chain:
         inner.exports = tuple(dict.fromkeys((*inner.exports, value)))
@@ -180,7 +185,7 @@ def _obstacle(node: graph.Node) -> str | None:
 
 
 def _no_layer(layers: Layers, given: LayerWire, at: int) -> Fault:
-    done, (_, text), (_, wire) = len(layers.scopes), given.index, given.wire
+    done, (_, text), (_, wire) = len(layers.scopes), given.number, given.wire
     written = f"{given.word}[{text}].{wire}"
     what = f"`{text}` is {at}" if text.strip() != str(at) else None
     if layers.node:
