@@ -63,17 +63,24 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     index = done + at if at < 0 else at
     if not 0 <= index < done:
         if not given.default:
-            raise _no_layer(layers, given, at)
-        layers.missed.setdefault(given.wire[1], (ctx, node, given))
+            raise _no_layer(layers, given, at, node.text)
+        _miss(ctx, node, given, layers)
         return None
     return _in_layer(ctx, node, given, layers, index)
+
+
+def _miss(ctx: Context, node: Scalar, given: LayerWire, layers: Layers) -> None:
+    """Note that a default was read in place of a wire, whose name may be misspelt."""
+    layers.missed.setdefault(given.wire[1], (ctx, node, given))
+    if layers.node:
+        check_missed(layers)
 
 
 def check_missed(layers: Layers) -> None:
     """Report the names that were read with a default, but that no layer of the finished repeat gives to a wire."""
     for name, (ctx, node, given) in layers.missed.items():
         if not any(scope.incomplete or any(_named(scope, name)) for scope in layers.scopes):
-            ctx.report(_no_wire(layers.scopes, name, "a layer"), node.part(given.wire[0], len(name)))
+            ctx.report(_no_wire(layers.scopes, name, "the layer"), node.part(given.wire[0], len(name)))
 
 
 def _find(ctx: Context, given: LayerWire) -> Layers | None:
@@ -86,14 +93,23 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
     if is_unknown or ctx.body.incomplete or (given.default and _is_left_out(ctx, word)):
         return None
     known = [*ctx.body.layers]
+    if _is_left_out(ctx, word):
+        hint = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
+        raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=hint)
     if ctx.callers and not known:
         hint: str | None = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
-    elif known:
-        hint = did_you_mean(word, known)
+    elif _is_below(ctx, word):
+        hint = "it is below; a step can only read layers of repeats above it"
     else:
-        hint = "`layers` are those of the repeat around a step; after a repeat, write its name: repeat.0.v"
+        finished = [name for name, each in ctx.body.layers.items() if each.node]
+        example = f"{finished[-1] if finished else 'repeat'}.0.{given.wire[1]}"
+        hint = did_you_mean(word, known) or f"`layers` are those of the repeat around a step; after it: {example}"
     message = f"there is no repeat {quote(word)} whose layers can be read here"
     raise Fault("E324", message, expected=f"one of {listing(known)}" if known else None, hint=hint)
+
+
+def _is_below(ctx: Context, word: str) -> bool:
+    return any(step.name == word and step.verb == "repeat" for step in ctx.body.steps)
 
 
 def _is_left_out(ctx: Context, word: str) -> bool:
@@ -115,9 +131,11 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
         if scope.incomplete:
             return ctx.run.unknown()
         if given.default:
-            layers.missed.setdefault(name, (ctx, node, given))
+            _miss(ctx, node, given, layers)
             return None
         raise _no_wire([scope], name, f"layer {index}")
+    for value in found:
+        _check_reachable(body, value, f"`{name}` of layer {index}")
     if len(found) > 1:
         places = [place for value in found if (place := ctx.run.makers.get(value))]
         notes = [Note("one is defined here", place.span) for place in places if place.span]
@@ -125,7 +143,7 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
     (value,) = found
     if ctx.run.references is not None:
         ctx.run.references.wire(name, node.part(start, len(name)), value)
-    _export(ctx, layers, body, value, f"`{name}` of layer {index}")
+    _export(layers, body, value)
     return value
 
 
@@ -141,18 +159,20 @@ def _named(scope: Body, name: str) -> Iterator[int]:
             yield from _named(inner, name)
 
 
-def _export(ctx: Context, layers: Layers, body: graph.Graph, value: int, what: str) -> None:
-    """Have all bodies around a value, from that of its layer on, return it. Raises Fault (E324) if one cannot."""
-    if value == layers.input:  # of the repeat itself
-        return
-    chain = _around(body, value)
-    if chain is None:  # it is a value from outside of the repeat, which a step that is left out passes on
-        return
-    for node, _ in chain:
+def _check_reachable(body: graph.Graph, value: int, what: str) -> None:
+    """Raise Fault (E324) if a value of a layer is inside a step that cannot return it."""
+    for node, _ in _around(body, value) or ():
         if reason := _obstacle(node):
-            place = Note(f"the {node.verb} is here", node.span)
-            hint = f"read a wire of the layer outside the {node.verb}; one in a residual or a branch can be read too"
+            place = Note(f"{node.name} is here", node.span)
+            hint = f"read a wire of the layer outside {node.name}; one in a residual or a branch can be read too"
             raise Fault("E324", f"{what} cannot be read: {reason}", notes=[place], hint=hint)
+
+
+def _export(layers: Layers, body: graph.Graph, value: int) -> None:
+    """Have all bodies around a value, from that of its layer on, return it."""
+    chain = None if value == layers.input else _around(body, value)
+    if chain is None:  # it is made outside of the repeat
+        return
     for node, inner in chain:
         inner.exports = tuple(dict.fromkeys((*inner.exports, value)))
         node.exports[value] = value
@@ -184,20 +204,19 @@ def _obstacle(node: graph.Node) -> str | None:
     return None
 
 
-def _no_layer(layers: Layers, given: LayerWire, at: int) -> Fault:
-    done, (_, text), (_, wire) = len(layers.scopes), given.number, given.wire
-    written = f"{given.word}[{text}].{wire}"
+def _no_layer(layers: Layers, given: LayerWire, at: int, written: str) -> Fault:
+    done, (_, text) = len(layers.scopes), given.number
     what = f"`{text}` is {at}" if text.strip() != str(at) else None
     if layers.node:
-        message = f"there is no layer {at} in {given.word}, which has {layers.count}"
+        message = f"there is no layer {at} in {given.word}, which has {layers.count} layers"
     elif 0 <= at < layers.count:
         message = f"layer {done} cannot read layer {at}, which is not above it"
     elif at >= layers.count:
-        message = f"there is no layer {at}: the repeat has {layers.count}"
+        message = f"there is no layer {at}: the repeat has {layers.count} layers"
     else:
         message = f"there is no layer {-at} above layer {done}"
     expected = "no layer, since none is above" if not done else f"0 to {done - 1}, or {-done} to -1"
-    hint = f"say what to read where there is none: `{written} or input`, or leave the step out with `when:`"
+    hint = f"write what to read where there is none: `{written} or input`"
     return Fault("E324", message, expected=expected, found=what, hint=hint)
 
 
