@@ -94,8 +94,8 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
         return None
     known = [*ctx.body.layers]
     if _is_left_out(ctx, word):
-        hint = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
-        raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=hint)
+        then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
+        raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
     if ctx.callers and not known:
         hint: str | None = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
     elif _is_below(ctx, word):
