@@ -50,6 +50,15 @@ def qwen3_next(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def qwen3_5(chance: random.Random) -> dict[str, Any]:
+    without = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+               "mlp_only_layers", "norm_topk_prob")  # fmt: skip
+    found = {key: value for key, value in qwen3_next(chance).items() if key not in without}
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": chance.choice((0.25, 0.5)),
+            "mrope_section": [1, 1, 0], "mrope_interleaved": True}  # fmt: skip
+    return {**found, "rope_parameters": rope}
+
+
 def olmo_hybrid(chance: random.Random) -> dict[str, Any]:
     heads = chance.choice((1, 2))
     return {
@@ -261,6 +270,18 @@ def gpt_neox(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def gpt_oss(chance: random.Random) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 16}  # fmt: skip
+    return {
+        **dense(chance), "rope_parameters": chance.choice((rope, dense(chance)["rope_parameters"])),
+        "head_dim": chance.choice((6, 16)), "num_local_experts": 4, "num_experts_per_tok": chance.choice((2, 3)),
+        "attention_bias": chance.random() < 0.6, "sliding_window": chance.choice((3, 7)), "num_hidden_layers": 3,
+        "layer_types": layers(chance, 3, ("full_attention", "sliding_attention")),
+        "swiglu_limit": chance.choice((7.0, 0.5)), "swiglu_alpha": chance.choice((1.702, 1.0)),
+    }  # fmt: skip
+
+
 def deepseek(chance: random.Random) -> dict[str, Any]:
     found = dense(chance)
     heads = found["num_attention_heads"]
@@ -289,6 +310,7 @@ def deepseek_v3(chance: random.Random) -> dict[str, Any]:
 DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
     "qwen3_next": ("Qwen3Next", qwen3_next, "qwen3_next"),
+    "qwen3_5_text": ("Qwen3_5", qwen3_5, "qwen3_5"),
     "olmo_hybrid": ("OlmoHybrid", olmo_hybrid, "transformers"),
     "kimi_linear": ("KimiLinear", kimi_linear, "transformers"),
     "jamba": ("Jamba", jamba, "official"),
@@ -313,10 +335,11 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "deepseek_v2": ("DeepseekV2", deepseek_v2, "official"),
     "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
+    "gpt_oss": ("GptOss", gpt_oss, "official"),
 }
 
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}  # where the name is not that of the model
 
 
 def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:

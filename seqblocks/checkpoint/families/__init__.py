@@ -11,6 +11,7 @@ from seqblocks.checkpoint.families import (
     falcon,
     fla,
     gpt_neox,
+    gpt_oss,
     granite,
     griffin,
     jamba,
@@ -22,7 +23,7 @@ from seqblocks.checkpoint.families import (
     qwen,
     zamba,
 )
-from seqblocks.checkpoint.families.unread import check_all_read
+from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
 from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
@@ -49,8 +50,10 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "lfm2": lfm.lfm2,
     "lfm2_moe": lfm.lfm2_moe,
     "gpt_neox": gpt_neox.gpt_neox,
+    "gpt_oss": gpt_oss.gpt_oss,
     "recurrent_gemma": griffin.recurrent_gemma,
     "qwen3_next": qwen.qwen3_next,
+    "qwen3_5_text": qwen.qwen3_5_text,
     "olmo_hybrid": olmo.olmo_hybrid,
     "kimi_linear": kimi.kimi_linear,
     "jamba": jamba.jamba,
@@ -85,6 +88,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "jamba": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
     "zamba2": {"layer_types": "layers_block_type"},
 }
@@ -102,6 +106,7 @@ def spec_text(config: Any) -> str:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
         raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass a spec")
+    check_not_quantized(config)
     entries = Recorded(renamed(config, ALIASES.get(kind, {})))
     try:
         text = FAMILIES[kind](entries)
