@@ -18,6 +18,7 @@ from seqblocks.checkpoint.families import (
     kimi,
     lfm,
     mamba,
+    minimax,
     nemotron,
     olmo,
     qwen,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "gemma3_text": dense.gemma3,
     "mixtral": dense.mixtral,
     "qwen3_moe": dense.qwen3_moe,
+    "minimax": minimax.minimax,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "lfm2": lfm.lfm2,
@@ -61,6 +63,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "granitemoehybrid": granite.granitemoehybrid,
     "falcon_h1": falcon.falcon_h1,
     "nemotron_h": nemotron.nemotron_h,
+    "zamba": zamba.zamba,
     "zamba2": zamba.zamba2,
     "linear_attn": fla.linear_attention,
     "gla": fla.gla,
@@ -89,7 +92,9 @@ ALIASES: dict[str, dict[str, str]] = {
     "jamba": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},
+    "minimax": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "zamba": {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"},
     "zamba2": {"layer_types": "layers_block_type"},
 }
 

@@ -64,6 +64,10 @@ IDLE = {
     "lfm2_moe": "block_multiple_of head_dim num_experts num_experts_per_tok use_pos_enc",
     "gpt_neox": "classifier_dropout rotary_emb_base rotary_pct",
     "gpt_oss": "head_dim initial_context_length sliding_window",
+    "minimax": """
+        block_size full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor
+        rope_parameters rope_scaling sliding_window
+    """,
     "phi3": "original_max_position_embeddings",
     "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
