@@ -20,8 +20,8 @@ from seqblocks.messages.suggestions import did_you_mean
 
 _WORD = r"(?P<word>[^\W\d]\w*)\s*"
 _INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once
-_LAYER = re.compile(_WORD + _INDEX)
-_WIRE = re.compile(r"\s*(?P<wire>\w+)(?P<end>\s*$|\s+or\s+(?P<default>\S.*)$)")
+_LAYER = _WORD + _INDEX
+_WIRE = r"\s*(?P<wire>\w+)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
 
 
 class LayerWire(NamedTuple):
@@ -38,8 +38,8 @@ class LayerWire(NamedTuple):
 
 def read_reference(text: str) -> LayerWire | None:
     """Return a reference such as `layers[-1].v or input`, or None if the text is something else."""
-    first = _LAYER.match(text)
-    rest = _WIRE.match(text, first.end()) if first else None
+    first = re.match(_LAYER, text)  # compiled on first use, which few specs need
+    rest = re.compile(_WIRE).match(text, first.end()) if first else None
     if first is None or rest is None:
         return None
     which = "plain" if first["plain"] else "index"
