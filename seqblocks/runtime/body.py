@@ -19,11 +19,12 @@ from seqblocks.runtime.modules import (
     call_child,
     draws_now,
     is_hooked,
+    is_linear,
     make,
     makes,
     take_exports,
 )
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import Primitive, compute
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
@@ -205,8 +206,8 @@ class Body(StepModule):
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
                     y, state = residual_sums.call_open(child, inputs, inner, step.name, step.node, ending)
-                elif step.is_split_map and not call.compiling and self._is_unobserved(group):
-                    y, state = child.forward_split(inputs, inner, step.node.split), {}  # type: ignore[operator,union-attr]
+                elif (step.is_split_map or is_linear(child)) and not call.compiling and self._is_unobserved(group):
+                    y, state = compute(child, inputs, inner, step.node.split), {}
                 else:
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
