@@ -24,8 +24,9 @@ MAX_LINES = 20  # of one error
 Pairs = list[tuple[Named, Recipe]]
 
 # Buffers that releases contain although configurations determine them: rotary frequencies (Llama 2, Pythia), and the
-# causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number that stands for "masked".
-_DETERMINED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias)")
+# causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number that stands for "masked", and the
+# indices and masks of shifted windows (Swin).
+_DETERMINED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias|relative_position_index|attn_mask)")
 _MASK = re.compile(r"(?:.*\.)?attention\.bias")
 
 

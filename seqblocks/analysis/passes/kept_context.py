@@ -46,4 +46,4 @@ class _Reads:
             ports = {"x": body.input, **body.ports}
             return {value for port, values in node.inputs.items() for value in values if ports[port] in read}
         inside = set[int]().union(*(self.of_body(body) for body in node.bodies.values()))
-        return inside | (at_ports if node.kind == "residual" else set())
+        return inside | (at_ports if node.kind in ("residual", "each") else set())
