@@ -81,7 +81,7 @@ class Wire(Record):
     facts: Facts = UNBOUNDED
     context: bool = False  # depends on no streaming input, so a stream computes it once
     prefix: int = 0  # how many of its first tokens come before those of the stream, and depend on none of them
-    lanes: tuple[int | str, ...] = ()  # sequences that `each` makes of one, or the word of its axis if they do not stream
+    lanes: tuple[int | str, ...] = ()  # the sequences that `each` makes of one: their number, or its axis if open
 
     @property
     def _compared(self) -> tuple[Any, ...]:

@@ -187,15 +187,17 @@ class Replay:
         count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
         shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
         x = tape.copy(x) if shifted else x
-        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(self.spec.types[body.input])[1:]))  # type: ignore[arg-type]
+        wire = self.spec.types[body.input]
+        assert wire
+        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
         self.sizes = Sizes(count, self.sizes.length)
         y = self._inside(body, [x], paths)
         self.sizes, tape.step = outer, paths[-1]
         if len(y.shape) == 2:
             return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)
         width = {"features": y.shape[-1], "seq": y.shape[1]}
-        back = [[(name, width.get(name, size)) for name, size in axes] for axes in (after, before)]
-        y = _reordered(tape, y, *back, self.sizes.shape(node.type) if node.type else y.shape)
+        after, before = ([(name, width.get(name, size)) for name, size in axes] for axes in (after, before))
+        y = _reordered(tape, y, after, before, self.sizes.shape(node.type) if node.type else y.shape)
         return tape.copy(y) if shifted else y
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
@@ -374,7 +376,8 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each") and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
+        node.kind not in ("scan", "each")
+        and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )
 

@@ -41,6 +41,7 @@ class Body(Record):
     named: dict[str, Step] = field(default_factory=dict)  # its steps by name, filled on first use
     numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
     formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
+    hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` cannot read
     place: Body | None = None  # for the steps of an argument: the body in which they are written
 
 

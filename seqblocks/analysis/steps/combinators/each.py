@@ -9,9 +9,9 @@ from seqblocks.analysis.steps.combinators.common import combines
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.each import Each
-from seqblocks.errors import Fault, Note, quote
+from seqblocks.errors import Fault, Note
 from seqblocks.ops.rate import merged_tokens
-from seqblocks.types import Wire, divisors_near
+from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
 
 
@@ -25,7 +25,8 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     if ctx.run.references is not None:
         ctx.run.references.define((inner,), ())
     ctx.run.may_look_ahead = True
-    body = lower_inside(ctx, arguments.steps, inner)
+    outside = ctx.body._replace(wires={}, hidden=ctx.body.wires)
+    body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if ctx.run.full:  # already reported
         return None
     if not (wire and folded and _check_steps(ctx, step, arguments, body, folded)):
@@ -42,7 +43,7 @@ def _check_size(arguments: Each) -> None:
     axis, size = arguments.axis, arguments.size
     if size is None and axis in ("windows", "frames", "places"):
         example = "size: 7" if axis == "windows" else "size: 16"
-        raise Fault("E202", f"`each` over {axis} needs `size`", hint=example)
+        raise Fault("E202", f"`each` over {axis} needs `size`", hint=f"add `{example}`")
     if size is not None and axis in ("rows", "columns"):
         raise Fault("E210", f"{axis} have no `size`: each is as long as the image", at="size", hint="remove `size:`")
     if arguments.shift and axis != "windows":
@@ -72,10 +73,11 @@ def _folded(arguments: Each, x: Wire) -> Wire:
     lanes = (*x.lanes, axis)
     if axis != "windows":
         return x._replace(length=columns if axis == "rows" else rows, grid=None, lanes=lanes, origin=None)
-    for side in x.grid:
-        if side % size:
-            message = f"windows of {size} x {size} do not tile {rows} rows and {columns} columns"
-            raise Fault("E401", message, at="size", hint=lambda side=side: divisors_near(side, size))  # type: ignore[misc]
+    if rows % size or columns % size:
+        message = f"windows of {size} x {size} do not tile {rows} rows and {columns} columns"
+        fitting = [side for side in range(1, min(x.grid) + 1) if rows % side == 0 == columns % side]
+        near = sorted(sorted(fitting, key=lambda side: (abs(side - size), side))[:4])
+        raise Fault("E401", message, at="size", hint=f"sizes that tile both: {', '.join(map(str, near))}")
     return x._replace(length=size * size, grid=(size, size), lanes=lanes, origin=None)
 
 
@@ -84,16 +86,10 @@ def _folded(arguments: Each, x: Wire) -> Wire:
 
 def _check_steps(ctx: Context, step: Step, arguments: Each, body: graph.Graph, x: Wire) -> bool:
     """Report the first step that cannot run on the sequences (E420). Return whether all can."""
-    for value in body.captures:
-        label = ctx.run.labels[value]
-        message = f"the steps of `each` read the wire {quote(label)}, whose sequences are whole"
-        hint = f"join it to the input by `concat`, and split it off inside: `identity: {{as: {{…: …, {label}: …}}}}`"
-        ctx.report(Fault("E420", message, at="steps", expected="`input`", hint=hint), step)
-        return False
     for node in graph.walk(body):
         if why := _does_not_fit(node, arguments, x):
             notes = [Note("it is in this `each`", step.span)]
-            hint = "move the step out of `each`"
+            hint = "remove `shift:`, or use attention with `causal: false`" if arguments.shift else "move it before `each`"
             ctx.report(Fault("E420", f"{node.name} {why}", notes=notes, hint=hint), node.span)
             return False
     return True
@@ -103,6 +99,8 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
     """Return why a step cannot run on the sequences, or None."""
     if node.type and (node.type.context and not x.context):
         return "does not depend on the tokens of `each`"
+    if node.type and node.type.prefix:
+        return "puts tokens before the sequences of `each`, which a stream would read only once"
     if not (arguments.shift and node.type):
         return None
     if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
