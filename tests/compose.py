@@ -211,7 +211,7 @@ class Composer(Mixers, Rates, Sequences):
         tiles = [size for size in (1, 2, 3) if now.grid and not any(side % size for side in now.grid)]
         if now.grid and not (self.streams or body.columns):
             choices += ["windows", "windows", "rows", "columns"]
-        axis = chance.choice(choices)
+        axis = "features" if body.alone else chance.choice(choices)
         size: int | None = None
         made = replace(now, grid=None)
         shift = None
@@ -380,7 +380,7 @@ class Composer(Mixers, Rates, Sequences):
         ]  # fmt: skip
         if body.alone:
             nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts, self.aside]
-            nested += [self.scan] if nested and body.now.name == "sequence" else []
+            nested += [self.scan, self.each] if nested and body.now.name == "sequence" else []
             return self.chance.choice([
                 self.pointwise, self.pointwise, self.linear, self.split, self.join, self.formulas, *nested,
             ])  # fmt: skip
