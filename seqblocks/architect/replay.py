@@ -186,7 +186,7 @@ class Replay:
         before, after = _axes(node, x.shape)
         count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
         shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
-        x = tape.copy(x) if shifted else x
+        x = _rolled(tape, x) if shifted else x
         wire = self.spec.types[body.input]
         assert wire
         x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
@@ -198,7 +198,7 @@ class Replay:
         width = {"features": y.shape[-1], "seq": y.shape[1]}
         after, before = ([(name, width.get(name, size)) for name, size in axes] for axes in (after, before))
         y = _reordered(tape, y, after, before, self.sizes.shape(node.type) if node.type else y.shape)
-        return tape.copy(y) if shifted else y
+        return _rolled(tape, y) if shifted else y
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
@@ -353,6 +353,15 @@ def _axes(node: Node, shape: Shape) -> tuple[Axes, Axes]:
     count = size if arguments.axis == "places" else columns
     lanes, seq = ("lanes", count), ("seq", tokens // count)
     return [b, seq, lanes, f], [b, lanes, seq, f]
+
+
+def _rolled(tape: Tape, x: Value) -> Value:
+    """Record torch's `roll` along two axes: along the first, then along the second."""
+    once = tape.new(x.shape, x.item)
+    y = tape.new(x.shape, x.item)
+    del once
+    tape.function([x], [y], (), x.bytes)
+    return y
 
 
 def _reordered(tape: Tape, x: Value, before: Axes, after: Axes, shape: Shape) -> Value:

@@ -87,11 +87,12 @@ class Each(Body):
         if rows % side or columns % side:
             raise RunError(f"windows of {side} x {side} do not tile the {rows} rows and {columns} columns of an image")
         moved = (self._shift if rows > side else 0, self._shift if columns > side else 0)
+        before, after = WINDOWS
         image = x.unflatten(1, size)
         if any(moved):
             image = image.roll((-moved[0], -moved[1]), (1, 2))
-        before, after = WINDOWS
         windows = rearrange(image, f"{before} -> {after}", p=side, q=side)
+        del image  # so that its memory is free
         segments = _segments(size, side, moved, x.device).repeat(x.shape[0], 1) if any(moved) else None
         inner = Call(call.training, grid=Grid((side, side)), directed=call.directed, phase=call.phase,
                      routed=call.routed, segments=segments)
