@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import seqblocks
-from seqblocks.checkpoint import load_official
 from seqblocks.errors import RunError
 from seqblocks.testing import check_law, check_shapes
 from tests.draws import draw
@@ -101,9 +100,10 @@ def swin_attention(x: Tensor, model: Any, shift: int, side: int, heads: int) -> 
 
 @pytest.mark.parametrize(("grid", "shift"), [((4, 6), 1), ((6, 4), 0), ((2, 6), 1), ((2, 2), 1)])
 def test_shifted_windows(grid: tuple[int, int], shift: int) -> None:
-    steps = "[{linear: {name: qkv, features: 18, as: [q, k, v]}}, {attention: {name: scores, q: q, k: k, v: v, heads: 2, "
-    steps += "causal: false, bias: relative}}, {linear: {name: proj, features: 6}}]"
-    model = built(f"{{each: {{axis: windows, size: 2, shift: {shift}, steps: {steps}}}}}", f"{{features: 6, grid: {[*grid]}}}")
+    steps = "[{linear: {name: qkv, features: 18, as: [q, k, v]}}, {attention: {name: scores, q: q, k: k, v: v, "
+    steps += "heads: 2, causal: false, bias: relative}}, {linear: {name: proj, features: 6}}]"
+    given = f"{{features: 6, grid: {[*grid]}}}"
+    model = built(f"{{each: {{axis: windows, size: 2, shift: {shift}, steps: {steps}}}}}", given)
     with torch.no_grad():
         model.each.scores.relative.normal_()
     x = draw(2, grid[0] * grid[1], 6).requires_grad_()
@@ -119,7 +119,8 @@ def test_shifted_windows(grid: tuple[int, int], shift: int) -> None:
 
 def test_images_of_other_sizes_and_windows_that_do_not_tile_them() -> None:
     steps = "{patch_embed: {patch: 2, features: 4}}, {each: {axis: windows, size: 2, shift: 1, steps: [{linear: 4}]}}"
-    model = built(f"{steps}, {{each: {{axis: rows, name: rows_of, steps: [causal_conv]}}}}", "{image: {size: 8, channels: 3}}")
+    steps += ", {each: {axis: rows, name: rows_of, steps: [causal_conv]}}"
+    model = built(steps, "{image: {size: 8, channels: 3}}")
     check_shapes(model)
     assert model(draw(1, 3, 12, 8)).shape == (1, 24, 4)
     with pytest.raises(RunError, match="windows of 2 x 2 do not tile the 3 rows and 4 columns"):
@@ -141,9 +142,10 @@ def test_counts() -> None:
     """State and cost are those of all sequences: 6 of a feature, or 3 of two features."""
     found = seqblocks.summarise(built("{each: {axis: features, steps: [{causal_conv: {kernel: 4, bias: false}}]}}"))
     assert (found.params, found.state, found.macs_per_token) == (4, 6 * 3, 6 * 4)
-    found = seqblocks.summarise(built("{each: {axis: features, size: 2, steps: [{linear: {features: 5, bias: false}}]}}"))
+    linear = "steps: [{linear: {features: 5, bias: false}}]"
+    found = seqblocks.summarise(built(f"{{each: {{axis: features, size: 2, {linear}}}}}"))
     assert (found.params, found.macs_per_token) == (10, 3 * 10)
-    found = seqblocks.summarise(built("{each: {axis: places, size: 3, steps: [{linear: {features: 5, bias: false}}]}}"))
+    found = seqblocks.summarise(built(f"{{each: {{axis: places, size: 3, {linear}}}}}"))
     assert (found.params, found.macs_per_token, found.frame_size) == (30, 30, 3)
     grid = "{features: 6, grid: [4, 4]}"
     attend = "{attention: {q: input, k: input, v: input, heads: 1, causal: false}}"
@@ -203,7 +205,13 @@ model:
                       - linear: {from: normed, features: dim, as: v}
                       - attention: {q: q, k: k, v: v, heads: heads, causal: false}
                       - linear: {features: dim, name: out}
-                - residual: {name: ffn, steps: [batch_norm, {linear: {features: 2 * dim, name: up}}, gelu, {linear: {features: dim, name: down}}]}
+                - residual:
+                    name: ffn
+                    steps:
+                      - batch_norm
+                      - linear: {features: 2 * dim, name: up}
+                      - gelu
+                      - linear: {features: dim, name: down}
           - rearrange: {pattern: "seq features -> (seq features)"}
           - linear: {features: horizon, name: head}
     - rearrange: {pattern: "(channels horizon) -> horizon channels", channels: 7}

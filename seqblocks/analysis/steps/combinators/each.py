@@ -89,7 +89,8 @@ def _check_steps(ctx: Context, step: Step, arguments: Each, body: graph.Graph, x
     for node in graph.walk(body):
         if why := _does_not_fit(node, arguments, x):
             notes = [Note("it is in this `each`", step.span)]
-            hint = "remove `shift:`, or use attention with `causal: false`" if arguments.shift else "move it before `each`"
+            instead = "remove `shift:`, or use attention with `causal: false`"
+            hint = instead if arguments.shift else "move it before `each`"
             ctx.report(Fault("E420", f"{node.name} {why}", notes=notes, hint=hint), node.span)
             return False
     return True
