@@ -31,7 +31,7 @@ HEAD = "task                 rate  seed  length  accuracy  last 1/8  chance    l
 def run(options: argparse.Namespace) -> int:
     """Train on each task with each seed; print a line for each length. Raises UsageError for an unknown task."""
     model = model_of(options)
-    torch = import_torch("training requires torch")
+    torch = import_torch("training requires torch", shares_cores=True)
     from seqblocks.probes import fit_task
 
     tasks = _tasks(options)

@@ -23,7 +23,7 @@ MINUTES = 3.0  # by default
 def run(options: argparse.Namespace) -> int:
     """Learn, and print where the run ended. An interrupt keeps what is done, for --resume."""
     _check(options)
-    torch = import_torch("learning requires torch")
+    torch = import_torch("learning requires torch", shares_cores=True)
     if find_spec("safetensors") is None:
         raise UnavailableError("a run is kept with safetensors: pip install 'seqblocks[try]'")
     from seqblocks.training.trial import begin, resume
@@ -157,8 +157,8 @@ def _print(trial: Any, rows: list[dict[str, Any]], held: float, options: argpars
         output.write(f"\nIt writes:\n{trial.record['after']}")
     output.write(
         f"\n{name}: log.jsonl, run.json, checkpoint (seqblocks.load). Next:\n"
-        f"  seqblocks report {name}           a page with curves, sample and picture\n"
-        f"  seqblocks try --resume {name} --minutes 3\n"
+        f"  seqblocks report {name}                    a page with curves, sample and picture\n"
+        f"  seqblocks try --resume {name} --minutes 3  continue to learn\n"
         "This shows whether a model learns. Train with Lightning, torchtitan or transformers' Trainer\n"
         "(docs/training.md)."
     )
