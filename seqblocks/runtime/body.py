@@ -13,8 +13,8 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, is_linear, make, makes
+from seqblocks.runtime.primitive import Primitive, compute
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
@@ -196,8 +196,8 @@ class Body(StepModule):
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
                     y, state = residual_sums.call_open(child, inputs, inner, step.name, step.node, ending)
-                elif step.is_split_map and not call.compiling and self._is_unobserved(group):
-                    y, state = child.forward_split(inputs, inner, step.node.split), {}  # type: ignore[operator,union-attr]
+                elif (step.is_split_map or is_linear(child)) and not call.compiling and self._is_unobserved(group):
+                    y, state = compute(child, inputs, inner, step.node.split), {}
                 else:
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
