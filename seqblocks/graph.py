@@ -53,7 +53,7 @@ def owner_of(own: str, source: Source) -> str:
 
 
 # unknown: after a fault
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "unknown"]
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "unknown"]
 
 
 class Node(Record):
@@ -458,13 +458,17 @@ def is_ordered(wire: Wire | None, first: Wire | None, scan: Node) -> bool:
     return wire.context == is_context(scan) or (first is not None and wire.places == first.places)
 
 
-def streamed(graph: Graph) -> Iterator[Node]:
-    """Yield each node that depends on a streaming input, outer before inner."""
+def streamed(graph: Graph, inside_frames: bool = True) -> Iterator[Node]:
+    """Yield each node that depends on a streaming input, outer before inner.
+
+    inside_frames: also those that run on one frame of a sequence, of which a stream takes whole ones.
+    """
     for node in graph.nodes:
         if not is_context(node):
             yield node
-            for body in node.bodies.values():
-                yield from streamed(body)
+            if inside_frames or not (node.kind == "each" and node.arguments.axis == "frames"):
+                for body in node.bodies.values():
+                    yield from streamed(body, inside_frames)
 
 
 def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> tuple[str, str] | None:
@@ -472,8 +476,10 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
 
     orders: those that a scan may have.
     """
-    for node in streamed(model.graph):
+    for node in streamed(model.graph, inside_frames=False):
         why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
+        if node.kind == "each" and node.arguments.on_grid:
+            why = f"it reads the {node.arguments.axis} of a whole image"
         if node.kind == "scan" and any(order not in orders for order in node.arguments.orders):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
@@ -523,8 +529,10 @@ def _reads_whole(node: Node, model: ModelSpec) -> str | None:
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """Return the name and span of a step that mixes sequences separated by resets, and why, or None."""
-    for node in streamed(model.graph):
+    for node in streamed(model.graph, inside_frames=False):
         why = (node.op.ignores_resets(*node.wires) if node.op else None) or _reads_whole(node, model)
+        if node.kind == "each" and node.arguments.axis != "features":
+            why = f"a sequence may begin in the middle of its {node.arguments.axis}"
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
             why = f"it reads the sequence in the order {by_columns[0]}"
         if why:
@@ -539,4 +547,7 @@ def is_exact(body: Graph) -> bool:
 
 def frame_size(graph: Graph) -> int:
     """Return the number of input tokens per call of a stream: the least common multiple of all rates."""
-    return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))
+    nodes = list(streamed(graph))
+    frames = (node.wires[0].rate * node.arguments.width for node in nodes if node.kind == "each"
+              and node.arguments.in_frames and node.wires[0])
+    return math.lcm(*(node.type.rate for node in nodes if node.type), *frames)

@@ -206,6 +206,26 @@ class Replay:
     def _is_ordered(self, value: int, node: Node) -> bool:
         return graph.is_ordered(self.spec.types[value], self.spec.types[node.reads[0]], node)
 
+    def _each(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the steps on all sequences at once, which are copies where their numbers do not lie in this order."""
+        tape, (x,), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
+        before, after = _axes(node, x.shape)
+        count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
+        shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
+        x = _rolled(tape, x) if shifted else x
+        wire = self.spec.types[body.input]
+        assert wire
+        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
+        self.sizes = Sizes(count, self.sizes.length)
+        y = self._inside(body, [x], paths)
+        self.sizes, tape.step = outer, paths[-1]
+        if len(y.shape) == 2:
+            return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)
+        width = {"features": y.shape[-1], "seq": y.shape[1]}
+        after, before = ([(name, width.get(name, size)) for name, size in axes] for axes in (after, before))
+        y = _reordered(tape, y, after, before, self.sizes.shape(node.type) if node.type else y.shape)
+        return _rolled(tape, y) if shifted else y
+
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
@@ -337,6 +357,45 @@ def spent_values(body: Graph) -> list[list[int]]:
     return spent
 
 
+Axes = list[tuple[str, int]]
+
+
+def _axes(node: Node, shape: Shape) -> tuple[Axes, Axes]:
+    """Return the axes of the input of an `each`, in the order before and after its sequences are part of the batch."""
+    arguments, wire, (batch, tokens, features) = node.arguments, node.wires[0], shape
+    size, (rows, columns) = arguments.width, (wire.grid if wire else None) or (1, 1)
+    b, f = ("batch", batch), ("features", features)
+    if arguments.axis == "features":
+        lanes, seq, some = ("lanes", features // size), ("seq", tokens), ("features", size)
+        return [b, seq, lanes, some], [b, lanes, seq, some]
+    if arguments.axis == "windows":
+        lanes, p = ("lanes", rows // size), ("p", size)
+        others, q = ("lanes_2", columns // size), ("q", size)
+        return [b, lanes, p, others, q, f], [b, lanes, others, p, q, f]
+    if arguments.axis in ("frames", "rows"):
+        length = size if arguments.axis == "frames" else columns
+        axes = [b, ("lanes", tokens // length), ("seq", length), f]
+        return axes, axes
+    count = size if arguments.axis == "places" else columns
+    lanes, seq = ("lanes", count), ("seq", tokens // count)
+    return [b, seq, lanes, f], [b, lanes, seq, f]
+
+
+def _rolled(tape: Tape, x: Value) -> Value:
+    """Record torch's `roll` along two axes: along the first, then along the second."""
+    once = tape.new(x.shape, x.item)
+    y = tape.new(x.shape, x.item)
+    del once
+    tape.function([x], [y], (), x.bytes)
+    return y
+
+
+def _reordered(tape: Tape, x: Value, before: Axes, after: Axes, shape: Shape) -> Value:
+    """Record axes in another order and with another shape: a copy, unless only axes of size 1 change places."""
+    before, after = ([axis for axis in axes if axis[1] > 1] for axes in (before, after))
+    return tape.view(x if before == after else tape.copy(x), shape)
+
+
 def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
     """Return the sum, mean, product or concat of results."""
     if len(results) == 1:
@@ -352,7 +411,8 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind != "scan" and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
+        node.kind not in ("scan", "each")
+        and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )
 

@@ -112,6 +112,7 @@ class Call:
     last_only: whether only the last token's output is needed.
     made: the new states of the module that was called with this, which returns the output alone.
     exports: the values of that module, by number, that steps outside it read.
+    segments [batch, seq]: tokens read only those of an equal number, in a shifted window of an image.
     batch: the number of sequences, before the first token of a stream, where no input tells it.
     """
 
@@ -130,6 +131,7 @@ class Call:
     made: States | None = None
     exports: dict[int, Any] | None = None
     batch: int = 0
+    segments: Tensor | None = None
 
     @property
     def compiling(self) -> bool:

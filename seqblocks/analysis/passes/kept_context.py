@@ -61,4 +61,4 @@ class _Reads:
         inside = set[int]()
         for body in reversed(node.bodies.values()):
             inside |= self.of_body(body, {*later, *inside})
-        return inside | (at_ports if node.kind == "residual" else set())
+        return inside | (at_ports if node.kind in ("residual", "each") else set())

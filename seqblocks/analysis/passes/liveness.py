@@ -168,6 +168,11 @@ class _Liveness:
             return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
             return self._layers(node, idle, later)
+        if node.kind == "each":
+            (body,) = node.bodies.values()
+            inside = self.body(body)
+            _add(idle, inside)
+            return values if body.input in inside.used else set()
         read = values if node.kind == "residual" else set()
         for body in node.bodies.values():
             inside = self.body(body, later)

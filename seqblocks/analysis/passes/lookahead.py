@@ -158,6 +158,8 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         return _op(node, read, path, reads_whole, walk.backwards)
     if node.kind == "scan":
         return _scan(node, known, path, walk)
+    if node.kind == "each":
+        return _each(node, read[0], path, walk)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
@@ -219,6 +221,31 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         result = result._replace(first=(path, node))  # the scan turned earlier tokens into later ones
     mixes = any(known[v].mixes for v in node.reads) or any(each.mixes for each in results.values())
     return result._replace(mixes=mixes)
+
+
+def _each(node: Node, read: Ahead, path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
+    (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
+    assert wire
+    if arguments.carries and not (walk.backwards and arguments.in_frames):
+        return _run(body, {body.input: read}, path, walk)
+    inside = _run(body, {body.input: read._replace(mixes=False)}, path, walk._replace(backwards=False))
+    mixes, later = read.mixes or inside.mixes, inside.bound > read.bound
+    whole_frame = node.type is not None and node.type.rate > wire.rate  # of which a vector is made
+    if not (inside.mixes or later or whole_frame):
+        return inside._replace(mixes=mixes)
+    if walk.backwards or arguments.shift or (arguments.on_grid and later):
+        return Ahead(1, WHOLE, (path, node), mixes, later=WHOLE)
+    if not (later or whole_frame):
+        return read._replace(mixes=mixes)
+    span = wire.rate * arguments.width
+    adds, window, extra = span - wire.rate, read.window, read.extra
+    if span % window == 0 or window % span == 0:
+        window = max(window, span)
+    else:
+        window, extra = 1, read.bound + adds
+    found = Ahead(window, extra, read.first, True, frame=math.lcm(read.frame, span), later=read.later)
+    return found._replace(first=(path, node)) if found.tokens > read.tokens and read.first is None else found
 
 
 def _most(read: list[Ahead]) -> Ahead:

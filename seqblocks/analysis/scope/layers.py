@@ -96,8 +96,10 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
     if _is_left_out(ctx, word):
         then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
         raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
-    if ctx.callers and not known:
-        hint: str | None = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
+    if _is_in_each(ctx.body):
+        hint: str | None = "the steps of `each` read parts of their input, and no wires from outside"
+    elif ctx.callers and not known:
+        hint = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
     elif _is_below(ctx, word):
         hint = "it is below; a step can only read layers of repeats above it"
     else:
@@ -106,6 +108,14 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
         hint = did_you_mean(word, known) or f"`layers` are those of the repeat around a step; after it: {example}"
     message = f"there is no repeat {quote(word)} whose layers can be read here"
     raise Fault("E324", message, expected=f"one of {listing(known)}" if known else None, hint=hint)
+
+
+def _is_in_each(body: Body | None) -> bool:
+    while body:
+        if body.hidden is not None:
+            return True
+        body = body.outer
+    return False
 
 
 def _is_below(ctx: Context, word: str) -> bool:
@@ -197,6 +207,8 @@ def _obstacle(node: graph.Node) -> str | None:
     """Return why a value inside a node cannot be read outside of it, or None."""
     if node.kind == "experts":
         return "an expert computes only the tokens that are routed to it"
+    if node.kind == "each":
+        return "the steps of `each` compute parts of the sequence"
     if node.kind == "repeat":
         return "it belongs to a layer of a repeat inside the layer"
     if node.kind == "scan" and node.arguments.orders != ("forward",):

@@ -102,6 +102,8 @@ def _of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int:
 def _no_wire(ctx: Context, name: str) -> Fault:
     if place := _place(ctx.body, name):
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
+    if value := _hidden(ctx.body, name):
+        return _wire_outside_each(name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
@@ -114,6 +116,25 @@ def _wire_outside_argument(name: str, maker: Origin | None) -> Fault:
     hint = "the block passes in `input`; pass other wires to a block as arguments of type `wire`"
     expected = "a wire defined by these steps, or `input`, which the block passes in"
     return Fault("E302", f"there is no wire {quote(name)} at this point", expected=expected, notes=notes, hint=hint)
+
+
+def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire that is whole, while the steps of an `each` read parts of their input."""
+    notes = [Note(f"`{name}` is defined here, outside `each`", maker.span)] if maker and maker.span else []
+    width = wire.features if wire else "…"
+    hint = f"join it to the input, `concat: {{from: [{name}, …]}}`, and split it off inside: as: {{{name}: {width}, …}}"
+    expected = "`input`, or a wire that these steps define"
+    message = f"the steps of `each` cannot read {quote(name)}, which is whole"
+    return Fault("E302", message, expected=expected, notes=notes, hint=hint)
+
+
+def _hidden(body: Body | None, name: str) -> int | None:
+    """Return the wire of this name outside an `each` that contains the body, if there is one."""
+    while body:
+        if body.hidden and name in body.hidden:
+            return body.hidden[name]
+        body = body.outer
+    return None
 
 
 def _place(body: Body | None, name: str) -> Body | None:
