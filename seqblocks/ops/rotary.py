@@ -49,8 +49,8 @@ class Rotary(Op):
     )
     source = (
         "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745); "
-        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783; grid: EVA-02 (arXiv:2303.11331), "
-        "Qwen2-VL (arXiv:2409.12191)"
+        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783; "
+        "grid: EVA-02 (arXiv:2303.11331), Qwen2-VL (arXiv:2409.12191)"
     )
 
     def turned(self, x: Wire) -> int:
@@ -187,7 +187,7 @@ class Rotary(Op):
 
 
 def grid_positions(size: tuple[int, int], pairs: int, device: Any) -> Any:
-    """Return the row of each token of an image for the first pairs, then its column for as many [1, tokens, 2 pairs]."""
+    """Return the row of each token for the first pairs, then its column for as many more [1, tokens, 2 pairs]."""
     import torch
 
     rows, columns = (torch.arange(n, device=device) for n in size)
