@@ -47,8 +47,11 @@ class Mixers(Tokens):
             heads, base = self.divisor(now.width // 2), self.chance.choice([100, 10000])
             first = 2 if not part and now.width // heads > 3 and self.maybe(0.3) else None
             scaling = self.chance.choice([None, None, {"type": "yarn", "factor": 4, "original_length": 8}])
+            on_grid = now.grid and not (self.streams or body.columns or part or first) and now.width // heads % 4 == 0
+            where = self.chance.choice([None, "grid"]) if on_grid else None
             self.add_maybe(
-                body, verb, now, heads=heads, base=base, features=part, first=first, scaling=scaling,
+                body, verb, now, heads=heads, base=base, features=part, first=first, positions=where,
+                scaling=None if where else scaling,
                 layout=self.chance.choice(["halves", "interleaved"]),
             )  # fmt: skip
         elif body.in_each:  # a constant does not depend on the tokens
