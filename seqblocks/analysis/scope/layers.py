@@ -54,7 +54,7 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     """
     layers = _find(ctx, given)
     if layers is None:
-        return None if given.default and _is_left_out(ctx, given.word) else ctx.run.unknown()
+        return None if given.default and is_left_out(ctx, given.word) else ctx.run.unknown()
     start, text = given.number
     at = number(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text), whole=True)
     if at is UNKNOWN:
@@ -90,10 +90,10 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
         return found
     node = ctx.body.nodes.get(word)
     is_unknown = ctx.names.get(word, None) is UNKNOWN or (node is not None and node.kind == "unknown")
-    if is_unknown or ctx.body.incomplete or (given.default and _is_left_out(ctx, word)):
+    if is_unknown or ctx.body.incomplete or (given.default and is_left_out(ctx, word)):
         return None
     known = [*ctx.body.layers]
-    if _is_left_out(ctx, word):
+    if is_left_out(ctx, word):
         then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
         raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
     if _is_in_each(ctx.body):
@@ -122,8 +122,8 @@ def _is_below(ctx: Context, word: str) -> bool:
     return any(step.name == word and step.verb == "repeat" for step in ctx.body.steps)
 
 
-def _is_left_out(ctx: Context, word: str) -> bool:
-    """Return whether a repeat of this name is above, but left out."""
+def is_left_out(ctx: Context, word: str) -> bool:
+    """Return whether a step of this name is above, but left out."""
     body: Body | None = ctx.body
     while body:
         if any(step.name == word and body.conditions.get(id(step)) is False for step in body.steps):
@@ -178,7 +178,7 @@ def _check_reachable(body: graph.Graph, value: int, what: str) -> None:
     for node, _ in _around(body, value) or ():
         if reason := _obstacle(node):
             place = Note(f"{node.name} is here", node.span)
-            hint = f"read a wire of the layer outside {node.name}; one in a residual or a branch can be read too"
+            hint = f"read a wire outside {node.name}; one in a residual or a branch can be read too"
             raise Fault("E324", f"{what} cannot be read: {reason}", notes=[place], hint=hint)
 
 
