@@ -87,6 +87,7 @@ class Node(Record):
     owner: Node | None = None  # the step whose parameters it shares, or a step around them
     owner_name: str = ""  # of that step or layer, as `share:` names it
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
+    exports: dict[int, int] = field(default_factory=dict)  # values of its bodies that later steps read: here -> inside
     checkpoint: tuple[Entry, ...] = ()  # block: its own names -> official ones
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order owns
     starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
@@ -115,7 +116,13 @@ class Node(Record):
         if not self.bodies:
             return at_ports
         captured = dict.fromkeys(value for body in self.bodies.values() for value in body.captures)
-        return (*at_ports, *(value for value in captured if value not in at_ports))
+        known = {*at_ports, *(value for body in self.bodies.values() for value in body.exports)}  # of earlier layers
+        return (*at_ports, *(value for value in captured if value not in known))
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The values that later steps can read: its outputs, and those of its bodies."""
+        return (*self.outputs, *self.exports)
 
     @property
     def whole_inputs(self) -> tuple[int, ...]:
@@ -123,6 +130,12 @@ class Node(Record):
         ports = self.op.ports if self.op else ()
         memories = (value for port in ports if port.length for value in self.inputs.get(port.name, ()))
         return (*self.vectors, *memories)
+
+    @property
+    def kept_exports(self) -> dict[str, int]:
+        """The exported values that a stream keeps besides the output, by the part of the state that holds them."""
+        parts = {f"wire_{at}": value for at, value in enumerate(self.exports)} if self.kept else {}
+        return {part: value for part, value in parts.items() if part in self.state}
 
     def macs_at(self, tokens: int | None) -> int:
         """Return the multiply-accumulates of an op for one token of its output, with `tokens` in the model's input."""
@@ -138,6 +151,7 @@ class Graph(Record):
     nodes: list[Node]
     result: int
     captures: tuple[int, ...] = ()
+    exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, or a model's further inputs
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
@@ -162,8 +176,8 @@ class Graph(Record):
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The values that the body returns: one, except for a model with `outputs:`."""
-        return tuple(self.outputs.values()) or (self.result,)
+        """The values that the body returns: one, except for a model with `outputs:` and for exports."""
+        return (*(self.outputs.values() or (self.result,)), *self.exports)
 
 
 class SpecSource(NamedTuple):
@@ -400,6 +414,18 @@ def bodies(graph: Graph) -> Iterator[Graph]:
         new = {id(body): body for node in each.nodes for body in node.bodies.values() if id(body) not in found}
         found |= new
         waiting += new.values()
+
+
+def spent_after_layers(node: Node) -> list[list[int]]:
+    """Return for each layer of a repeat the values that no later layer reads, and no step after the repeat."""
+    last: dict[int, int] = {}
+    for at, body in enumerate(node.bodies.values()):
+        last |= dict.fromkeys((*body.captures, *body.exports), at)
+    spent: list[list[int]] = [[] for _ in node.bodies]
+    for value, at in last.items():
+        if value not in node.exports:
+            spent[at].append(value)
+    return spent
 
 
 def is_context(node: Node) -> bool:

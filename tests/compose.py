@@ -266,6 +266,7 @@ class Composer(Mixers, Rates, Sequences):
             share = self.chance.choice(["all", [owners[0].inside["name"]]]) if shares and owners else None
             if self.maybe(0.3) and now.name == "sequence":
                 inside.steps.append({"dropout": {"name": self.fresh("n"), "p": "0.1 * layer / layers"}})
+            self.read_layers(body, inside)
             made = replace(now, grid=inside.now.grid)
             times = self.number(self.chance.randint(1, 3))
             self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
@@ -284,6 +285,18 @@ class Composer(Mixers, Rates, Sequences):
             body, "repeat", made, pattern=pattern, times=self.chance.choice([None, 2]),
             **{word: inside.steps for word, inside in words.items()},
         )  # fmt: skip
+
+    def read_layers(self, body: Body, inside: Body) -> None:
+        """Append a step to a layer that reads a wire of another one."""
+        chance = random.Random(self.count)  # so that other choices stay as they are
+        wires = [name for name in self.like(inside, inside.now.width) if name not in body.wires]
+        if inside.now.name != "sequence" or chance.random() < 0.5:
+            return
+        name = chance.choice(wires) if wires else self.named(inside)
+        layer = chance.choice(["layers[-1]", "layers[-2]", "layers.0", "layers[layers - 1 - layer]"])
+        other = chance.choice([name, f"layers[-1].{name} or {name}"])
+        if name in inside.wires and inside.wires[name] == inside.now:
+            self.add(inside, "add", inside.now, **{"with": f"{layer}.{name} or {other}"})
 
     def aside(self, body: Body) -> None:
         """Compute a wire on the side, and combine it with the current one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
@@ -44,6 +45,7 @@ class Replay:
         self.held: list[Value] = []  # by the model, after its call
         self.kept_at = 0  # the number of events of the forward pass and the loss
         self.inside_layer = False
+        self.exports: dict[int, Value] = {}  # of the body that was run last
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -109,11 +111,20 @@ class Replay:
                 values.update(zip(node.outputs, self.tape.split(y, node.split, axis), strict=True))
             else:
                 values[node.outputs[0]] = y
+            values.update(self._exported(node.exports))
             for value in spent[at]:
                 values.pop(value, None)
+        self.exports = {value: values[value] for value in body.exports}
         if body.outputs:
             return {name: values[value] for name, value in body.outputs.items()}
         return values[body.result]
+
+    def _exported(self, exports: Mapping[int, int]) -> dict[int, Value]:
+        """Return the exports of the node that was run last, by the numbers in the body around it."""
+        found = {here: self.exports[inside] for here, inside in exports.items()}
+        if exports:
+            self.exports = {}
+        return found
 
     def node(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
         outer, self.tape.step = self.tape.step, paths[-1]
@@ -139,23 +150,38 @@ class Replay:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
         self.inside_layer = self.inside_layer or recompute
-        for label, body in node.bodies.items():
+        spent = graph.spent_after_layers(node)
+        for at, (label, body) in enumerate(node.bodies.items()):
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
-            if recompute:
-                x = self.tape.layer(lambda body=body, given=given, below=below: self._inside(body, given, below))  # type: ignore[misc]
-            else:
-                x = self._inside(body, given, below)
+            run = partial(self._layer, body, given, below)
+            x, exports = self.tape.layer(run) if recompute else run()
+            values |= exports
+            del exports
+            for value in spent[at]:
+                values.pop(value, None)
         if recompute:
             self.inside_layer = False
+        self.exports = {value: values[value] for value in node.exports}
         return x
+
+    def _layer(
+        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...]
+    ) -> tuple[Value, dict[int, Value]]:
+        """Return the output of a layer, and the values that later layers or steps read."""
+        y = self._inside(body, inputs, paths)
+        exports, self.exports = self.exports, {}
+        return y, exports
 
     def _parallel(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, results = dict(zip(node.reads, inputs, strict=True)), list[Value]()
+        exports: dict[int, Value] = {}
         for label, body in node.bodies.items():
             given = [inputs[0], *(values[value] for value in body.captures)]
             y = self._inside(body, given, tuple(graph.join(path, label) for path in paths))
             results.append(y)
+            exports |= self.exports
+        self.exports = exports
         self.tape.step = paths[-1]
         axis = node.type.feature_axis if node.type and len(results) > 1 else -1
         return merged(self.tape, results, node.arguments.merge, axis)
@@ -322,7 +348,7 @@ def spent_values(body: Graph) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, node in enumerate(body.nodes):
-        last |= dict.fromkeys((*node.reads, *node.outputs), at)
+        last |= dict.fromkeys((*node.reads, *node.made), at)
     for value in body.results:
         last.pop(value, None)
     spent: list[list[int]] = [[] for _ in body.nodes]

@@ -63,6 +63,7 @@ class _Walk(NamedTuple):
     """How a body is run. steps: None if the steps are not listed; backwards: from the last token to the first."""
 
     steps: Steps | None
+    exports: dict[int, Ahead]  # of the values that bodies export, so far
     backwards: bool = False
 
 
@@ -80,7 +81,7 @@ def of_outputs(model: ModelSpec) -> dict[str, Ahead]:
     outputs = {name: value for name, value in results.items() if _has_tokens(model.types[value])}
     if not outputs or model.input.kind not in SEQUENCES:
         return {}
-    known = _values(model.graph, _inputs(model), "", _Walk({}))
+    known = _values(model.graph, _inputs(model), "", _Walk({}, {}))
     return {name: known[value] for name, value in outputs.items()}
 
 
@@ -91,7 +92,7 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
     """
     steps: Steps = {}
     if model.input.kind in SEQUENCES:
-        _values(model.graph, _inputs(model), "", _Walk(steps))
+        _values(model.graph, _inputs(model), "", _Walk(steps, {}))
     return {path: ahead for path, (node, ahead) in steps.items() if _has_tokens(node.type)}
 
 
@@ -128,7 +129,9 @@ def shown(tokens: float) -> int | str:
 
 def _run(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a body's result. `known`: that of outer values. Adds the nodes to the steps."""
-    return _values(body, known, path, walk)[body.result]
+    values = _values(body, known, path, walk)
+    walk.exports.update((value, values[value]) for value in body.exports)
+    return values[body.result]
 
 
 def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dict[int, Ahead]:
@@ -140,6 +143,9 @@ def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dic
         if walk.steps is not None:
             walk.steps[name] = node, made
         known |= dict.fromkeys(node.outputs, made)
+        if node.exports:
+            context = graph.is_context(node)
+            known |= {value: CONTEXT if context else walk.exports[inside] for value, inside in node.exports.items()}
     return known
 
 
@@ -158,6 +164,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         (result,) = read
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
+            known = {**known, **{value: walk.exports[value] for value in body.exports}}
         return result
     if node.kind == "block":  # the body of a block has separate values for its inputs
         body = node.bodies[""]
@@ -203,7 +210,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     directions = {walk.backwards != order.endswith("reverse") for order in orders}
     listed = {walk.backwards} if walk.steps is not None else set()  # steps are listed in the order of the scan
     results = {
-        backwards: _run(body, before, path, walk if backwards == walk.backwards else _Walk(None, backwards))
+        backwards: _run(body, before, path, walk if backwards == walk.backwards else _Walk(None, {}, backwards))
         for backwards in sorted(directions | listed)
     }
     result, plain = _most([results[each] for each in directions]), results.get(walk.backwards)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.layers import LayerWire, read_reference, wire_of_layer
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
@@ -74,9 +75,28 @@ def _wire(ctx: Context, node: Node) -> int:
         if ctx.run.references is not None:
             ctx.run.references.wire(node.value, node.span, value)
         return value
+    elif "." in node.value and (given := read_reference(node.value)):
+        return _of_layer(ctx, node, given)
     elif not ctx.body.incomplete:
         ctx.report(_no_wire(ctx, node.value), node.span)
     return ctx.run.unknown()
+
+
+def _of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int:
+    """Return the value of a wire of a layer, or of its default, or an unknown value after a fault."""
+    default = None
+    if given.default:
+        start, text = given.default
+        default = _wire(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text))
+    try:
+        value = wire_of_layer(ctx, node, given)
+    except Fault as fault:
+        ctx.report(fault, node.span)
+        return ctx.run.unknown()
+    if value is None:
+        assert default is not None
+        return default
+    return value
 
 
 def _no_wire(ctx: Context, name: str) -> Fault:

@@ -25,7 +25,7 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     if ctx.run.references is not None:
         ctx.run.references.define((inner,), ())
     ctx.run.may_look_ahead = True
-    outside = ctx.body._replace(wires={}, hidden=ctx.body.wires)
+    outside = ctx.body._replace(wires={}, layers={}, hidden=ctx.body.wires)
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if ctx.run.full:  # already reported
         return None
