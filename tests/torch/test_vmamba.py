@@ -1,4 +1,4 @@
-"""The bundled VMamba against its recurrence, token by token in four orders, with weights in the layout of its release."""
+"""The bundled VMamba against its recurrence, token by token in four orders, with weights as its release has them."""
 
 from __future__ import annotations
 
