@@ -525,6 +525,7 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         ("image-rows", "image: {size: [8, 16]}", "{patch_embed: {patch: 4, features: 8}}", "2 rows and 4 columns"),
         ("image-rows", "features: 8, length: 9", "{linear: 8}", "any length"),
         ("long-copying", "features: 8", "{linear: 8}, {pool: mean}", "maps each token"),
+        ("t-maze", "features: 8", "{linear: {features: 8, as: a}}], outputs: [a", "maps each token"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_a_task(name: str, kind: str, steps: str, message: str) -> None:
