@@ -586,6 +586,10 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     shown = run_main(*words, "--plot", "a.svg", cwd=tmp_path).stdout
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert shown.count("parity  ") == 6
+    assert "stopped" not in shown
+    late = run_main("probe", "a.yaml", "parity", "--seconds", "0.01", cwd=tmp_path).stdout
+    assert re.search(r" \d+\*  ", late)
+    assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]
