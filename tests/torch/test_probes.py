@@ -401,7 +401,7 @@ TOKENS16 = spec("tokens: 16", "{embed: 8}, silu, unembed")
 def test_the_page_has_the_settings_of_all_tasks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "probes.md").read_text(encoding="utf-8")
     found = {}
-    for line in page.splitlines():
+    for line in page.partition("## Settings")[0].splitlines():
         if line.startswith("| `"):
             names, vocabulary, trained, lengths, chance, _ = (part.strip() for part in line.strip("|").split(" | "))
             tasks = [TASKS[name.strip("`")] for name in names.split(", ")]
