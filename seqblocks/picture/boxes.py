@@ -105,7 +105,7 @@ class _Maker:
         notes = ["added to its input"] if row.kind == "residual" else []
         box = Box(
             own, title(row), row.verb, row.kind, row.input, "?" if row.output == "None" else row.output, row.params,
-            row.macs, row.state, len(row.names), node.span if node else None, (*notes, *row.notes),
+            row.macs, row.state, len(row.names), node.span if node else None, (*notes, *row.remarks),
             names=tuple(row.names),
         )  # fmt: skip
         if node:
