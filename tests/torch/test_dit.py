@@ -1,4 +1,4 @@
-"""The bundled DiT against the same network written with torch's functions, with weights in the layout of its release."""
+"""The bundled DiT against the same network written with torch's functions, with weights as its release has them."""
 
 from __future__ import annotations
 
