@@ -112,10 +112,10 @@ def _checked(check: Check) -> str:
 def _tasks(options: argparse.Namespace) -> list[Task]:
     """Return the chosen tasks, each once. Raises UsageError for an unknown one, or one without a published setting."""
     from seqblocks.probes import PAPER, TASKS
-    from seqblocks.probes.tasks import QUICK
+    from seqblocks.probes.tasks import ALIASES, QUICK
 
     known = PAPER if options.preset == "paper" else TASKS
-    names = [*dict.fromkeys(options.task or QUICK)]
+    names = [*dict.fromkeys(ALIASES.get(name, name) for name in options.task or QUICK)]
     for name in names:
         if name not in TASKS:
             raise UsageError(f"there is no task {visible(name)}: {did_you_mean(name, TASKS) or ', '.join(TASKS)}")

@@ -598,6 +598,8 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     ]  # fmt: skip
     two = [row["accuracy"] for row in rows if row["length"] == 80]
     assert f"parity at 80, rate 0.01, 2 seeds: median {sum(two) / 2:.3f}, lowest {min(two):.3f}" in shown
+    named = run_main("probe", "a.yaml", "mqar", "recall", "--steps", "1", "--set", "vocabulary=64", cwd=tmp_path).stdout
+    assert named.count("recall  ") == 2
     failed = run_main("probe", "a.yaml", "partiy", cwd=tmp_path)
     assert failed.returncode == 2
     assert "did you mean 'parity'?" in failed.stderr
