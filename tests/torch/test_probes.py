@@ -361,6 +361,9 @@ def test_what_papers_report_is_beside_its_setting(run_main: Callable[..., Any], 
     assert data["preset"] == "paper"
     assert data["published"]["noisy-recall"][0]["figures"]["DeltaNet"] == 100
     assert [(row["task"], row["length"]) for row in data["rows"]] == [("noisy-recall", 128)]
+    quick = run_main("probe", "a.yaml", "parity", "t-maze", "--steps", "1", cwd=tmp_path).stdout
+    assert "published in another setting (--preset paper), arXiv:2411.12537: Transformer 0.022" in quick
+    assert quick.count("published") == 1
     failed = run_main("probe", "a.yaml", "t-maze", "--preset", "paper", cwd=tmp_path)
     assert failed.returncode == 2
     assert "t-maze has no published setting here" in failed.stderr
