@@ -1,6 +1,6 @@
 "use strict";
 const at = name => document.getElementById(name);
-const text = at("text"), WAIT = 120, POLL = 500;  // milliseconds after a key; between looks at the file
+const text = at("text"), WAIT = 40, POLL = 500, MOST = 2000;  // milliseconds after a key; between looks at the file; rows shown
 let file = { text: "", changed: "" }, values = {}, asked = 0, timer;
 
 function element(tag, content, kind) {
@@ -67,6 +67,7 @@ function showProblems(found) {
     }
     return item;
   }));
+  if (found.dropped) at("problems").append(element("li", `and ${found.dropped} more`));
 }
 
 function showPicture(found) {
@@ -87,12 +88,19 @@ function showTable(rows) {
   const keys = ["output", "params", "macs", "state"];
   const head = element("tr");
   head.append(element("th", "step"), ...keys.map(key => element("th", key)));
-  at("table").replaceChildren(head, ...rows.map(row => {
+  at("table").replaceChildren(head, ...rows.slice(0, MOST).map(row => {
     const made = element("tr");
     const name = "  ".repeat(row.depth) + row.step.split(".").pop();
     made.append(element("td", name), ...keys.map(key => element("td", row[key] == null ? "" : row[key].toLocaleString("en"))));
     return made;
   }));
+}
+
+// Return the largest divisor of a number that is at most a sixteenth of it: sliders then stop at the number itself.
+function stride(size) {
+  let step = Math.max(1, Math.floor(size / 16));
+  while (size % step) step--;
+  return step;
 }
 
 function showSliders(numbers) {
@@ -102,8 +110,8 @@ function showSliders(numbers) {
   at("sliders").replaceChildren(...names.map(name => {
     const label = element("label"), slider = element("input"), shown = element("output", numbers[name]);
     label.dataset.name = name;
-    const whole = Number.isInteger(numbers[name]), size = Math.abs(numbers[name]) || 1;
-    Object.assign(slider, { type: "range", min: whole ? Math.min(1, numbers[name]) : 0, max: 4 * size, step: whole ? Math.max(1, Math.round(size / 16)) : size / 16 });
+    const size = Math.abs(numbers[name]) || 1, step = Number.isInteger(numbers[name]) ? stride(size) : size / 16;
+    Object.assign(slider, { type: "range", min: numbers[name] < 0 ? -4 * size : numbers[name] && step, max: 4 * size, step });
     slider.value = numbers[name];
     slider.addEventListener("input", () => {
       values[`let.${name}`] = Number(slider.value);
@@ -122,7 +130,7 @@ async function analyse() {
     if (!found || own !== asked) return;
     if (at("remark").textContent === backend.starting) at("remark").textContent = "";
     if (found.error) { at("remark").textContent = found.error; return; }
-    at("totals").textContent = found.totals.join(", ") || found.reason || "";
+    at("totals").textContent = [...found.totals, found.reason].filter(Boolean).join(", ");
     number(found.problems);
     mark(found.problems);
     showProblems(found);

@@ -73,12 +73,12 @@ const backend = (() => {
   };
 })();
 
-const MOST = 2e6;  // bytes of a spec
+const LARGEST = 2e6;  // bytes of a spec
 
 async function through(bytes, stream) {
   const reader = new Blob([bytes]).stream().pipeThrough(stream).getReader(), parts = [];
   for (let size = 0, part; !(part = await reader.read()).done; parts.push(part.value))
-    if ((size += part.value.length) > MOST) throw new Error("the text in the address is too large");
+    if ((size += part.value.length) > LARGEST) throw new Error("the text in the address is too large");
   return new Uint8Array(await new Blob(parts).arrayBuffer());
 }
 

@@ -90,7 +90,8 @@ def _run(command: list[str], what: str, folder: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
     except FileNotFoundError:
-        raise UnavailableError(f"serve --static needs {command[0]} to fetch {what}: install Node.js 18 or later") from None
+        hint = "install Node.js 18 or later"
+        raise UnavailableError(f"serve --static needs {command[0]} to fetch {what}: {hint}") from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(f"{what} could not be fetched in ten minutes") from None
     if done.returncode:
@@ -105,7 +106,8 @@ def _pyodide(scratch: Path) -> dict[str, bytes]:
     _run([npm, "pack", f"pyodide@{PYODIDE}", "--silent", "--ignore-scripts"], f"Pyodide {PYODIDE}", scratch)
     archive = (scratch / f"pyodide-{PYODIDE}.tgz").read_bytes()
     if base64.b64encode(hashlib.sha512(archive).digest()).decode() != PYODIDE_SHA512:
-        raise UnavailableError(f"npm's Pyodide {PYODIDE} is not the archive that seqblocks was tested with: sha512 differs")
+        known = "the one that seqblocks was tested with"
+        raise UnavailableError(f"npm's archive of Pyodide {PYODIDE} is not {known}: its sha512 differs")
     found = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
         for name in (*PYODIDE_FILES, "pyodide-lock.json"):

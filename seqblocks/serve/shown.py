@@ -15,6 +15,9 @@ from seqblocks.language.files import bundled
 from seqblocks.picture.drawing import drawing_of
 from seqblocks.report.summary import summarise
 
+MOST_PROBLEMS = 200  # errors, and as many warnings
+MOST_BOXES = 4000  # in a picture: browsers lay it out anew with each key
+
 
 def shown(
     text: str,
@@ -29,14 +32,20 @@ def shown(
     values: overrides. files: texts of used files, in the place of a folder; see `seqblocks.analyse`.
     """
     changes = {key: yaml(json.dumps(value)) for key, value in values.items()}
-    found = analyse_text(text, name, base, changes, files, allow_use, limit=None)
+    found = analyse_text(text, name, base, changes, files, allow_use, limit=MOST_PROBLEMS)
     result: dict[str, Any] = {"ok": found.ok, "problems": [each.as_data() for each in found.diagnostics]}
+    result["dropped"] = found.dropped
     result["let"] = _numbers(found.file.let) if found.file else {}
     try:
         drawing = drawing_of(found)
     except SeqblocksError as error:
         return {**result, "reason": str(error).splitlines()[0], "svg": None, "rows": [], "totals": []}
-    drawn = {"svg": drawing.svg(), "totals": drawing.totals, "title": drawing.title}
+    count = sum(1 for each in drawing.boxes for _ in each.inside())
+    drawn: dict[str, Any] = {"svg": None, "totals": drawing.totals, "title": drawing.title}
+    if count > MOST_BOXES:
+        drawn["reason"] = f"{count:,} boxes are too many for the picture"
+    else:
+        drawn["svg"] = drawing.svg()
     return {**result, **drawn, "rows": summarise(found.model).to_dict() if found.ok and found.model else []}
 
 

@@ -1,4 +1,4 @@
-"""The pages of `serve` and `draw` in Chromium: typing, underlines, repairs, sliders, sharing; with and without a server.
+"""The pages of `serve` and `draw` in Chromium: typing, underlines, repairs, sliders, links.
 
 They need a Chromium and playwright-core, which docs/editor.md shows how to get:
 `SEQBLOCKS_CHROMIUM=… SEQBLOCKS_NODE_MODULES=… pytest -m '' tests/spec/test_browser.py -s`
@@ -59,16 +59,19 @@ def run(what: str, address: str, case: Any, folder: Path) -> dict[str, Any]:
 
 def case(**more: Any) -> dict[str, Any]:
     """Return the README's spec, its table as the page must show it, and a text that takes long."""
-    rows = seqblocks.summarise(seqblocks.load_text(readme())).to_dict()
-    shown = [
-        ["  " * row["depth"] + row["step"].split(".")[-1], *(cell(row[key]) for key in ("output", "params", "macs", "state"))]
-        for row in rows
-    ]
+    rows = seqblocks.summarise(seqblocks.load_text(readme())[1]).to_dict()
+    keys = ("output", "params", "macs", "state")
+    shown = [["  " * row["depth"] + row["step"].split(".")[-1], *(cell(row[key]) for key in keys)] for row in rows]
     slow = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [" + ", ".join(["linear"] * 40_000) + "]}\n"
-    return {"text": readme(), "count": "232,544", "table": shown, "slow": slow, **more}
+    small = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [{linear: 8}]}\n"
+    counts = {"count": "232,544 parameters", "small_count": "72 parameters"}
+    return {"text": readme(), "table": shown, "slow": slow, "small": small, **counts, **more}
 
 
 def cell(value: Any) -> str:
+    """Return a value as JavaScript writes it: numbers with at most three decimals."""
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
