@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-import seqblocks
 from seqblocks._version import __version__
 from seqblocks.errors import UnavailableError
 
@@ -148,7 +147,11 @@ def _of_wheels(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 def _own() -> Iterator[tuple[str, bytes]]:
     """Yield the files of seqblocks that run without torch."""
-    root = Path(seqblocks.__file__).parent
-    for path in (*root.glob("*.py"), *(each for room in ROOMS for each in (root / room).rglob("*"))):
-        if path.suffix in (".py", ".yaml", ".json", ".css", ".js"):
-            yield f"seqblocks/{path.relative_to(root).as_posix()}", path.read_bytes()
+    root = Path(__file__).parents[1]
+    yield from ((f"seqblocks/{each.name}", each.read_bytes()) for each in root.glob("*.py"))
+    for room in ROOMS:
+        # A clone without symbolic links has a file in the place of this folder.
+        folder = root / room if (root / room).is_dir() else root.parent / room
+        for path in folder.rglob("*"):
+            if path.suffix in (".py", ".yaml", ".json", ".css", ".js"):
+                yield f"seqblocks/{room}/{path.relative_to(folder).as_posix()}", path.read_bytes()

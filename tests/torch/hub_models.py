@@ -148,6 +148,17 @@ def nemotron_h(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def zamba(chance: random.Random) -> dict[str, Any]:
+    kinds = ["hybrid", *layers(chance, 4, (TYPES[0], "hybrid"))]
+    chance.shuffle(kinds)
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 5, "layers_block_type": kinds, "mamba_d_state": 4,
+        "n_mamba_heads": chance.choice((1, 2, 4)), "mamba_dt_rank": chance.choice(("auto", 3)),
+        "attention_head_dim": chance.choice((None, 6)), "mamba_conv_bias": chance.random() < 0.5,
+        "mamba_proj_bias": chance.random() < 0.5, "mamba_d_conv": chance.choice((2, 4)),
+    }  # fmt: skip
+
+
 def zamba2(chance: random.Random) -> dict[str, Any]:
     sizes, adapted = attention_sizes(chance), chance.random() < 0.5
     return {
@@ -270,6 +281,16 @@ def gpt_neox(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def minimax(chance: random.Random) -> dict[str, Any]:
+    factors = ("full_attn_alpha", "full_attn_beta", "linear_attn_alpha", "linear_attn_beta", "mlp_alpha", "mlp_beta")
+    return {
+        **dense(chance), "num_hidden_layers": 3, "layer_types": layers(chance, 3), "num_local_experts": 3,
+        "num_experts_per_tok": 2, "head_dim": chance.choice((6, 8, 16)), "block_size": chance.choice((4, 256)),
+        "sliding_window": chance.choice((None, 4)),
+        **{f"{name}_factor": chance.choice((1, 0.6, 3.5)) for name in factors},
+    }  # fmt: skip
+
+
 def gpt_oss(chance: random.Random) -> dict[str, Any]:
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 16}  # fmt: skip
@@ -318,6 +339,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid, "official"),
     "falcon_h1": ("FalconH1", falcon_h1, "official"),
     "nemotron_h": ("NemotronH", nemotron_h, "official"),
+    "zamba": ("Zamba", zamba, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
     "llama": ("Llama", llama, "official"),
     "mistral": ("Mistral", mistral, "official"),
@@ -335,6 +357,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "deepseek_v2": ("DeepseekV2", deepseek_v2, "official"),
     "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
+    "minimax": ("MiniMax", minimax, "official"),
     "gpt_oss": ("GptOss", gpt_oss, "official"),
 }
 
@@ -373,6 +396,7 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "float", Tensor.double)
     if hasattr(module, "RecurrentGemmaRglru"):
         patch.setattr(module.RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    _fixed_decays_in_float64(model)
     rope = sys.modules["transformers.modeling_rope_utils"]
     patch.setattr(rope, "torch", InFloat64())
     for part in model.modules():
@@ -387,3 +411,16 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
                 rates, _ = rope.ROPE_INIT_FUNCTIONS[given["rope_type"]](model.config, "cpu", **named)
             setattr(part, f"{prefix}inv_freq", rates)
             setattr(part, f"{prefix}original_inv_freq", rates)
+
+
+def _fixed_decays_in_float64(model: Any) -> None:
+    """Compute buffers of lightning attention anew."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for part in model.modules():
+            if hasattr(part, "slope_rate"):
+                part.slope_rate = part.get_slope_rate()
+                part.query_decay, part.key_decay, part.diagonal_decay = part.decay_factors(part.slope_rate)
+    finally:
+        torch.set_default_dtype(usual)

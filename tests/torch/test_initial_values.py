@@ -62,6 +62,10 @@ LFM2_MOE = {
     **HEADS, "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
 }  # fmt: skip
+FIRST_ZAMBA = {
+    **HEADS, "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"],
+    "mamba_dt_rank": 8, "n_mamba_heads": 4, "mamba_proj_bias": True,
+}  # fmt: skip
 GPT_OSS = {
     **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -103,6 +107,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("Lfm2Moe", {**LFM2_MOE, **OTHER}),
     "gpt_oss": ("GptOss", {**GPT_OSS, **OTHER}),
     "qwen3_5_text": ("Qwen3_5", {**QWEN35, **OTHER}),
+    "minimax": ("MiniMax", {**HEADS, **MIXED, **OTHER, "num_local_experts": 4}),
+    "zamba": ("Zamba", FIRST_ZAMBA),
+    "zamba_other": ("Zamba", {**FIRST_ZAMBA, **OTHER, **STEPS}),
     "zamba2": ("Zamba2", ZAMBA),
     "zamba2_other": ("Zamba2", {**ZAMBA, **OTHER, **STEPS}),
 }

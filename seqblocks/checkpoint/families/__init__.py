@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,14 @@ from seqblocks.checkpoint.families import (
     kimi,
     lfm,
     mamba,
+    minimax,
     nemotron,
     olmo,
     qwen,
     zamba,
 )
 from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
-from seqblocks.checkpoint.families.values import Config, Recorded, renamed
+from seqblocks.checkpoint.families.values import Config, Recorded, mapping, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
 
@@ -45,6 +47,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "gemma3_text": dense.gemma3,
     "mixtral": dense.mixtral,
     "qwen3_moe": dense.qwen3_moe,
+    "minimax": minimax.minimax,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "lfm2": lfm.lfm2,
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "granitemoehybrid": granite.granitemoehybrid,
     "falcon_h1": falcon.falcon_h1,
     "nemotron_h": nemotron.nemotron_h,
+    "zamba": zamba.zamba,
     "zamba2": zamba.zamba2,
     "linear_attn": fla.linear_attention,
     "gla": fla.gla,
@@ -72,6 +76,9 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "hgrn2": fla.hgrn2,
     "rwkv7": fla.rwkv7,
 }
+
+# Models that read more than text: the family of `text_config`, and the official name of what that calls `model`.
+COMPOSITE = {"qwen3_5": ("qwen3_5_text", "model.language_model")}
 
 # Aliases of entries, from `attribute_map` in the configs of transformers.
 ALIASES: dict[str, dict[str, str]] = {
@@ -89,7 +96,9 @@ ALIASES: dict[str, dict[str, str]] = {
     "jamba": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},
+    "minimax": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "zamba": {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"},
     "zamba2": {"layer_types": "layers_block_type"},
 }
 
@@ -102,6 +111,8 @@ def spec_text(config: Any) -> str:
     if not isinstance(config, dict):
         raise UsageError("config.json is not a mapping")
     kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
+    if isinstance(kind, str) and kind in COMPOSITE:
+        return _language_model(config, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
@@ -114,3 +125,16 @@ def spec_text(config: Any) -> str:
         raise UsageError(f"config.json: the sizes do not fit a {kind} model: heads have no features") from None
     check_all_read(entries, kind)
     return text
+
+
+def _language_model(config: dict[str, Any], kind: str) -> str:
+    """Return the spec of the language model in a model that reads more than text."""
+    check_not_quantized(config)
+    family, official = COMPOSITE[kind]
+    outside = Recorded({key: value for key, value in config.items() if key != "text_config"})
+    inside = {**mapping(config, "text_config"), "model_type": family}
+    if outside.get("tie_word_embeddings") is not None:  # the entry inside then has no effect
+        inside["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    check_all_read(outside, kind)
+    steps, separator, names = spec_text(inside).partition("\ncheckpoint:\n")
+    return steps + separator + re.sub(r'(?<=[ "])model\.', f"{official}.", names)
