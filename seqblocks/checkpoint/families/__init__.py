@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from seqblocks.checkpoint.families import (
     deepseek,
@@ -26,7 +26,7 @@ from seqblocks.checkpoint.families import (
     zamba,
 )
 from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
-from seqblocks.checkpoint.families.values import Config, Recorded, mapping, renamed
+from seqblocks.checkpoint.families.values import Config, Recorded, mapping, renamed, require
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
 
@@ -77,8 +77,27 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "rwkv7": fla.rwkv7,
 }
 
-# Models that read more than text: the family of `text_config`, and the official name of what that calls `model`.
-COMPOSITE = {"qwen3_5": ("qwen3_5_text", "model.language_model")}
+
+class Composite(NamedTuple):
+    """A model that reads more than text.
+
+    family: of its `text_config`. official: the official name of what that family calls `model`. defaults: entries that
+    releases leave out. required: values that entries must have, since the library ignores others.
+    """
+
+    family: str
+    official: str
+    defaults: Mapping[str, Any]
+    required: Mapping[str, Any]
+
+
+COMPOSITE = {
+    "qwen3_5": Composite("qwen3_5_text", "model.language_model", {}, {}),
+    "gemma3": Composite("gemma3_text", "language_model.model", {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    }, {"final_logit_softcapping": (None,)}),
+}  # fmt: skip
 
 # Aliases of entries, from `attribute_map` in the configs of transformers.
 ALIASES: dict[str, dict[str, str]] = {
@@ -130,11 +149,12 @@ def spec_text(config: Any) -> str:
 def _language_model(config: dict[str, Any], kind: str) -> str:
     """Return the spec of the language model in a model that reads more than text."""
     check_not_quantized(config)
-    family, official = COMPOSITE[kind]
+    family, official, defaults, required = COMPOSITE[kind]
     outside = Recorded({key: value for key, value in config.items() if key != "text_config"})
-    inside = {**mapping(config, "text_config"), "model_type": family}
+    inside = {**defaults, **mapping(config, "text_config"), "model_type": family}
     if outside.get("tie_word_embeddings") is not None:  # the entry inside then has no effect
         inside["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    require(inside, **required)
     check_all_read(outside, kind)
     steps, separator, names = spec_text(inside).partition("\ncheckpoint:\n")
     return steps + separator + re.sub(r'(?<=[ "])model\.', f"{official}.", names)

@@ -69,6 +69,9 @@ IDLE = {
         rope_parameters rope_scaling sliding_window
     """,
     "phi3": "original_max_position_embeddings",
+    "gemma3": """
+        boi_token_index eoi_token_index image_token_index initializer_range mm_tokens_per_image vision_config
+    """,
     "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
     "qwen3_next": """
