@@ -89,7 +89,8 @@ def _print_ends(model: ModelSpec, tasks: list[Task], found: list[Result], option
              "rows": [r.as_data() for r in found], "published": reported, "checks": [c.as_data() for c in checks]}
         )  # fmt: skip
         return
-    lines = [*_medians(found), *map(_checked, checks)]
+    cut = ["* training stopped before its last step"] if any(each.cut for each in found) else []
+    lines = [*cut, *_medians(found), *map(_checked, checks)]
     output.write("\n".join(["", *lines, *([""] if lines else []), *(_about(task) for task in tasks)]))
 
 
