@@ -38,7 +38,8 @@ class Combinator(BaseModel):
 
 Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "aside")  # in the order of the documentation
+# in the order of the documentation
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "each", "aside")
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

@@ -44,6 +44,13 @@ SMALL = {
         "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "state": 4, "hidden": 12,
         "vocabulary": 11,
     },
+    "lfm2_350m": {
+        "dim": 16, "layers": "c a", "heads": 4, "kv_heads": 2, "head": 4, "hidden": 12, "vocabulary": 11,
+    },
+    "nemotron_h_4b": {
+        "dim": 16, "layers": "m f a", "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "groups": 2,
+        "state": 4, "hidden": 12, "vocabulary": 11,
+    },
     "gemma2_2b": {
         "dim": 16, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 12, "rounds": 1, "window": 5, "vocabulary": 11,
     },
@@ -63,12 +70,14 @@ SMALL = {
     "zamba_small": {"dim": 16, "rounds": 2, "vocabulary": 11, "window": 5},
     "looped_small": {"dim": 16, "loops": 3, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
+    "unet_gpt": {"dim": 16, "depth": 4, "heads": 2, "vocabulary": 11, "window": 5},
+    "resformer_82m": {"dim": 16, "depth": 3, "heads": 2, "hidden": 12, "vocabulary": 11, "context": 300},
 }
 
 MADE_OF_OTHERS = (  # other models have their mixers too
     "minlstm_small", "samba_small", "zamba_small", "zamba2_small", "xlstm_deltanet_small", "kimi_linear_small",
     "qwen3_next_small", "jamba_small", "hybrid_small", "xlstm_125m_7_1", "centaurus_mlstm", "transformer_125m",
-    "looped_small",
+    "looped_small", "resformer_82m",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
 

@@ -401,7 +401,7 @@ TOKENS16 = spec("tokens: 16", "{embed: 8}, silu, unembed")
 def test_the_page_has_the_settings_of_all_tasks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "probes.md").read_text(encoding="utf-8")
     found = {}
-    for line in page.splitlines():
+    for line in page.partition("## Settings")[0].splitlines():
         if line.startswith("| `"):
             names, vocabulary, trained, lengths, chance, _ = (part.strip() for part in line.strip("|").split(" | "))
             tasks = [TASKS[name.strip("`")] for name in names.split(", ")]
@@ -525,6 +525,7 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         ("image-rows", "image: {size: [8, 16]}", "{patch_embed: {patch: 4, features: 8}}", "2 rows and 4 columns"),
         ("image-rows", "features: 8, length: 9", "{linear: 8}", "any length"),
         ("long-copying", "features: 8", "{linear: 8}, {pool: mean}", "maps each token"),
+        ("t-maze", "features: 8", "{linear: {features: 8, as: a}}], outputs: [a", "maps each token"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_a_task(name: str, kind: str, steps: str, message: str) -> None:
@@ -585,6 +586,10 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     shown = run_main(*words, "--plot", "a.svg", cwd=tmp_path).stdout
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert shown.count("parity  ") == 6
+    assert "stopped" not in shown
+    late = run_main("probe", "a.yaml", "parity", "--seconds", "0.01", cwd=tmp_path).stdout
+    assert re.search(r" \d+\*  ", late)
+    assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from seqblocks import graph
-from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.context import Body, Context, Layers
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.wires import read_wires
@@ -65,17 +65,21 @@ def _lowering(meaning: Any) -> Lowering:
 
 
 def lower_inside(
-    ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None
+    ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None,
+    layers: dict[str, Layers] | None = None,
 ) -> graph.Graph:
     """Lower the steps of a combinator, which read value `x`. Outer wires stay visible.
 
     labels: parts of the names of parameters, after that of the combinator. names: the scope of the body, if separate.
+    layers: those that its steps can read besides the ones that are visible outside.
     """
     outer = ctx.body
     spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps has a cost too
     assert outer.current
     path = (*outer.path, outer.current.name, *labels)
     body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
+    body.layers = {**outer.layers, **(layers or {})}
+    outer.inner.append(body)
     names = ctx.names if names is None else names
     return lower_steps(ctx._replace(names=names, body=body, depth=ctx.depth + 1), steps, x)
 
