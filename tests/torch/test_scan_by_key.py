@@ -64,5 +64,5 @@ def test_it_does_not_stream_and_a_key_has_a_number_for_each_token() -> None:
         "[{patch_embed: {patch: 1, features: 2}}, {scan: {order: sorted, key: 1 / (row - 5), steps: [causal_conv]}}]",
         "{image: {size: 4, channels: 1}}",
     )
-    with pytest.raises(RunError, match="the key .* of 6 rows and 1 columns: "):
+    with pytest.raises(RunError, match=r"the key .* of 6 rows and 1 columns: "):
         divides(draw(1, 1, 6, 1))

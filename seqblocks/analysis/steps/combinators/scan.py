@@ -59,7 +59,7 @@ def _check_orders(arguments: Scan, wire: Wire | None) -> None:
 
 
 def _check_key(arguments: Scan, wire: Wire | None) -> None:
-    """Raise Fault (E202, E210, and what expressions raise) unless there is a key for the order sorted, and only then."""
+    """Raise Fault (E202, E210, and what expressions raise) unless the order sorted has a key, and only that."""
     is_sorted = any(order.startswith("sorted") for order in arguments.orders)
     if is_sorted and arguments.key is None:
         raise Fault("E202", "the order sorted needs a `key`", hint='key: "row + column"')
