@@ -157,6 +157,7 @@ class Graph(Record):
     result: int
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
+    exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, or a model's further inputs
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with

@@ -339,6 +339,10 @@ class Composer(Mixers, Rates, Sequences):
             self.restore(inside, place.now)
             arguments[key] = inside.steps
         self.add_maybe(body, call.block, call.makes, **arguments)
+        ((_, step),) = body.steps[-1].items()
+        for wire, kind in call.outputs.items():
+            if kind == body.now and "when" not in step:
+                self.add(body, "add", body.now, **{"with": f"{step['name']}.{wire}"})
 
     def run_argument(self, body: Body) -> dict[str, Body]:
         """Run an argument that is a list of steps, once or twice. Return its name and body."""
@@ -377,7 +381,10 @@ class Composer(Mixers, Rates, Sequences):
             "let": {let: f"{next(iter(given))} + 1" if given else size + 1},
             "steps": inside.steps,
         }
-        call = Call(name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given, steps)
+        wires = {wire: kind for wire, kind in inside.wires.items() if wire not in ports and kind.name == "sequence"}
+        if wires:
+            self.blocks[name]["outputs"] = [*wires]
+        call = Call(name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given, steps, wires)
         self.calls.append(call)
         return call
 
