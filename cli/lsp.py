@@ -13,7 +13,7 @@ from seqblocks.errors import UnavailableError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve an editor until it ends the connection. Raises UnavailableError without pygls, or for a log that cannot be written."""
+    """Serve an editor until it ends the connection. Raises UnavailableError without pygls or its log."""
     try:
         from seqblocks.editor.server import serve
     except ModuleNotFoundError as error:
