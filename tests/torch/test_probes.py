@@ -361,6 +361,9 @@ def test_what_papers_report_is_beside_its_setting(run_main: Callable[..., Any], 
     assert data["preset"] == "paper"
     assert data["published"]["noisy-recall"][0]["figures"]["DeltaNet"] == 100
     assert [(row["task"], row["length"]) for row in data["rows"]] == [("noisy-recall", 128)]
+    quick = run_main("probe", "a.yaml", "parity", "t-maze", "--steps", "1", cwd=tmp_path).stdout
+    assert "published in another setting (--preset paper), arXiv:2411.12537: Transformer 0.022" in quick
+    assert quick.count("published") == 1
     failed = run_main("probe", "a.yaml", "t-maze", "--preset", "paper", cwd=tmp_path)
     assert failed.returncode == 2
     assert "t-maze has no published setting here" in failed.stderr
@@ -598,6 +601,8 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     ]  # fmt: skip
     two = [row["accuracy"] for row in rows if row["length"] == 80]
     assert f"parity at 80, rate 0.01, 2 seeds: median {sum(two) / 2:.3f}, lowest {min(two):.3f}" in shown
+    named = run_main("probe", "a.yaml", "mqar", "recall", "--steps", "1", "--set", "vocabulary=64", cwd=tmp_path).stdout
+    assert named.count("recall  ") == 2
     failed = run_main("probe", "a.yaml", "partiy", cwd=tmp_path)
     assert failed.returncode == 2
     assert "did you mean 'parity'?" in failed.stderr
