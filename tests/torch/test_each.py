@@ -269,7 +269,8 @@ def test_relative_positions_in_a_sequence_and_on_a_grid_of_another_size() -> Non
     heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
     expected = scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).transpose(1, 2).flatten(2)
     torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
-    image = built(f"{{patch_embed: {{patch: 2, features: 6}}}}, {steps}", "{image: {size: 8, channels: 1}}")
+    steps = "{patch_embed: {patch: 2, features: 6, as: x}}, " + steps.replace("input", "x")
+    image = built(steps, "{image: {size: 8, channels: 1}}")
     assert image(draw(1, 1, 8, 8)).shape == (1, 16, 6)
     with pytest.raises(RunError, match="attention has 49 relative positions, and these 8 tokens have others"):
         image(draw(1, 1, 8, 4))
