@@ -24,6 +24,8 @@ from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.ops.calc import FLOATS, Calc, X, result
 from seqblocks.parameters import INITIALISERS
 
+_INSIDE_ANOTHER_STEP = r"[A-Za-z_]\w*(?:\.-?\d+|\[[^\]]*\])?\.[A-Za-z_]\w*"  # `layers.0.v`, or the output of a block
+
 
 class _Formulas(NamedTuple):
     """What the formulas of one step share: the wire `x` and its learned scalars, which the first formula owns."""
@@ -67,6 +69,8 @@ def lower_calc(ctx: Context, step: Step, cls: type[Calc]) -> graph.Node | None:
         place = fault.place(node.text)
         ctx.report(fault, node.part(*place) if place else node)
     except Fault as fault:
+        if wire := re.search(_INSIDE_ANOTHER_STEP, node.text):
+            fault.hint = f"give the wire a name first: `- aside: [{{identity: {{from: '{wire[0]}', as: other}}}}]`"
         ctx.report(fault, node)
     return None
 
