@@ -159,9 +159,10 @@ class Composer(Mixers, Rates, Sequences):
         now, chance = body.now, self.chance
         choices = ["forward"] if self.streams or body.alone else ["forward", "reverse"]
         if now.grid and not (self.streams or body.alone):
-            choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
+            choices += ["rows", "rows_reverse", "columns", "columns_reverse", "sorted", "sorted_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
-        columns = any(order.startswith("columns") for order in orders)
+        by_key = any(order.startswith("sorted") for order in orders)
+        columns = by_key or any(order.startswith("columns") for order in orders)
         wires = dict(body.wires)
         if columns:
             alike = {name: kind for name, kind in wires.items() if (kind.place, kind.grid) == (now.place, now.grid)}
@@ -172,11 +173,16 @@ class Composer(Mixers, Rates, Sequences):
         owned = body.owned or own in ("all", "some")
         more: dict[str, Any] = {"wires": wires, "owned": owned, "columns": body.columns or columns}
         more |= {"linears": [], "owners": []}
-        inside = self.inner(body, chance.randint(1, 3), **more)
+        place = replace(body, now=replace(now, grid=None)) if by_key else body  # no steps that read rows and columns
+        if by_key:
+            more["wires"] = {name: replace(kind, grid=None) for name, kind in wires.items()}
+        inside = self.inner(place, chance.randint(1, 3), **more)
         merge = chance.choice(["sum", "mean", "concat", "product"])
         width = inside.now.width * (len(orders) if merge == "concat" else 1)
         listed = len(orders) > 1 or self.maybe(0.3)
         arguments: dict[str, Any] = {"order": orders if listed else orders[0], "merge": merge}
+        if by_key:
+            arguments["key"] = chance.choice(["row + column", "(row // 2) * columns + column", "-column"])
         mine = [name for name, *_ in inside.linears]
         if own == "some":
             own = [chance.choice([f"{name}.weight", name]) for name in mine[:1]] or "none"
@@ -186,7 +192,7 @@ class Composer(Mixers, Rates, Sequences):
             order = chance.choice(orders)
             namespace = {"forward": "fwd", "reverse": "rev"}.get(order, order)
             arguments["init"] = {f"{namespace}.{mine[0]}.weight": chance.choice(INITS)}
-        made = replace(inside.now, width=width)
+        made = replace(inside.now, width=width, grid=now.grid if by_key else inside.now.grid)
         self.add_maybe(body, "scan", made, **arguments, steps=inside.steps)
 
     def experts(self, body: Body) -> None:
