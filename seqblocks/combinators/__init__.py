@@ -38,7 +38,9 @@ class Combinator(BaseModel):
 
 Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "aside")  # in the order of the documentation
+COMBINATORS = (  # in the order of the documentation
+    "residual", "scan", "parallel", "repeat", "experts", "cell", "aside",
+)  # fmt: skip
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

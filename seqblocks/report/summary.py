@@ -28,7 +28,7 @@ from seqblocks.cost import (
     state_bytes,
     tokens_of,
 )
-from seqblocks.errors import UsageError
+from seqblocks.errors import UsageError, listing
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.types import Wire
 
@@ -413,6 +413,9 @@ def _notes(node: Node) -> list[str]:
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
+    if node.kind == "cell":
+        states = [name for name in node.state if name in node.bodies[""].carried]
+        notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")
     if node.owner:
         notes.append(f"parameters of {node.owner_name}")
     if graph.is_context(node):

@@ -121,7 +121,7 @@ class _Liveness:
         return self._known[id(body)]
 
     def _walk(self, body: Graph) -> Idle:
-        live = set(body.results)
+        live = _results(body)
         waiting: set[int] = set()  # inputs of idle steps, idle only because of these
         idle = Idle([], [])
         for node in reversed(body.nodes):
@@ -182,6 +182,19 @@ class _Liveness:
             _add(idle, inside)
             is_read = body.input in inside.used
         return read | set(node.inputs["x"]) if is_read else read
+
+
+def _results(body: Graph) -> set[int]:
+    """Return the values that a body returns, without the new values of states that its output does not depend on."""
+    live = {*body.results[: max(len(body.outputs), 1)]}
+    found = 0
+    while body.carried and found < len(live):
+        found = len(live)
+        live |= {body.carried[name] for name, value in body.ports.items() if value in live and name in body.carried}
+        for node in reversed(body.nodes):
+            if not live.isdisjoint(node.outputs):
+                live.update(node.reads)
+    return live if not body.carried else {value for value in body.results if value in live}
 
 
 def _add(idle: Idle, more: Idle) -> None:
