@@ -414,7 +414,7 @@ def _notes(node: Node) -> list[str]:
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
     if node.kind == "cell":
-        states = [name for name in node.state if name in node.bodies[""].carried]
+        states = [*node.bodies[""].carried]
         notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")
     if node.owner:
         notes.append(f"parameters of {node.owner_name}")

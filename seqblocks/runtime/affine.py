@@ -6,24 +6,14 @@ depend on no state. States that read each other form a group; its matrix A is as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node
 from seqblocks.kernels.associative_scan import associative_scan
-from seqblocks.ops.calc import Calc, applied, computed, program_of
-from seqblocks.types import Wire
-
-MOST_JOINED = 3  # states that read each other: combining two tokens takes as many products as the cube of this
-
-Groups = tuple[tuple[str, ...], ...]
-
-
-class NotLinear(Exception):
-    """Raised where a formula is not linear in the states."""
+from seqblocks.ops.calc import applied
 
 
 class Form(NamedTuple):
@@ -31,48 +21,6 @@ class Form(NamedTuple):
 
     coefficients: dict[str, Any]
     constant: Any
-
-
-def groups_of(body: Graph, loop: Sequence[Node], types: Mapping[int, Wire | None]) -> Groups | None:
-    """Return the groups of states that read each other, or None if the states are not set by linear formulas.
-
-    loop: the steps that read a state, and that a new state depends on.
-    """
-    reads: dict[int, frozenset[str]] = {value: frozenset([name]) for name, value in body.ports.items()}
-    try:
-        for node in loop:
-            if not isinstance(node.op, Calc) or node.split or node.vectors:
-                return None
-            given = {name: reads.get(value, frozenset()) for name, (value,) in node.inputs.items()}
-            given |= dict.fromkeys(node.op.learned, frozenset())
-            reads[node.outputs[0]] = computed(program_of(node.op.formula), given, _states_in)
-    except NotLinear:
-        return None
-    groups = _joined({name: reads.get(value, frozenset()) for name, value in body.carried.items()})
-    widths = {name: wire.features for name, value in body.ports.items() if (wire := types[value])}
-    small = all(len(group) <= MOST_JOINED and len({widths[name] for name in group}) == 1 for group in groups)
-    return groups if small else None
-
-
-def _states_in(name: str, *parts: Any) -> frozenset[str]:
-    """Return the states that a part of a formula reads. Raises NotLinear."""
-    read = [part if isinstance(part, frozenset) else frozenset() for part in parts]
-    if not any(read):
-        return frozenset()
-    if name in ("+", "-") or (name == "*" and not (read[0] and read[1])) or (name == "/" and not read[1]):
-        return frozenset().union(*read)
-    raise NotLinear
-
-
-def _joined(reads: Mapping[str, Iterable[str]]) -> Groups:
-    """Return the states in groups: each with those that it reads, and that read it."""
-    group = {name: {name} for name in reads}
-    for name, others in reads.items():
-        for other in others:
-            if group[name] is not group[other]:
-                group[name] |= group[other]
-                group |= dict.fromkeys(group[other], group[name])
-    return tuple(dict.fromkeys(tuple(sorted(each)) for each in group.values()))
 
 
 def apply(name: str, a: Any, *others: Any) -> Any:

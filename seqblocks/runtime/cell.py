@@ -7,7 +7,6 @@ treat each token by itself. If the states are set by linear formulas, no step ru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from seqblocks.cells import STARTED, parts_of
 from seqblocks.graph import Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
@@ -27,36 +27,8 @@ from seqblocks.runtime.primitive import narrowed
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
 
-STARTED = "started"
-MOST_KEPT = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
-
 Values = dict[int, Tensor]
 Run = Callable[[Values], None]
-
-
-class Parts:
-    """The steps of a cell: those on all tokens before the loop, those in the loop, and those on all tokens after it."""
-
-    def __init__(self, body: Graph) -> None:
-        reading = set(body.ports.values())
-        for node in body.nodes:
-            if not reading.isdisjoint(node.reads):
-                reading.update(node.outputs)
-        needed = set(body.carried.values())
-        for node in reversed(body.nodes):
-            if not needed.isdisjoint(node.outputs):
-                needed.update(node.reads)
-        dependent = [node for node in body.nodes if not reading.isdisjoint(node.outputs)]
-        self.before = [node for node in body.nodes if reading.isdisjoint(node.outputs)]
-        self.loop = [node for node in dependent if not needed.isdisjoint(node.outputs)]
-        self.after = [node for node in dependent if needed.isdisjoint(node.outputs)]
-        # of linear formulas, the loop is the scan; what later steps read of its steps is computed on all tokens
-        known, wanted = {*body.carried.values(), *body.ports.values()}, {body.result}
-        self.from_states: list[Node] = []
-        for node in reversed(dependent):
-            if not (wanted - known).isdisjoint(node.outputs):
-                wanted.update(node.reads)
-                self.from_states.insert(0, node)
 
 
 class _AsOp:
@@ -81,18 +53,12 @@ class Cell(Body, Owner):
         self._old, self._new = body.ports, body.carried
         self._read = (body.input, *body.captures)
         self._chunk: int | None = node.arguments.chunk
-        parts = Parts(body)
-        self._groups = affine.groups_of(body, parts.loop, place.types)
+        self._parts = parts = parts_of(body, place.types)
         plan = {step.name: step._replace(spent=()) for step in self._steps(body, body.nodes, place)}
         self._all = self._steps(body, body.nodes, place)
         self._before, self._loop, self._after, self._from_states = (
             [plan[each.name] for each in nodes] for nodes in (parts.before, parts.loop, parts.after, parts.from_states)
         )
-        made = {value for each in parts.loop for value in each.outputs} | {*body.ports.values()}
-        into_loop = {value for each in parts.loop for value in each.reads} | {*body.carried.values()}
-        self._into_loop = [*(into_loop - made)]
-        later = {value for each in parts.after for value in each.reads} | {body.result}
-        self._out_of_loop = [*(later & made)]
         self._declared, self._rate = node.state, node.type.rate if node.type else 1
 
     @staticmethod
@@ -107,7 +73,8 @@ class Cell(Body, Owner):
         parameters = self.parameters_by_name(call)
         if call.relay:
             op: Any = _AsOp(self._forward)
-            return call.relay.run(Carrying(self._path, op, self._declared, self._rate), parameters, call, [*tensors]), {}
+            step = Carrying(self._path, op, self._declared, self._rate)
+            return call.relay.run(step, parameters, call, [*tensors]), {}
         return self._forward(parameters, call, *tensors)
 
     def _forward(self, p: Mapping[str, Any], call: Call, *tensors: Tensor) -> tuple[Tensor, States]:
@@ -122,7 +89,8 @@ class Cell(Body, Owner):
             run = self._exported if torch.compiler.is_exporting() else self._in_order
             y, after = run(tensors, before, starts, call.resets, inner)
         else:
-            y, after = self._in_parts_of(self._chunk_of(x), tensors, before, starts, call.resets, inner)
+            size = self._parts.chunk(x.shape[1], self._chunk)
+            y, after = self._in_parts_of(size, tensors, before, starts, call.resets, inner)
         y = y.to(x.dtype) if x.dtype.itemsize <= 2 < y.dtype.itemsize else y
         states: States = {name: compact(after[name]) for name in self._states} if call.return_state else {}
         if p and states:
@@ -205,13 +173,6 @@ class Cell(Body, Owner):
 
     # --- all tokens of a part at once, except for the loop ------------------------------------------------------------
 
-    def _chunk_of(self, x: Tensor) -> int:
-        """Return the tokens of a part that is computed again in the backward pass."""
-        tokens = x.shape[1]
-        if self._chunk is not None:
-            return self._chunk or tokens
-        return tokens if self._groups or tokens <= MOST_KEPT else math.isqrt(tokens - 1) + 1
-
     def _in_parts_of(
         self, size: int, tensors: Sequence[Tensor], before: dict[str, Tensor], starts: dict[str, Tensor],
         resets: Tensor | None, call: Call,
@@ -234,8 +195,9 @@ class Cell(Body, Owner):
         for first, *inputs in zip(marks, *(x.split(size, 1) for x in tensors), strict=True):
             if again:
                 y, *states = checkpoint(
-                    part, first, *states, *inputs, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
-                )
+                    part, first, *states, *inputs, use_reentrant=False, preserve_rng_state=draws,
+                    determinism_check="none",
+                )  # fmt: skip
             else:
                 y, *states = part(first, *states, *inputs)
             results.append(y)
@@ -248,7 +210,7 @@ class Cell(Body, Owner):
         """Return the outputs of some tokens, and the states after them."""
         values = dict(zip(self._read, tensors, strict=True))
         self._run_steps(self._before, values, call)
-        if self._groups:
+        if self._parts.groups:
             states = self._scanned(values, before, starts, resets, tensors[0].shape[1], call)
             after = {name: x[:, -1] for name, x in states.items()}
         else:
@@ -264,16 +226,16 @@ class Cell(Body, Owner):
         kinds = {name: state.dtype for name, state in before.items()}
         states = {name: state.unsqueeze(1) for name, state in before.items()}
         first = {name: state.unsqueeze(1) for name, state in starts.items()}
-        kept: dict[int, list[Tensor]] = {value: [] for value in self._out_of_loop}
+        kept: dict[int, list[Tensor]] = {value: [] for value in self._parts.out_of_loop}
         steps = [self._bound(step, call) for step in self._loop]
-        tokens = [values[value].split(1, 1) for value in self._into_loop]
+        tokens = [values[value].split(1, 1) for value in self._parts.into_loop]
         count = next(iter(values.values())).shape[1]
         for t in range(count):
             if resets is not None:
                 begins = resets[:, t, None, None]
                 states = {name: torch.where(begins, first[name], state) for name, state in states.items()}
             own = {self._old[name]: state for name, state in states.items()}
-            for value, parts in zip(self._into_loop, tokens, strict=True):
+            for value, parts in zip(self._parts.into_loop, tokens, strict=True):
                 own[value] = parts[t]
             for step in steps:
                 step(own)
@@ -288,7 +250,7 @@ class Cell(Body, Owner):
         call: Call,
     ) -> dict[str, Tensor]:
         """Compute the states of all tokens by an associative scan, and then the steps that read them."""
-        assert self._groups
+        assert self._parts.groups
         forms: dict[int, Any] = {value: affine.Form({name: 1.0}, None) for name, value in self._old.items()}
         for step in self._loop:
             op, child = step.node.op, self._modules[step.name]
@@ -299,7 +261,7 @@ class Cell(Body, Owner):
             forms[step.node.outputs[0]] = computed(program_of(op.formula), given, affine.apply)
         new = {name: forms.get(value, values.get(value)) for name, value in self._new.items()}
         states: dict[str, Tensor] = {}
-        for group in self._groups:
+        for group in self._parts.groups:
             states |= affine.states(group, new, before, starts, resets, tokens)
         for name, state in states.items():
             old = torch.cat([before[name].unsqueeze(1), state[:, :-1]], 1)

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqblocks.cells import STARTED
 from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
-from seqblocks.runtime.cell import STARTED, Cell
+from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.modules import call_child, is_hooked
 from seqblocks.runtime.parallel import Parallel, merged
@@ -531,7 +532,8 @@ class Stepper:
 
 PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
     **dict.fromkeys(PRIMITIVES, Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
-    Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts, Cell: Stepper._cell,
+    Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
+    Cell: Stepper._cell,
 }  # fmt: skip
 
 

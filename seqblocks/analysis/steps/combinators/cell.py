@@ -12,6 +12,7 @@ from seqblocks.analysis.steps.combinators.common import combines, mixes_tokens
 from seqblocks.analysis.steps.init_and_tie import read_initial
 from seqblocks.analysis.steps.nodes import make_node, may_be_name
 from seqblocks.analysis.steps.steps import lower_inside
+from seqblocks.cells import STARTED
 from seqblocks.combinators.cell import Cell, CellState
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Node, kind_of
@@ -24,7 +25,6 @@ from seqblocks.record import Record
 from seqblocks.state_layout import State
 from seqblocks.types import Origin, Wire
 
-STARTED = "started"  # the part of a state that counts whether a token came before, if a start is learned
 KEYS = tuple(fields_of(CellState))
 FIXED = ("zeros", "ones", "constant")  # initialisers that draw one number
 
