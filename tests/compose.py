@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.compose_cells import Cells
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
@@ -21,7 +22,7 @@ from tests.compose_tokens import INITS
 from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Sequences):
+class Composer(Cells, Mixers, Rates, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -355,7 +356,7 @@ class Composer(Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2], *([] if deep else [self.cell]),
         ]  # fmt: skip
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []

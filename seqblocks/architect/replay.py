@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from seqblocks import graph
@@ -284,7 +284,7 @@ class Replay:
         return values[body.result]
 
     def _scanned(
-        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: dict[int, Shape], paths: tuple[str, ...]
+        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
     ) -> None:
         """Record the associative scan of states that are set by linear formulas."""
         tape, item = self.tape, max(self.item, 4)

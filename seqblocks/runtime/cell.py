@@ -107,8 +107,7 @@ class Cell(Body, Owner):
         found = {}
         for name, state in self._states.items():
             given = p.get(f"start_{name}")
-            fixed = given is None
-            value = x.new_full((1,), state.fill, dtype=kind) if fixed else given.to(kind)
+            value = x.new_full((1,), state.fill, dtype=kind) if given is None else given.to(kind)
             found[name] = value.expand(x.shape[0], state.shape[0])
         return found
 

@@ -221,7 +221,7 @@ def _can_read(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
     """Check that wires from outside have the same tokens as the input; report others (E418)."""
     for value in body.captures:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
-        if wire and (wire.kind, wire.places, wire.context) != (x.kind, x.places, x.context):
+        if wire and (wire.kind, wire.places) != (x.kind, x.places):
             message = f"a cell reads the wire {quote(label)}, whose tokens are not those of its input"
             expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
             hint = "a vector has no tokens: combine it with a sequence in a step above the cell"
