@@ -46,6 +46,7 @@ class Replay:
         self.held: list[Value] = []  # by the model, after its call
         self.kept_at = 0  # the number of events of the forward pass and the loss
         self.inside_layer = False
+        self.part: int | None = None  # the tokens of a part of a cell
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -263,7 +264,7 @@ class Replay:
     def _part_of_cell(
         self, node: Node, parts: Parts, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
     ) -> Value:
-        tape, body = self.tape, node.bodies[""]
+        tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
         batch, tokens = inputs[0].shape[:2]
         sizes = {v: (batch, tokens, wire.features) for v in body.ports.values() if (wire := self.spec.types[v])}
@@ -281,6 +282,7 @@ class Replay:
             for value in parts.out_of_loop:
                 values[value] = tape.copy(values[value])
             self._nodes(parts.after, values, paths)
+        self.part = None
         return values[body.result]
 
     def _scanned(
@@ -319,6 +321,8 @@ class Replay:
         p = {name: self._parameter(name, paths) for name in node.parameters}
         inputs = self._at_ports(node, self._narrowed(node, inputs))
         self.tape.out = self.sizes.shape(node.type) if node.type else ()
+        if self.part is not None:
+            self.tape.out = (self.tape.out[0], self.part, *self.tape.out[2:])
         if type(node.op).memory is Op.memory:
             self.undeclared.add(node.verb)
         if node.split and self._is_costly_split(node, inputs):
