@@ -86,7 +86,7 @@ def _groups(body: Graph, loop: Sequence[Node], types: Mapping[int, Wire | None])
     reads: dict[int, frozenset[str]] = {value: frozenset([name]) for name, value in body.ports.items()}
     try:
         for node in loop:
-            if not isinstance(node.op, Calc) or node.split or node.vectors:
+            if not isinstance(node.op, Calc) or node.split:
                 return None
             given = {name: reads.get(value, frozenset()) for name, (value,) in node.inputs.items()}
             given |= dict.fromkeys(node.op.learned, frozenset())

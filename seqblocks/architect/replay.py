@@ -255,7 +255,8 @@ class Replay:
             return self._part_of_cell(node, parts, inputs, starts, paths)
         results = []
         for at in range(0, tokens, size):
-            own = [tape.slice(x, (batch, min(size, tokens - at), *x.shape[2:])) for x in inputs]
+            count = min(size, tokens - at)
+            own = [tape.slice(x, (batch, count, *x.shape[2:])) if len(x.shape) == 3 else x for x in inputs]
             results.append(tape.layer(lambda own=own: self._part_of_cell(node, parts, own, starts, paths)))  # type: ignore[misc]
             del own
         tape.step = paths[-1]

@@ -7,6 +7,7 @@ treat each token by itself. If the states are set by linear formulas, no step ru
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ class Cell(Body, Owner):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run all steps token by token."""
         results = []
-        for t, inputs in enumerate(zip(*(x.split(1, 1) for x in tensors), strict=True)):
+        for t, inputs in enumerate(zip(*(_in_parts(x, 1, tensors[0]) for x in tensors), strict=True)):
             first = None if resets is None else resets[:, t]
             y, before = self._token(inputs, before, starts, first, call)
             results.append(y)
@@ -159,14 +160,16 @@ class Cell(Body, Owner):
 
         if isinstance(tensors[0].shape[1], int) and tensors[0].shape[1] == 1:
             return self._in_order(tensors, before, starts, resets, call)
-        names, count = [*before], len(tensors)
+        names, given = [*before], [x for x in tensors if x.dim() == 3]
+        count = len(given)
 
         def one(states: list[Tensor], token: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            inputs, first = [x.unsqueeze(1) for x in token[:count]], token[count] if len(token) > count else None
+            rest, first = iter(token[:count]), token[count] if len(token) > count else None
+            inputs = [next(rest).unsqueeze(1) if x.dim() == 3 else x for x in tensors]
             y, new = self._token(inputs, dict(zip(names, states, strict=True)), starts, first, call)
             return [new[name].clone() for name in names], [y.squeeze(1).clone()]
 
-        tokens = [x.transpose(0, 1) for x in (*tensors, *([] if resets is None else [resets]))]
+        tokens = [x.transpose(0, 1) for x in (*given, *([] if resets is None else [resets]))]
         after, (y,) = scan(one, [before[name].clone() for name in names], tokens)
         return y.transpose(0, 1), dict(zip(names, after, strict=True))
 
@@ -190,8 +193,8 @@ class Cell(Body, Owner):
         again = torch.is_grad_enabled() and not call.compiling and not dispatch.transformed()
         draws = again and draws_now(self)
         results, states = [], [*before.values()]
-        marks = [None] * len(tensors[0].split(size, 1)) if resets is None else resets.split(size, 1)
-        for first, *inputs in zip(marks, *(x.split(size, 1) for x in tensors), strict=True):
+        marks: Any = itertools.repeat(None) if resets is None else resets.split(size, 1)
+        for first, *inputs in zip(marks, *(_in_parts(x, size, tensors[0]) for x in tensors), strict=False):
             if again:
                 y, *states = checkpoint(
                     part, first, *states, *inputs, use_reentrant=False, preserve_rng_state=draws,
@@ -227,9 +230,9 @@ class Cell(Body, Owner):
         first = {name: state.unsqueeze(1) for name, state in starts.items()}
         kept: dict[int, list[Tensor]] = {value: [] for value in self._parts.out_of_loop}
         steps = [self._bound(step, call) for step in self._loop]
-        tokens = [values[value].split(1, 1) for value in self._parts.into_loop]
-        count = next(iter(values.values())).shape[1]
-        for t in range(count):
+        x = values[self._read[0]]
+        tokens = [_in_parts(values[value], 1, x) for value in self._parts.into_loop]
+        for t in range(x.shape[1]):
             if resets is not None:
                 begins = resets[:, t, None, None]
                 states = {name: torch.where(begins, first[name], state) for name, state in states.items()}
@@ -254,7 +257,10 @@ class Cell(Body, Owner):
         for step in self._loop:
             op, child = step.node.op, self._modules[step.name]
             assert isinstance(op, Calc)
-            given = {name: forms.get(value, values.get(value)) for name, (value,) in step.node.inputs.items()}
+            given = {}
+            for name, (value,) in step.node.inputs.items():
+                x = forms.get(value, values.get(value))
+                given[name] = x.unsqueeze(1) if value in step.node.vectors else x
             if op.learned:
                 given |= child.parameters_by_name(call)  # type: ignore[union-attr,operator]
             forms[step.node.outputs[0]] = computed(program_of(op.formula), given, affine.apply)
@@ -300,3 +306,8 @@ class Cell(Body, Owner):
             _store(step, op.forward(parameters, own, *child._at_ports(tensors, own)), values)
 
         return by_op
+
+
+def _in_parts(x: Tensor, size: int, first: Tensor) -> Sequence[Tensor]:
+    """Return x [batch, seq, features] in parts of `size` tokens, or a vector once for each part of `first`."""
+    return x.split(size, 1) if x.dim() == 3 else [x] * -(-first.shape[1] // size)

@@ -209,8 +209,10 @@ def _result(
 
 def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
     """Report the first step that cannot process tokens one by one (E417)."""
+    types = ctx.run.types
+    fixed = {value for value in body.captures if (wire := types[value]) and wire.kind == "vector"}
     for node in graph.walk(body):
-        if why := mixes_tokens(node, x):
+        if why := mixes_tokens(node, x, fixed):
             notes = [Note("the cell is here", step.span)]
             hint = "move the step out of the cell, whose steps run token by token, and read its output by name"
             ctx.report(Fault("E417", f"{node.name} in a cell {why}", notes=notes, hint=hint), node.span)
@@ -221,10 +223,11 @@ def _can_read(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
     """Check that wires from outside have the same tokens as the input; report others (E418)."""
     for value in body.captures:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
-        if wire and (wire.kind, wire.places) != (x.kind, x.places):
+        same = wire and ((wire.kind, wire.places) == (x.kind, x.places) or (wire.kind == "vector" and wire.context))
+        if wire and not same:
             message = f"a cell reads the wire {quote(label)}, whose tokens are not those of its input"
             expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
-            hint = "a vector has no tokens: combine it with a sequence in a step above the cell"
+            hint = "this vector depends on the whole sequence: combine it with a sequence in a step above the cell"
             ctx.report(
                 Fault(
                     "E418", message, at="steps", expected=expected, found=f"{wire}", notes=[note] if note else [],

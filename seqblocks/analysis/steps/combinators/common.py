@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from seqblocks import graph
@@ -78,8 +78,11 @@ def _check_steps(ctx: Context, step: Step, cls: type[Combinator], check: Check, 
             check(ctx, node, x)
 
 
-def mixes_tokens(node: graph.Node, x: Wire) -> str | None:
-    """Return why a step cannot process tokens one by one, or None if it can."""
+def mixes_tokens(node: graph.Node, x: Wire, fixed: Container[int] = frozenset()) -> str | None:
+    """Return why a step cannot process tokens one by one, or None if it can.
+
+    fixed: vectors that are the same for all tokens of all calls, which a step may therefore read.
+    """
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
         return "reads earlier tokens"
     if node.kind == "cell":
@@ -93,6 +96,8 @@ def mixes_tokens(node: graph.Node, x: Wire) -> str | None:
     if node.op is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
-    if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
+    if any(value not in fixed for value in node.whole_inputs) or op.looks_ahead(*wires):
+        return "reads other tokens"
+    if op.cannot_stream(*wires) or op.ignores_resets(*wires):
         return "reads other tokens"
     return None
