@@ -86,9 +86,10 @@ class Cell(Body, Owner):
         if not x.shape[1]:
             assert self._type
             y, after = x.new_empty(*x.shape[:2], self._type.features), before
+        elif torch.compiler.is_exporting():
+            y, after = self._part(tensors, before, starts, call.resets, inner)
         elif dispatch.requested() == "reference":
-            run = self._exported if torch.compiler.is_exporting() else self._in_order
-            y, after = run(tensors, before, starts, call.resets, inner)
+            y, after = self._in_order(tensors, before, starts, call.resets, inner)
         else:
             size = self._parts.chunk(x.shape[1], self._chunk)
             y, after = self._in_parts_of(size, tensors, before, starts, call.resets, inner)
@@ -151,28 +152,6 @@ class Cell(Body, Owner):
             results.append(y)
         return torch.cat(results, 1), before
 
-    def _exported(
-        self, tensors: Sequence[Tensor], before: dict[str, Tensor], starts: dict[str, Tensor], resets: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run all steps token by token, as one node of an exported program, which then supports any length."""
-        from torch._higher_order_ops.scan import scan
-
-        if isinstance(tensors[0].shape[1], int) and tensors[0].shape[1] == 1:
-            return self._in_order(tensors, before, starts, resets, call)
-        names, given = [*before], [x for x in tensors if x.dim() == 3]
-        count = len(given)
-
-        def one(states: list[Tensor], token: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            rest, first = iter(token[:count]), token[count] if len(token) > count else None
-            inputs = [next(rest).unsqueeze(1) if x.dim() == 3 else x for x in tensors]
-            y, new = self._token(inputs, dict(zip(names, states, strict=True)), starts, first, call)
-            return [new[name].clone() for name in names], [y.squeeze(1).clone()]
-
-        tokens = [x.transpose(0, 1) for x in (*given, *([] if resets is None else [resets]))]
-        after, (y,) = scan(one, [before[name].clone() for name in names], tokens)
-        return y.transpose(0, 1), dict(zip(names, after, strict=True))
-
     # --- all tokens of a part at once, except for the loop ------------------------------------------------------------
 
     def _in_parts_of(
@@ -212,7 +191,7 @@ class Cell(Body, Owner):
         """Return the outputs of some tokens, and the states after them."""
         values = dict(zip(self._read, tensors, strict=True))
         self._run_steps(self._before, values, call)
-        if self._parts.groups:
+        if self._parts.groups and not torch.compiler.is_exporting():
             states = self._scanned(values, before, starts, resets, tensors[0].shape[1], call)
             after = {name: x[:, -1] for name, x in states.items()}
         else:
@@ -225,6 +204,8 @@ class Cell(Body, Owner):
         call: Call,
     ) -> dict[str, Tensor]:
         """Run the loop over the tokens, and add what later steps read of it to the values."""
+        if torch.compiler.is_exporting() and not (isinstance(n := values[self._read[0]].shape[1], int) and n == 1):
+            return self._as_one_node(values, before, starts, resets, call)
         kinds = {name: state.dtype for name, state in before.items()}
         states = {name: state.unsqueeze(1) for name, state in before.items()}
         first = {name: state.unsqueeze(1) for name, state in starts.items()}
@@ -246,6 +227,35 @@ class Cell(Body, Owner):
                 parts.append(own[value])
         values.update({value: torch.cat(parts, 1) for value, parts in kept.items()})
         return {name: state.squeeze(1) for name, state in states.items()}
+
+    def _as_one_node(
+        self, values: Values, before: dict[str, Tensor], starts: dict[str, Tensor], resets: Tensor | None, call: Call
+    ) -> dict[str, Tensor]:
+        """Run the loop as one node of an exported program, which then supports any length."""
+        from torch._higher_order_ops.scan import scan
+
+        names, steps = [*self._states], [self._bound(step, call) for step in self._loop]
+        sequences = [value for value in self._parts.into_loop if values[value].dim() == 3]
+        fixed = {value: values[value] for value in self._parts.into_loop if values[value].dim() < 3}
+        old, new, out, kinds = self._old, self._new, self._parts.out_of_loop, [before[name].dtype for name in names]
+
+        def one(states: list[Tensor], token: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            own = dict(fixed)
+            for value, x in zip(sequences, token, strict=False):
+                own[value] = x.unsqueeze(1)
+            for name, state in zip(names, states, strict=True):
+                if resets is not None:
+                    state = torch.where(token[-1].unsqueeze(-1), starts[name], state)
+                own[old[name]] = state.unsqueeze(1)
+            for step in steps:
+                step(own)
+            after = [own[new[name]].squeeze(1).to(kind).clone() for name, kind in zip(names, kinds, strict=True)]
+            return after, [own[value].squeeze(1).clone() for value in out]
+
+        tokens = [x.transpose(0, 1) for x in (*(values[v] for v in sequences), *([] if resets is None else [resets]))]
+        after, kept = scan(one, [before[name].clone() for name in names], tokens)
+        values.update({value: x.transpose(0, 1) for value, x in zip(out, kept, strict=True)})
+        return dict(zip(names, after, strict=True))
 
     def _scanned(
         self, values: Values, before: dict[str, Tensor], starts: dict[str, Tensor], resets: Tensor | None, tokens: int,

@@ -1,4 +1,4 @@
-"""Published recurrences written as cells, against independent loops in float64: LinOSS, Liquid-S4, Titans, MesaNet, TTT."""
+"""Published recurrences written as cells, against loops in float64: LinOSS, Liquid-S4, Titans, MesaNet, TTT-Linear."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from seqblocks.testing import check_law
 # LinOSS-IM (arXiv:2410.03943, eq. 3): x'' = -A x + B u, by an implicit step of size dt. A 6, dt 6, states 6.
 LINOSS = """
 - constant: {from: input, features: 6, as: raw, name: stiffness, init: {weight: "uniform(0.1, 1)"}}
-- constant: {from: input, features: 6, as: step, name: step_size, init: {weight: "normal(0, 1)"}}
-- calc: {A: "max(raw, 0)", dt: "sigmoid(step)", S: "1 / (1 + dt * dt * A)"}
+- constant: {from: input, features: 6, as: log_dt, name: step_size, init: {weight: "normal(0, 1)"}}
+- calc: {A: "max(raw, 0)", dt: "sigmoid(log_dt)", S: "1 / (1 + dt * dt * A)"}
 - linear: {from: input, features: 12, bias: false, as: [real, imaginary], name: B}
 - cell:
     from: input
@@ -74,7 +74,7 @@ TITANS = """
 - linear: {features: 4, bias: false, name: out}
 """
 
-# MesaNet (arXiv:2506.05233, eq. 5 and 6), 2 heads of 3: y = H (G + Lambda)^-1 q by 3 steps of conjugate gradients, which
+# MesaNet (arXiv:2506.05233), 2 heads of 3: y = H (G + Lambda)^-1 q by 3 steps of conjugate gradients, which
 # solve 3 equations exactly. Lambda = 1.
 MESA = """
 - linear: {features: 18, bias: false, as: [q, k, v], name: qkv}
@@ -200,7 +200,7 @@ def projected(p: Weights, x: Tensor) -> list[Tensor]:
 
 def titans(p: Weights, x: Tensor) -> Tensor:
     q, k, v = projected(p, x)
-    k = torch.nn.functional.normalize(k, dim=-1)
+    k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()  # the `eps` of l2_norm
     eta, theta, alpha = (x @ p["gates.weight"].T + p["gates.bias"]).sigmoid().chunk(3, -1)
     M = p["cell.start_M"].view(2, 3, 3).expand(len(x), -1, -1, -1)
     S, out = torch.zeros_like(M), []
@@ -249,7 +249,7 @@ def ttt(p: Weights, x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-MODELS: dict[str, tuple[str, Callable[[Weights, Tensor], Tensor], Any]] = {
+MODELS: dict[str, tuple[str, Callable[[Weights, Tensor], Tensor], Any]] = {  # steps, a loop, groups of states
     "linoss": (LINOSS, linoss, (("yi", "zi"), ("yr", "zr"))),
     "liquid": (LIQUID, liquid, (("im", "re"),)),
     "titans": (TITANS, titans, None),
