@@ -249,7 +249,7 @@ def ttt(p: Weights, x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-MODELS: dict[str, tuple[str, Callable[[Weights, Tensor], Tensor], Any]] = {  # steps, a loop, groups of states
+MODELS: dict[str, tuple[str, Callable[[Weights, Tensor], Tensor], Any]] = {  # steps, loop, groups of states
     "linoss": (LINOSS, linoss, (("yi", "zi"), ("yr", "zr"))),
     "liquid": (LIQUID, liquid, (("im", "re"),)),
     "titans": (TITANS, titans, None),
@@ -259,7 +259,8 @@ MODELS: dict[str, tuple[str, Callable[[Weights, Tensor], Tensor], Any]] = {  # s
 
 
 def text_of(steps: str) -> str:
-    return "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n" + "\n".join(f"    {x}" for x in steps.splitlines())
+    lines = "\n".join(f"    {line}" for line in steps.splitlines())
+    return f"seqblocks: 1\nmodel:\n  input: {{features: 4}}\n  steps:\n{lines}\n"
 
 
 @pytest.mark.parametrize("name", MODELS)
