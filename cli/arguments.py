@@ -183,7 +183,8 @@ def _probe(parser: Parser) -> None:
     parser.add_argument(
         "task", nargs="*", metavar="TASK",
         help="parity, modular, s3, a5, s5, recall, induction, copying, in-context-recall, noisy-recall, fuzzy-recall, "
-        "selective-copying, compression, memorization (default: parity, recall, copying)",
+        "selective-copying, compression, memorization, long-copying, adding, repeat-first, repeat-previous, t-maze, "
+        "image-rows, image-columns (default: parity, recall, copying)",
     )  # fmt: skip
     parser.add_argument(
         "--preset", choices=("quick", "paper"), default="quick",
@@ -191,7 +192,10 @@ def _probe(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each task (default: 1)")
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
-    parser.add_argument("--lr", type=_rate, metavar="R", help="highest learning rate (default: the task's)")
+    parser.add_argument(
+        "--lr", type=_rates, metavar="R[,R...]",
+        help="highest learning rate; of several, each is tried (default: the task's)",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
     parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, …")
     parser.add_argument("--plot", metavar="FILE.svg", help="write a picture of the accuracy against the length")
@@ -199,6 +203,8 @@ def _probe(parser: Parser) -> None:
         "examples:\n"
         "  seqblocks probe mlstm_small parity recall --seeds 3 --plot accuracy.svg\n"
         "  seqblocks probe spec.yaml compression noisy-recall --set vocabulary=32 --seconds 60\n"
+        "  seqblocks probe spec.yaml induction --lr 1e-3,3e-3,1e-2 --seeds 3 --steps 2000\n"
+        "  seqblocks probe images.yaml image-rows image-columns\n"
         "  seqblocks probe spec.yaml noisy-recall --set vocabulary=32 --preset paper --device cuda --format json"
     )
 
@@ -413,6 +419,10 @@ def _positive(text: str, limit: float, what: str) -> float:
 
 def _rate(text: str) -> float:
     return _positive(text, 10, "a learning rate")
+
+
+def _rates(text: str) -> list[float]:
+    return [_rate(each) for each in text.split(",")]
 
 
 def _minutes(text: str) -> float:

@@ -22,7 +22,7 @@ from seqblocks.op import builtin_verbs
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
-    from seqblocks.runtime.kernel_report import KernelUse
+    from seqblocks.runtime.kernel_report import KernelUse, ProductUse
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,19 +86,43 @@ def show_plan(
     """Print the kernel that each step would use; return the exit status. Raises UnavailableError without torch."""
     torch = import_torch("the kernels need torch")
     from seqblocks.kernels.dispatch import requested
-    from seqblocks.runtime.kernel_report import kernel_uses
+    from seqblocks.runtime.kernel_report import kernel_uses, product_uses
 
     steps = kernel_uses(model, device, getattr(torch, dtype), arch)
+    products = product_uses(model, device, getattr(torch, dtype))
     unsupported = [step for step in steps if step.implementation is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not unsupported, "spec": spec, "device": device, "dtype": dtype}
         facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
+        facts |= {"products": [each.as_data() for each in products]}
         output.dump(facts | output.remarks_on(model))
     elif not options.quiet:
         where = f"{device} ({arch})" if device == "cuda" else device
         output.write(f"{visible(model.name)} on {where} in {dtype}, backend {requested()}")
         _table(steps, requested())
+        if device == "cpu":
+            _products(products)
     return UnavailableError.exit_status if unsupported else 0
+
+
+def _counted(names: list[str]) -> str:
+    """Return one path for steps that are alike, and how many they are."""
+    from seqblocks.runtime.kernel_report import common_pattern
+
+    return f"{common_pattern(names)} ({len(names)} x)" if len(names) > 1 else names[0]
+
+
+def _products(products: list[ProductUse]) -> None:
+    """Print which product each matrix is multiplied by, unless all are torch's."""
+    if all(name == "torch" for each in products for _, name in each.products):
+        output.write("all matrix products are torch's")
+        return
+    output.write("products of each matrix by itself, by the number of tokens")
+    sizes = [f"{each.rows} x {each.columns}" for each in products]
+    names = [_counted(each.names) for each in products]
+    for name, size, each in zip(names, sizes, products, strict=True):
+        ranges = ", ".join(f"{by} from {tokens}" if tokens > 1 else by for tokens, by in each.products)
+        output.write(f"{name:<{max(map(len, names))}}  {size:<{max(map(len, sizes))}}  {ranges}")
 
 
 def _device(torch: Any, name: str) -> str:
@@ -112,7 +136,7 @@ def _table(steps: list[KernelUse], backend: str) -> None:
     if not steps:
         output.write("no step uses a kernel")
         return
-    names = [f"{step.pattern} ({len(step.names)} x)" if len(step.names) > 1 else step.pattern for step in steps]
+    names = [_counted(step.names) for step in steps]
     wide = max(map(len, names))
     kernel = max(len(step.kernel) for step in steps)
     printed: set[str] = set()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from seqblocks._version import __version__
@@ -20,21 +22,22 @@ from seqblocks.language.writing import write_text
 from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
+    from seqblocks.graph import ModelSpec
     from seqblocks.probes import Result, Task
+    from seqblocks.probes.checks import Check
 
-HEAD = "task               seed  length  accuracy  last 1/8  chance   steps       s"
+HEAD = "task                 rate  seed  length  accuracy  last 1/8  chance    loss   steps       s"
 
 
 def run(options: argparse.Namespace) -> int:
     """Train on each task with each seed; print a line for each length. Raises UsageError for an unknown task."""
     model = require_model(*load(options.spec, options))
     torch = import_torch("training requires torch")
-    from seqblocks.probes import probe
-    from seqblocks.probes.training import check_fit
+    from seqblocks.probes import fit_task
 
     tasks = _tasks(options)
     for task in tasks:
-        check_fit(model, task)
+        fit_task(model, task)
     device = str(device_of(options, torch))
     if options.plot and not Path(options.plot).parent.is_dir():  # found before hours of training, not after
         folder = visible(str(Path(options.plot).parent))
@@ -42,13 +45,8 @@ def run(options: argparse.Namespace) -> int:
     is_text = options.format != "json" and not options.quiet
     if is_text:
         output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
-    found: list[Result] = []
-    for task, seed in product(tasks, range(options.seeds)):
-        with progress(options, f"{task.name}, seed {seed}") as advance:
-            results = probe(
-                model, task, seed, steps=options.steps, rate=options.lr, seconds=options.seconds or math.inf,
-                device=device, advance=advance,
-            )  # fmt: skip
+    found = []
+    for results in _trained(model, tasks, device, options):
         found += results
         for result in results if is_text else ():
             output.write(_line(result))
@@ -59,15 +57,56 @@ def run(options: argparse.Namespace) -> int:
         from seqblocks.probes.plot import plot
 
         write_text(Path(options.plot), plot(found, model.name))
+    _print_ends(model, tasks, found, options)
+    return INTERRUPTED if found[-1].interrupted else 0
+
+
+def _trained(
+    model: ModelSpec, tasks: list[Task], device: str, options: argparse.Namespace
+) -> Iterator[list[Result]]:
+    """Yield the results of each training."""
+    from seqblocks.probes import probe
+
+    for task, rate, seed in product(tasks, options.lr or (None,), range(options.seeds)):
+        with progress(options, f"{task.name}, seed {seed}") as advance:
+            found = probe(
+                model, task, seed, steps=options.steps, rate=rate, seconds=options.seconds or math.inf, device=device,
+                advance=advance,
+            )  # fmt: skip
+        yield found
+
+
+def _print_ends(model: ModelSpec, tasks: list[Task], found: list[Result], options: argparse.Namespace) -> None:
+    """Print what follows the results: all of them as JSON, or medians, checks of resets, and what the tasks ask."""
+    from seqblocks.probes.checks import reset_checks
+
+    if options.quiet and options.format != "json":
+        return
+    checks = [check for task in tasks if task.has_resets for check in reset_checks(model, task)]
     if options.format == "json":
         reported = {task.name: [each.as_data() for each in task.published] for task in tasks if task.published}
         output.dump(
             {"version": __version__, "ok": True, "spec": options.spec, "preset": options.preset,
-             "rows": [r.as_data() for r in found], "published": reported}
+             "rows": [r.as_data() for r in found], "published": reported, "checks": [c.as_data() for c in checks]}
         )  # fmt: skip
-    elif is_text:
-        output.write("\n".join(["", *(_about(task) for task in tasks)]))
-    return INTERRUPTED if found[-1].interrupted else 0
+        return
+    lines = [*_medians(found), *map(_checked, checks)]
+    output.write("\n".join(["", *lines, *([""] if lines else []), *(_about(task) for task in tasks)]))
+
+
+def _medians(found: list[Result]) -> Iterator[str]:
+    """Return the median and the lowest accuracy of several seeds, for each task, rate and length."""
+    groups: dict[tuple[str, float, int], list[float]] = {}
+    for result in found:
+        groups.setdefault((result.task, result.rate, result.length), []).append(result.accuracy)
+    for (task, rate, length), values in groups.items():
+        if len(values) > 1:
+            worst = f"median {median(values):.3f}, lowest {min(values):.3f}"
+            yield f"{task} at {length}, rate {rate:g}, {len(values)} seeds: {worst}"
+
+
+def _checked(check: Check) -> str:
+    return f"{check.task}: {check.check}: {'yes' if check.holds else 'no'} (difference {check.difference:.1e})"
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
@@ -92,4 +131,5 @@ def _about(task: Task) -> str:
 def _line(result: Result) -> str:
     steps = f"{result.steps}{'*' if result.cut else ''}"
     accuracy = f"{result.accuracy:>8.3f}  {result.last_eighth:>8.3f}  {result.chance:>6.3f}"
-    return f"{result.task:<17}  {result.seed:>4}  {result.length:>6}  {accuracy}  {steps:>6}  {result.seconds:>6.1f}"
+    at = f"{result.task:<17}  {result.rate:>6g}  {result.seed:>4}  {result.length:>6}"
+    return f"{at}  {accuracy}  {result.loss:>6.3f}  {steps:>6}  {result.seconds:>6.1f}"

@@ -143,10 +143,9 @@ def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[...
 
 def _probed(model: ModelSpec, name: str, options: argparse.Namespace) -> float:
     """Return the accuracy at the length of training, the mean over the seeds."""
-    from seqblocks.probes import TASKS, probe
-    from seqblocks.probes.training import check_fit
+    from seqblocks.probes import TASKS, fit_task, probe
 
-    check_fit(model, TASKS[name])
+    fit_task(model, TASKS[name])
     found = []
     for seed in range(options.seeds):
         results = probe(model, TASKS[name], seed, steps=options.steps)

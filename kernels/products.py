@@ -78,6 +78,17 @@ def _is_faster_by_onednn(elements: int, rows: int, width: int) -> bool:
     return ON_SLOW_MKL and elements * rows >= LARGE_PRODUCT
 
 
+def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tuple[int, str]]:
+    """Return which product `linear` uses for a matrix [rows, width]: (from this number of tokens on, its name)."""
+    able = ON_ONEDNN and device == "cpu" and dtype is torch.float32 and torch._C._get_mkldnn_enabled()
+    found: list[tuple[int, str]] = []
+    for tokens in sorted({1, FEW_TOKENS + 1, max(FEW_TOKENS + 1, -(-LARGE_PRODUCT // (rows * width)))}):
+        name = "oneDNN" if able and _is_faster_by_onednn(tokens * width, rows, width) else "torch"
+        if not found or found[-1][1] != name:
+            found.append((tokens, name))
+    return found
+
+
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):

@@ -442,6 +442,7 @@ class Report:
         values: if the computation itself is correct (a bundled block), those of the causes that are values. One of them
         is wrong. If another fault depends on all of these and on more, only this one is listed.
         """
+        fault.__traceback__ = None  # it would keep every frame between here and the check that raised it
         places = frozenset((value.source.name, value.line, value.column) for value in values)
         if self._is_new(fault.code, fault.message, causes or [span], places):
             self._append(fault.as_diagnostic(span, notes()))

@@ -28,6 +28,7 @@ from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.state import States, declared
 from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.types import UNBOUNDED, Facts, Wire, names_of, size_of
@@ -218,19 +219,20 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
 
         return step.register_forward_hook(check, with_kwargs=True)
 
-    steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
-    routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
-    inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
-    inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell))
-    hooks = [watch(name, step, step._type) for name, step in steps if step._type]
-    try:
-        with torch.no_grad():
-            model(random_input(model, batch, seq, seed), return_state=streams, **context)
-            if graph.has_prefix(model.graph):
-                model(random_input(model, batch, seq, seed), **context)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with all_primitives(model):
+        steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
+        routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
+        inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
+        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell))
+        hooks = [watch(name, step, step._type) for name, step in steps if step._type]
+        try:
+            with torch.no_grad():
+                model(random_input(model, batch, seq, seed), return_state=streams, **context)
+                if graph.has_prefix(model.graph):
+                    model(random_input(model, batch, seq, seed), **context)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _assert_state(name: str, state: Any, expected: States, batch: int) -> None:

@@ -22,7 +22,8 @@ from seqblocks.kernels.triton_common import arch_of
 from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import is_primitive
+from seqblocks.runtime.torch_modules import all_primitives
 
 MODES = ("forward", "train", "step")
 MOST_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated
@@ -200,8 +201,8 @@ class _Clock:
     """Times of all primitives of a model, through hooks that are attached within `running`."""
 
     def __init__(self, model: SequenceModel, device: torch.device, backward: bool) -> None:
-        self.steps = {name: each for name, each in model.named_modules() if isinstance(each, Primitive)}
-        self.device, self.backward = device, backward
+        self.steps = {name: each for name, each in model.named_modules() if is_primitive(each)}
+        self.model, self.device, self.backward = model, device, backward
         self.passes: list[dict[str, float]] = []
         self.traffic: dict[str, tuple[list[int], int, int]] = {}  # bytes of activations, of parameters; elements of y
         self.marks: list[tuple[str, Any, Any]] = []
@@ -215,7 +216,8 @@ class _Clock:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Full backward hook is firing")  # of a step that reads token ids
-                yield self.marks
+                with all_primitives(self.model):
+                    yield self.marks
         finally:
             for handle in handles:
                 handle.remove()

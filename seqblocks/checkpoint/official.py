@@ -23,9 +23,12 @@ from seqblocks.recipes import Name, Recipe, Shape
 MAX_LINES = 20  # of one error
 Pairs = list[tuple[Named, Recipe]]
 
-# Buffers that releases contain although configurations determine them: rotary frequencies (Llama 2, Pythia), and the
-# causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number that stands for "masked".
-_DETERMINED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias)")
+# Buffers that releases contain although configurations determine them: rotary frequencies (Llama 2, Pythia), the decays
+# of MiniMax, and the causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number for "masked".
+_DETERMINED = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias"
+    r"|self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay))"
+)
 _MASK = re.compile(r"(?:.*\.)?attention\.bias")
 
 
@@ -47,9 +50,9 @@ class LeftOut(NamedTuple):
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
     """Load an official state dict through the spec's `checkpoint:` maps; its layout is detected from its names.
 
-    All tensors must be used, except rotary frequencies and causal masks. With `partial`, tensors that do not fit are
-    skipped: parameters keep their current values, and position embeddings of an image are interpolated to its grid.
-    Returns what was skipped.
+    All tensors must be used, except rotary frequencies, causal masks and fixed decays. With `partial`, tensors that do
+    not fit are skipped: parameters keep their current values, and position embeddings of an image are interpolated to
+    its grid. Returns what was skipped.
 
     Raises RunError with all tensors that are missing, unused, of another shape or of an unsupported kind (integers,
     8-bit floats, sparse, quantised), without loading anything; also if the model is on the meta device, split, or no

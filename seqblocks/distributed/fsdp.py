@@ -20,7 +20,8 @@ from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import is_primitive
+from seqblocks.runtime.torch_modules import as_primitive
 
 Reduction = Literal["mean", "sum"]
 M = TypeVar("M", SequenceModel, Stage)
@@ -135,8 +136,8 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
             model.get_submodule(path).register_parameter(leaf, replicated[id(own)])
     if replicated:
         for module in model.modules():
-            if isinstance(module, Primitive):
-                module._reduction = op
+            if is_primitive(module):
+                as_primitive(module)._reduction = op
     return set(replicated.values())
 
 

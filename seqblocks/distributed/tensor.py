@@ -19,7 +19,7 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import take_modes
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import Primitive, is_primitive
 from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import Parts, assign, is_sharded
 from seqblocks.state import States
@@ -54,7 +54,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
 
 def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:
     for module in model.modules():
-        if isinstance(module, Primitive) and (exchange := plan.exchanges.get(id(module.op))):
+        if is_primitive(module) and (exchange := plan.exchanges.get(id(module.op))):
             module.__class__ = Exchanging
             assert isinstance(module, Exchanging)
             module._exchange, module._group = exchange, group

@@ -12,7 +12,8 @@ from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, Node
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import is_primitive
+from seqblocks.runtime.torch_modules import as_primitive
 
 MIN_ELEMENTS = 1 << 18  # elements: rounding the input takes longer than reading the rest of a smaller matrix
 
@@ -48,7 +49,7 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
 def put(model: nn.Module, name: str, matrix: Int8Matrix) -> None:
     """Put a matrix in the place of a parameter."""
     path, _, leaf = name.rpartition(".")
-    holder = model.get_submodule(path)
+    holder = as_primitive(model.get_submodule(path))
     holder._parameters.pop(leaf)
     holder.add_module(leaf, matrix)
 
@@ -63,7 +64,7 @@ def _matrices(model: SequenceModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices that may be quantized, as their ops declare."""
     exact = {path for path, node, is_exact in _nodes(model.graph, "", frozenset()) if is_exact}
     for path, module in model.named_modules():
-        if isinstance(module, Primitive) and path not in exact:
+        if is_primitive(module) and path not in exact:
             for name in module.op.matrix_names:
                 if isinstance(weight := module._parameters.get(name), nn.Parameter):
                     yield graph.join(path, name), weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -13,10 +13,14 @@ NOTHING = -100  # the label where nothing is asked, which the cross-entropy igno
 
 
 class Batch(NamedTuple):
-    """Token ids x [batch, length] and the labels y [batch, length], NOTHING where nothing is asked."""
+    """Token ids x [batch, length], or numbers x [batch, length, features], and answers y [batch, length].
+
+    Answers are labels or numbers, NOTHING where nothing is asked. resets [batch, length]: where an episode begins.
+    """
 
     x: Tensor
     y: Tensor
+    resets: Tensor | None = None
 
 
 Draw = Callable[[Generator, int, int], Batch]  # of a generator, the batch size and the length
@@ -44,8 +48,13 @@ class Task:
 
     length, steps, rate, batch: of the training. shortest: the length it begins with, if it grows to `length` over the
     first 60 % of the steps. lengths: at which it is read. about: what it asks, with its source. warm_up: the part of
-    the steps in which the rate rises. last_rate: at the end of a cosine, relative to the highest. from_last: whether
-    the answers are decoded from the last output alone. published: what papers report.
+    the steps in which the rate rises. last_rate: at the end of a cosine, relative to the highest. published: what
+    papers report.
+
+    decode: what an answer is decoded from: the output at its place, the last output and the place, or the mean of all
+    outputs. features: numbers of a token, or 0 if tokens are ids. tolerance: by which an answer that is a number may
+    be wrong, or 0 if answers are labels. is_image: whether the ids are the cells of a square image, by rows.
+    has_resets: whether a row holds several episodes, marked as `resets`.
     """
 
     name: str
@@ -62,14 +71,19 @@ class Task:
     batch: int = 32
     warm_up: float = 0.1
     last_rate: float = 0.05
-    from_last: bool = False
+    decode: Literal["each", "last", "mean"] = "each"
+    features: int = 0
+    tolerance: float = 0.0
+    is_image: bool = False
+    has_resets: bool = False
     published: tuple[Published, ...] = ()
 
 
 def make_task(
-    name: str, vocabulary: int, labels: int, draw: Draw, lengths: tuple[int, ...], about: str, guesses: int, **more: Any
-) -> Task:
-    """Return a task that is trained at the first of its lengths. guesses: the number of possible answers."""
+    name: str, vocabulary: int, labels: int, draw: Draw, lengths: tuple[int, ...], about: str, guesses: float,
+    **more: Any,
+) -> Task:  # fmt: skip
+    """Return a task that is trained at the first of its lengths. guesses: of how many one is right."""
     return Task(name, vocabulary, labels, draw, lengths[0], lengths, about, 1 / guesses, **more)
 
 

@@ -146,7 +146,7 @@ TASKS = (
     ),
     make_task(
         "compression", 16, 15, compression, (32,), f"all tokens, decoded from the last output alone {_SOURCE}", 15,
-        rate=3e-3, from_last=True,
+        rate=3e-3, decode="last",
     ),
     make_task(
         "memorization", 256, 254, memorization, (32, 64), f"the value that a key has in all rows {_SOURCE}", FACTS,

@@ -1,7 +1,8 @@
 """The tasks in published settings: sizes, lengths, batches and steps, with what papers report for them.
 
 Batches are drawn anew for each step, where the papers repeat a fixed set of examples, and the learning rate is one of
-those that they tried. Tasks whose published steps are not known to us have no setting here.
+those that they tried. Where the steps of a publication are not known to us, `OURS` in the text of a task says which
+numbers are our choice. Tasks of our own, and those of agents, whose figures are rewards, have no setting here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from functools import partial
 import torch
 from torch import Generator
 
-from seqblocks.probes import mad
+from seqblocks.probes import long_range, mad
 from seqblocks.probes.batches import NOTHING, Batch, Draw, Published, Task, distinct, integers, make_task
-from seqblocks.probes.tasks import copying
+from seqblocks.probes.tasks import TASKS, copying
 
 SHORTEST, TRAINED = 3, 40  # lengths of the formal languages
 
@@ -122,6 +123,25 @@ def _language(name: str, vocabulary: int, labels: int, draw: Draw, about: str, s
     )  # fmt: skip
 
 
+OURS = "batch, steps and rate are our choice"
+
+
+def _word(name: str) -> Task:
+    """Return words of a group, trained at 32 and read to 500 as in arXiv:2411.12537."""
+    quick, source = TASKS[name], "arXiv:2404.08819; lengths of arXiv:2411.12537"
+    about = f"the product so far of permutations ({source}); {OURS}"
+    return replace(
+        quick, length=32, lengths=(32, 64, 128, 256, 500), about=about, batch=512, steps=20_000, rate=1e-3,
+    )  # fmt: skip
+
+
+_INDUCTION = Published(
+    "arXiv:2312.00752",
+    "lengths 64 to 1,048,576 after training at 256; two layers, 74 thousand parameters; attention, H3 and Hyena fall "
+    "beyond twice the length",
+    {"Mamba": 1.0},
+)
+
 _ALL = (
     _language("parity", 3, 2, parity, "the parity of all bits, asked once (github.com/NX-AI/xlstm)", 20_000),
     _language("modular", 10, 5, arithmetic, "the value mod 5, asked once (github.com/NX-AI/xlstm)", 100_000),
@@ -137,5 +157,20 @@ _ALL = (
         published=(Published("arXiv:2312.00752", "in percent, two layers of width 64", _COPYING),),
     ),
     *map(_mad, mad.TASKS),
+    *map(_word, ("s3", "a5", "s5")),
+    replace(
+        TASKS["induction"], length=256, lengths=(64, 256, 1024, 4096), steps=100_000, batch=32, rate=1e-3,
+        about=f"what followed the trigger (arXiv:2312.00752); {OURS}", published=(_INDUCTION,),
+    ),
+    make_task(
+        "long-copying", 10, long_range.SYMBOLS, long_range.copying, (520, 1020, 2020),
+        f"10 symbols after 500 to 2,000 blanks (arXiv:1511.06464); {OURS}", long_range.SYMBOLS, steps=50_000, batch=64,
+        rate=1e-3,
+    ),
+    make_task(
+        "adding", 0, 1, long_range.adding, (750,),
+        f"the sum of two marked numbers, right within 0.1 (arXiv:1511.06464); {OURS}", 1 / long_range.GUESS,
+        steps=50_000, batch=64, rate=1e-3, features=2, tolerance=long_range.TOLERANCE,
+    ),
 )  # fmt: skip
 PAPER = {task.name: task for task in _ALL}

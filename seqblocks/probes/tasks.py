@@ -7,7 +7,7 @@ from itertools import permutations
 import torch
 from torch import Generator, Tensor
 
-from seqblocks.probes import mad
+from seqblocks.probes import episodes, images, long_range, mad
 from seqblocks.probes.batches import NOTHING, Batch, Draw, distinct, integers, make_task
 
 
@@ -144,6 +144,9 @@ _ALL = (
         rate=5e-3,
     ),
     *mad.TASKS,
+    *long_range.TASKS,
+    *episodes.TASKS,
+    *images.TASKS,
 )  # fmt: skip
 TASKS = {task.name: task for task in _ALL}
 QUICK = ("parity", "recall", "copying")

@@ -13,8 +13,8 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, make, makes
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, is_linear, make, makes
+from seqblocks.runtime.primitive import Primitive, compute
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
@@ -45,12 +45,12 @@ class Group(NamedTuple):
 
 def _plan(body: Graph, place: Place) -> list[Group]:
     reads = [node.reads for node in body.nodes]
-    steps = [_planned(*each, place) for each in zip(body.nodes, reads, _spent(body, reads), strict=True)]
+    steps = [planned(*each, place) for each in zip(body.nodes, reads, spent_values(body, reads), strict=True)]
     fused = {at: found for at, found in fusion.find(body, place.types).items() if not steps[at].once}
     return list(_grouped(steps, fused))
 
 
-def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
+def planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
     axis = node.type.feature_axis if node.split and node.type else -1
     split_map = bool(node.split) and axis == -1 and node.op is not None and may_be_matrix(node.op)
     return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node), split_map)
@@ -65,7 +65,7 @@ def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
         at = end
 
 
-def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
+def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
@@ -196,13 +196,13 @@ class Body(StepModule):
                 elif step.name in opened:
                     ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
                     y, state = residual_sums.call_open(child, inputs, inner, step.name, step.node, ending)
-                elif step.is_split_map and not call.compiling and self._is_unobserved(group):
-                    y, state = child.forward_split(inputs, inner, step.node.split), {}  # type: ignore[operator,union-attr]
+                elif (step.is_split_map or is_linear(child)) and not call.compiling and self._is_unobserved(group):
+                    y, state = compute(child, inputs, inner, step.node.split), {}
                 else:
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
                     states[step.name] = state
-                _store(step, y, values)
+                store(step, y, values)
         if self._outputs:
             return {name: values[value] for name, value in self._outputs.items()}, states
         return values[self._result], states
@@ -230,7 +230,7 @@ class Body(StepModule):
         for step in self._phases.kept:
             assert call.state is not None
             states[step.name] = call.state[step.name]
-            _store(step, states[step.name]["output"], values)
+            store(step, states[step.name]["output"], values)
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
@@ -239,7 +239,7 @@ class Body(StepModule):
         y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
         if step.node.kept and call.phase:
             states[step.name] = {"output": compact(y)}
-        _store(step, y, values)
+        store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
         """Return whether the steps of a group are unmodified and have no hooks."""
@@ -271,13 +271,13 @@ class Body(StepModule):
         if state:
             states[first.name] = state
         for step in group.steps:
-            _store(step, y, values)
+            store(step, y, values)
 
     def _get_name(self) -> str:
         return self._label
 
 
-def _store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
+def store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
     """Store the output of a step, or the list of its parts, and delete the values that no later step reads."""
     node = step.node
     if node.split and y is None:  # not yet computed

@@ -20,11 +20,11 @@ from seqblocks.graph import Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
-from seqblocks.runtime.body import Body, Planned, _planned, _spent, _store
+from seqblocks.runtime.body import Body, Planned, planned, spent_values, store
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.modules import Place, call_child, draws_now, is_hooked, makes
 from seqblocks.runtime.owner import Owner
-from seqblocks.runtime.primitive import narrowed
+from seqblocks.runtime.primitive import bound, parameters_of
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, compact
 
@@ -65,8 +65,8 @@ class Cell(Body, Owner):
     @staticmethod
     def _steps(body: Graph, nodes: Sequence[Node], place: Place) -> list[Planned]:
         reads = [node.reads for node in nodes]
-        spent = _spent(body, reads) if len(nodes) == len(body.nodes) else [[] for _ in nodes]
-        return [_planned(*each, place) for each in zip(nodes, reads, spent, strict=True)]
+        spent = spent_values(body, reads) if len(nodes) == len(body.nodes) else [[] for _ in nodes]
+        return [planned(*each, place) for each in zip(nodes, reads, spent, strict=True)]
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         if any(x is None for x in tensors):  # in the first phase of a stream with context
@@ -135,7 +135,7 @@ class Cell(Body, Owner):
             values[self._old[name]] = state.unsqueeze(1)
         for step in self._all:
             y, _ = call_child(self._modules[step.name], [values[v] for v in step.reads], call, step.name, step.node)
-            _store(step, y, values)
+            store(step, y, values)
         return values[self._result], {
             name: values[new].squeeze(1).to(before[name].dtype) for name, new in self._new.items()
         }
@@ -267,12 +267,13 @@ class Cell(Body, Owner):
         for step in self._loop:
             op, child = step.node.op, self._modules[step.name]
             assert isinstance(op, Calc)
+            assert child is not None
             given = {}
             for name, (value,) in step.node.inputs.items():
                 x = forms.get(value, values.get(value))
                 given[name] = x.unsqueeze(1) if value in step.node.vectors else x
             if op.learned:
-                given |= child.parameters_by_name(call)  # type: ignore[union-attr,operator]
+                given |= parameters_of(child, call)
             forms[step.node.outputs[0]] = computed(program_of(op.formula), given, affine.apply)
         new = {name: forms.get(value, values.get(value)) for name, value in self._new.items()}
         states: dict[str, Tensor] = {}
@@ -302,18 +303,14 @@ class Cell(Body, Owner):
 
         def by_module(values: Values) -> None:
             y, _ = call_child(child, [values[v] for v in reads], call, step.name, step.node)
-            _store(step, y, values)
+            store(step, y, values)
 
         if not is_built(child) or is_hooked(child) or nn.modules.module._has_any_global_hook():
             return by_module
-        op, parameters = child.op, child.parameters_by_name(call)
-        own, kind = call.in_mode(child.training), None
-        if child._converts_to is not None:
-            kind = parameters[child._converts_to].dtype
+        run = bound(child, call)
 
         def by_op(values: Values) -> None:
-            tensors = tuple(values[v] if kind is None else narrowed(values[v], kind) for v in reads)
-            _store(step, op.forward(parameters, own, *child._at_ports(tensors, own)), values)
+            store(step, run([values[v] for v in reads]), values)
 
         return by_op
 

@@ -1,11 +1,14 @@
-"""Determine which kernel implementation each step would use, and why, for any device. The device is not needed."""
+"""Determine which kernel implementation each step would use, and why, for any device. The device is not needed.
+
+The same for products with matrices: which of torch's and oneDNN's a step uses, by the number of tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +16,15 @@ import seqblocks.kernels  # noqa: F401  - its ops register themselves
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
+from seqblocks.kernels.products import by_tokens
 from seqblocks.runtime.fusion import Fused, find
 from seqblocks.types import Wire
+
+
+def common_pattern(names: Sequence[str]) -> str:
+    """Return one path for all names, with `*` where they differ."""
+    rows = [name.split(".") for name in names]
+    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*rows, strict=True))
 
 
 @dataclass(slots=True)
@@ -30,12 +40,6 @@ class KernelUse:
     implementation: str | None
     verdicts: list[Verdict]
     tiles: dict[str, dict[str, int]]
-
-    @property
-    def pattern(self) -> str:
-        """Return one path for all names, with `*` where they differ."""
-        rows = [name.split(".") for name in self.names]
-        return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*rows, strict=True))
 
     def reasons(self) -> list[str]:
         """Return why the implementations preferred by `auto` are not used."""
@@ -70,19 +74,55 @@ def kernel_uses(
     return [*found.values()]
 
 
+class ProductUse(NamedTuple):
+    """A step that multiplies by a matrix. `names` are its paths, several if layers of a repeat are alike.
+
+    products: (from this number of tokens on, the product), as of `products.by_tokens`.
+    """
+
+    names: list[str]
+    rows: int
+    columns: int
+    products: list[tuple[int, str]]
+
+    def as_data(self) -> dict[str, Any]:
+        by_tokens = [{"from_tokens": tokens, "product": name} for tokens, name in self.products]
+        return self._asdict() | {"products": by_tokens}
+
+
+def product_uses(model: ModelSpec, device: str, dtype: torch.dtype) -> list[ProductUse]:
+    """Return the steps of a model that multiply by large matrices, in order, with equal ones merged.
+
+    Each matrix counts by itself. A stream may join small ones with the same input, and a training step may split one.
+    """
+    found: dict[Any, ProductUse] = {}
+    for path, node, _ in _walk(model.graph, model.types, (), with_all=True):
+        assert node.op is not None
+        for parameter in node.op.matrix_names if node.macs else ():  # an embedding only selects rows
+            labels = (*path, (parameter, False)) if parameter != "weight" else path
+            rows, columns = node.parameters[parameter].shape
+            key = (tuple(label for label, is_layer in labels if not is_layer), rows, columns)
+            name = ".".join(label for label, _ in labels)
+            if key in found:
+                found[key].names.append(name)
+            else:
+                found[key] = ProductUse([name], rows, columns, by_tokens(rows, columns, device, dtype))
+    return [*found.values()]
+
+
 Path = tuple[tuple[str, bool], ...]  # labels, and for each whether it is the index of a repeat's layer
 
 
 def _walk(
-    body: Graph, types: dict[int, Wire | None], path: Path, following: Fused | None = None
+    body: Graph, types: dict[int, Wire | None], path: Path, following: Fused | None = None, with_all: bool = False
 ) -> Iterator[tuple[Path, Node, Fused | None]]:
-    """Yield the nodes that use a kernel. following: the steps that are fused with the body's last step."""
+    """Yield the nodes that use a kernel, or all with an op. following: the steps fused with the body's last step."""
     found = find(body, types)
     for at, node in enumerate(body.nodes):
         own_path = (*path, (node.name, False))
         fused = found.get(at) or (following if at == len(body.nodes) - 1 else None)
-        if node.calls:
+        if node.calls or (with_all and node.op):
             yield own_path, node, fused
         for label, inner in node.bodies.items():
             inside = (*own_path, (label, node.kind in ("repeat", "experts"))) if label else own_path
-            yield from _walk(inner, types, inside, fused if node.kind == "block" else None)
+            yield from _walk(inner, types, inside, fused if node.kind == "block" else None, with_all)

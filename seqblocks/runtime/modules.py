@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -123,13 +124,15 @@ def call_child(
     Raises RunError if the call carries state and a replacement does not support it.
     """
     assert child is not None
-    takes_call = isinstance(child, StepModule) or _takes_call(type(child))
+    takes_call = isinstance(child, StepModule) or _takes_call(child)
     if call.phase == "context" and not takes_call and any(x is None for x in tensors):
         return None, {}  # type: ignore[return-value]  # replacements run there only on a prefix
     call.made = cast("States | None", None)  # the child sets it
     joins = node is not None and node.op is not None and len(tensors) > len(node.inputs)
     if not takes_call or (joins and not getattr(child, "_takes_wires", False)):
         tensors = _inputs(tensors, node, call)  # wires that are joined are one tensor for the module
+    if not takes_call:
+        tensors = _for_linear(child, tensors)
     y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
     if call.made is not None:
         if not isinstance(y, Tensor) and call.phase != "context":
@@ -157,12 +160,47 @@ def alone(module: StepModule, tensors: Sequence[Any], others: Mapping[str, Any])
 
 
 @constant
-def _takes_call(kind: type[nn.Module]) -> bool:
-    """Return whether a module passes on its arguments, like wrappers and the result of torch.compile."""
-    if kind.forward is nn.Module.forward:
+def _takes_call(child: nn.Module) -> bool:
+    """Return whether a module passes on its arguments, like wrappers and the result of torch.compile.
+
+    Those of a step that is torch's `nn.Linear` do so too, but it takes no Call.
+    """
+    return not is_linear(child) and _passes_arguments(type(child).forward) and not is_linear(_first_step(child))
+
+
+@cache
+def _passes_arguments(forward: Callable[..., Any]) -> bool:
+    if forward is nn.Module.forward:
         return True
-    parameters = inspect.signature(kind.forward).parameters
+    parameters = inspect.signature(forward).parameters
     return "call" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _first_step(child: nn.Module) -> nn.Module | None:
+    """Return the step that a module is or wraps."""
+    return next((each for each in child.modules() if isinstance(each, StepModule) or is_linear(each)), None)
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Return whether a module is a step that is exactly torch's `nn.Linear`."""
+    return type(module) is nn.Linear and "op" in module.__dict__
+
+
+def _for_linear(child: nn.Module, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the inputs of a child, in the model's dtype if it is or wraps torch's `nn.Linear` in a 16-bit model."""
+    if all(x is None or x.dtype.itemsize <= 2 for x in tensors):
+        return tensors
+    step = child if is_linear(child) else _first_step(child)
+    name: Any = step._converts_to if step is not None and is_linear(step) else None
+    if name is None:
+        return tensors
+    kind = getattr(step, name).dtype
+    return [x if x is None else narrowed(x, kind) for x in tensors]
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the output of an op with `exact` to the model's dtype if that has 16 bits; else return it unchanged."""
+    return x.to(dtype) if dtype.itemsize <= 2 < x.dtype.itemsize and x.is_floating_point() else x
 
 
 def _inputs(tensors: Sequence[Tensor], node: Node | None, call: Call) -> Sequence[Tensor]:

@@ -1,9 +1,13 @@
-"""The module of a primitive."""
+"""The module of a primitive.
+
+It is a `Primitive`. A linear map is exactly torch's `nn.Linear` instead (`seqblocks/runtime/torch_modules.py`), which
+has what `Primitive.__init__` sets, such as its op, but none of the methods. So what both need is a function here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +25,9 @@ from seqblocks.runtime.modules import (
     StepModule,
     broadcast,
     gridded,
+    is_linear,
     joining_axis,
+    narrowed,
     present,
     vectors_of,
 )
@@ -67,12 +73,12 @@ class Primitive(StepModule, Owner):
         return found | self._buffers if self._kept else found
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        parameters, inputs = self._arguments(tensors, call)
+        parameters, inputs = _arguments(self, tensors, call)
         if self._draws or self._kept:
             call = call.in_mode(self.training)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}
-        y, state = self.checked(self.op.forward(parameters, call, *inputs), call)
+        y, state = checked(self, self.op.forward(parameters, call, *inputs), call)
         if self._sized_input:
             self._check_width(y, inputs[0])
         return y, state
@@ -86,62 +92,6 @@ class Primitive(StepModule, Owner):
                 f"{self._path} makes {width} features of {list(x.shape)}, not {expected}: they follow from the size of "
                 f"its input, which must be {self._sized_input}"
             )
-
-    def forward_split(self, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the output of an op that may be a matrix, split along the features into parts of these sizes."""
-        parameters, (x,) = self._arguments(tuple(tensors), call)
-        if products.has_costly_split(x, [*parameters.values()], sizes):
-            weight, bias, *blocks = self.op.matrix(parameters) or (None, None)
-            if weight is not None and weight.dtype == x.dtype and not blocks:
-                return products.split_linear(x, weight, bias, sizes)
-        return [*self.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
-
-    def _arguments(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:
-        """Return the parameters by name, and one input per port."""
-        if self._gridded and call.grid:
-            call.grid.step = self._gridded
-        parameters = self.parameters_by_name(call)
-        if self._converts_to is not None:
-            kind = parameters[self._converts_to].dtype
-            tensors = tuple(x if x is None else narrowed(x, kind) for x in tensors)
-        return parameters, self._at_ports(tensors, call)
-
-    @property
-    def takes_plain_tokens(self) -> bool:
-        """Return whether tokens can run with nothing but their state: the op reads no grid."""
-        return self._gridded is None and self._reduction is None
-
-    def checked(self, out: Any, call: Call) -> tuple[Tensor, States]:
-        """Split the result of the op's `forward` into output and state. Raises UsageError if it has none."""
-        if not self._stateful:
-            return out, {}
-        if not isinstance(out, tuple) or len(out) != 2:
-            what, found = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward", type(out).__name__
-            raise UsageError(f"{what} must return (output, state), as the op declares a state, not {found}")
-        y, state = out
-        if call.return_state and isinstance(state, dict):
-            state = {name: compact(x) for name, x in state.items()}
-        return y, state
-
-    def _at_ports(self, tensors: tuple[Tensor, ...], call: Call) -> list[Any]:
-        """Return one input per port: several wires are joined, a port without wires gets None."""
-        if len(tensors) < sum(self._sizes):  # they are joined already
-            given = iter(tensors)
-            return [next(given) if size else None for size in self._sizes]
-        inputs: list[Any] = []
-        at = 0
-        if self._vectors:
-            tensors = tuple(broadcast(tensors, self._vectors))
-        for size in self._sizes:
-            part = tensors[at : at + size]
-            inputs.append(None if not part else part[0] if size == 1 else self._one_input(part, call))
-            at += size
-        return inputs
-
-    def _one_input(self, part: Sequence[Any], call: Call) -> Tensor:
-        """Join the wires of a port."""
-        part = present(part, call) if self._joins_prefix else part
-        return part[0] if len(part) == 1 else torch.cat([*part], self._axis)
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
         """Compute the norm of a deferred sum."""
@@ -165,11 +115,100 @@ class Primitive(StepModule, Owner):
         return ", ".join([*given, f"out={self._type}"])
 
 
+def is_primitive(module: nn.Module | None) -> TypeGuard[Primitive]:
+    """Return whether a module is that of a primitive, so that it has the attributes, but not always the methods."""
+    return isinstance(module, Primitive) or is_linear(module)
+
+
+def parameters_of(step: nn.Module, call: Call) -> dict[str, Any]:
+    """Return the parameters of a primitive by name."""
+    if isinstance(step, Primitive):
+        return step.parameters_by_name(call)
+    return {name: getattr(step, name) for name in step._own}  # type: ignore[union-attr]
+
+
+def takes_plain_tokens(step: Any) -> bool:
+    """Return whether tokens of a primitive can run with nothing but their state: the op reads no grid."""
+    return step._gridded is None and (is_linear(step) or step._reduction is None)
+
+
+def checked(step: Any, out: Any, call: Call) -> tuple[Tensor, States]:
+    """Split the result of an op's `forward` into output and state. Raises UsageError if it has none."""
+    if not step._stateful:
+        return out, {}
+    if not isinstance(out, tuple) or len(out) != 2:
+        what, found = f"{type(step.op).__module__}.{type(step.op).__qualname__}.forward", type(out).__name__
+        raise UsageError(f"{what} must return (output, state), as the op declares a state, not {found}")
+    y, state = out
+    if call.return_state and isinstance(state, dict):
+        state = {name: compact(x) for name, x in state.items()}
+    return y, state
+
+
+def compute(step: Any, tensors: Sequence[Tensor], call: Call, sizes: Sequence[int] | None) -> Tensor | list[Tensor]:
+    """Return the output of a map without calling its module, which has no hooks.
+
+    sizes: if given, the output is split along the features into parts of these sizes.
+    """
+    parameters, (x,) = _arguments(step, tuple(tensors), call)
+    if not sizes:
+        y: Tensor = step.op.forward(parameters, call, x)
+        return y
+    if products.has_costly_split(x, [*parameters.values()], sizes):
+        weight, bias, *blocks = step.op.matrix(parameters) or (None, None)
+        if weight is not None and weight.dtype == x.dtype and not blocks:
+            return products.split_linear(x, weight, bias, sizes)
+    return [*step.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
+
+
+def bound(step: Any, call: Call) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return a function of the inputs of a step without state or hooks, which reads its parameters only once."""
+    parameters, own = parameters_of(step, call), call.in_mode(step.training)
+    kind = None if step._converts_to is None else parameters[step._converts_to].dtype
+
+    def run(tensors: Sequence[Tensor]) -> Tensor:
+        given = tuple(tensors) if kind is None else tuple(narrowed(x, kind) for x in tensors)
+        y: Tensor = step.op.forward(parameters, own, *_at_ports(step, given, own))
+        return y
+
+    return run
+
+
+def _arguments(step: Any, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:
+    """Return the parameters by name, and one input per port."""
+    if step._gridded and call.grid:
+        call.grid.step = step._gridded
+    parameters = parameters_of(step, call)
+    if step._converts_to is not None:
+        kind = parameters[step._converts_to].dtype
+        tensors = tuple(x if x is None else narrowed(x, kind) for x in tensors)
+    return parameters, _at_ports(step, tensors, call)
+
+
+def _at_ports(step: Any, tensors: tuple[Tensor, ...], call: Call) -> list[Any]:
+    """Return one input per port: several wires are joined, a port without wires gets None."""
+    if len(tensors) < sum(step._sizes):  # they are joined already
+        given = iter(tensors)
+        return [next(given) if size else None for size in step._sizes]
+    inputs: list[Any] = []
+    at = 0
+    if step._vectors:
+        tensors = tuple(broadcast(tensors, step._vectors))
+    for size in step._sizes:
+        part = tensors[at : at + size]
+        inputs.append(None if not part else part[0] if size == 1 else _one_input(step, part, call))
+        at += size
+    return inputs
+
+
+def _one_input(step: Any, part: Sequence[Any], call: Call) -> Tensor:
+    """Join the wires of a port."""
+    part = present(part, call) if step._joins_prefix else part
+    return part[0] if len(part) == 1 else torch.cat([*part], step._axis)
+
+
 def _plain_parameter(node: Node) -> str | None:
     """Return the name of a parameter that has the dtype of the model, or None."""
     return next((name for name, parameter in node.parameters.items() if not parameter.full_precision), None)
 
 
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the output of an op with `exact` to the model's dtype if that has 16 bits; else return it unchanged."""
-    return x.to(dtype) if dtype.itemsize <= 2 < x.dtype.itemsize and x.is_floating_point() else x

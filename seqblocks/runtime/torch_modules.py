@@ -7,6 +7,8 @@ primitive computes. A convolution takes tokens [batch, seq, features], as all st
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from seqblocks.ops.resize import Resize as ResizeOp
 from seqblocks.ops.rms_norm import RMSNorm as RMSNormOp
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.initialise import draw_anew
-from seqblocks.runtime.modules import Place, makes
+from seqblocks.runtime.modules import Place, is_linear, makes
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import States
 
@@ -54,6 +56,8 @@ class _WithParameters(Primitive):
 
 
 class Linear(_WithParameters, nn.Linear):
+    """A linear map that needs more than torch's class has, such as a matrix in 8 bits. Others are exactly torch's."""
+
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node, place)
         self.out_features, self.in_features = self.weight.shape
@@ -238,8 +242,11 @@ PRIMITIVES: frozenset[type[nn.Module]] = frozenset({Primitive, Linear, AvgPool2d
 
 
 def is_built(module: nn.Module | None) -> TypeGuard[Primitive]:
-    """Return whether a module has the class that `build` gives a primitive: no user's subclass or replacement."""
-    return type(module) in PRIMITIVES
+    """Return whether a module has the class that `build` gives a primitive: no user's subclass or replacement.
+
+    If it is torch's own class, only the functions of seqblocks/runtime/primitive.py apply to it.
+    """
+    return type(module) in PRIMITIVES or is_linear(module)
 
 
 @makes("op")
@@ -247,7 +254,31 @@ def primitive(node: Node, place: Place) -> Primitive:
     """Build the module of a primitive, of torch's class if it has one and the module holds its parameters itself."""
     held = (graph.join(place.path, name) in place.held_elsewhere for name in node.parameters)
     found = Primitive if any(held) or not _is_torchs(node) else _class_of(node.op)
-    return found(node, place)
+    module = found(node, place)
+    if found is Linear and node.parameters.keys() <= {"weight", "bias"}:
+        module.__class__ = nn.Linear  # type: ignore[assignment]  # many tools compare classes and accept no subclass
+    return module
+
+
+def as_primitive(module: nn.Module) -> Primitive:
+    """Return the module of a primitive, after making it a `Primitive` if it is torch's `nn.Linear`."""
+    if is_linear(module):
+        module.__class__ = Linear
+    assert isinstance(module, Primitive)
+    return module
+
+
+@contextmanager
+def all_primitives(model: nn.Module) -> Iterator[None]:
+    """Make each linear map a `Primitive` for a while, so that with hooks it computes what it computes without them."""
+    linear = [module for module in model.modules() if is_linear(module)]
+    for module in linear:
+        as_primitive(module)
+    try:
+        yield
+    finally:
+        for module in linear:
+            module.__class__ = nn.Linear
 
 
 def _class_of(op: Op | None) -> type[Primitive]:

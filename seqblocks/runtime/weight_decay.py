@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from seqblocks import graph
 from seqblocks.graph import Graph
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import is_primitive
 
 RENAMED = ("_orig", "_g", "_v")  # by pruning, and by the spectral and weight norms that are no parametrizations
 
@@ -25,7 +25,7 @@ def decay_rules(model: nn.Module, body: Graph) -> dict[int, bool]:
     declared = {name: named.get(item.tied or name, item).parameter.decay for name, item in named.items()}
     rules: dict[int, bool] = {}
     for path, module in model.named_modules():
-        path = module._path if isinstance(module, Primitive) else path
+        path = module._path if is_primitive(module) else path
         for names, parameter in _with_names(module):
             known = (graph.join(path, name) for name in names)
             decays = next((declared[name] for name in known if name in declared), None)

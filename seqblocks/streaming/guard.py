@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from seqblocks.kernels.dispatch.compiled import constant
-from seqblocks.runtime.modules import Assignments, is_hooked
+from seqblocks.runtime.modules import Assignments, StepModule, is_hooked
 
 
 class Updates:
@@ -74,6 +74,8 @@ class Guard:
     def note_bypassed(self, module: nn.Module) -> None:
         """Record that a module is bypassed."""
         self._bypassed.append(Bypassed.of(module, lambda: module))
+        if not isinstance(module, StepModule):  # torch's own class does not report that its `forward` is replaced
+            self._add(f"'forward' not in {self._constant(module.__dict__)}")
 
     def note_hooked(self, module: nn.Module) -> None:
         """Record that a module is called because of its hooks: without them, another plan is faster."""

@@ -36,10 +36,11 @@ from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.modules import call_child, is_hooked
 from seqblocks.runtime.parallel import Parallel, merged
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import Primitive, checked, is_primitive, parameters_of, takes_plain_tokens
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
+from seqblocks.runtime.shared_parameters import NONE
 from seqblocks.runtime.torch_modules import PRIMITIVES, is_built
 from seqblocks.state import States
 from seqblocks.state_layout import State
@@ -259,7 +260,7 @@ class Stepper:
             return None
         children, call = [(self._child(module, node.name), node) for node, _ in found], self._call
         for child, _ in children:
-            assert isinstance(child, Primitive)
+            assert is_primitive(child)
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
@@ -280,8 +281,7 @@ class Stepper:
         call = self._call  # a function that referred to the plan would be a cycle
 
         def parameters(node: Node) -> dict[str, Tensor]:
-            held: dict[str, Tensor] = modules[node.name].parameters_by_name(call)
-            return held
+            return parameters_of(modules[node.name], call)
 
         def is_simple(node: Node) -> bool:
             return not self._frames.vector_repeats(node) and is_plain(modules[node.name], node)
@@ -316,7 +316,7 @@ class Stepper:
         widths, call = [node.type.features for node in found if node.type], self._call
 
         def prepare() -> Callable[..., tuple[Tensor, ...]] | None:
-            return prepare_joined_steps(op, [step.parameters_by_name(call) for step in steps], widths)
+            return prepare_joined_steps(op, [parameters_of(step, call) for step in steps], widths)
 
         joined = prepare()
         run = self._source.prepared(prepare, joined) if self._frames.runs(nodes[0], joined) else None
@@ -393,7 +393,7 @@ class Stepper:
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
-        op, parameters = module.op, module.parameters_by_name(self._call)
+        op, parameters = module.op, parameters_of(module, self._call)
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
         self._source.calls_modules |= not op.builtin
 
@@ -420,17 +420,17 @@ class Stepper:
 
         Its attribute `several` runs it on all tokens of a frame, or of a short prompt.
         """
-        if not module.takes_plain_tokens or (node.vectors and not self._frames.have_several_tokens):
+        if not takes_plain_tokens(module) or (node.vectors and not self._frames.have_several_tokens):
             return None
         assert node.op is not None
-        parameters = module.parameters_by_name(self._call)
+        parameters = parameters_of(module, self._call)
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
         timed = [value is not None and (has_tokens(self._types[value]) or value in node.vectors) for value in first]
         names, made, grid, phase = [*node.state], has_tokens(node.type), self._grid, self._phase
 
         def forward(state: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
             call = Call(False, dict(zip(names, state, strict=True)), True, None, False, True, grid, phase=phase)
-            y, after = module.checked(module.op.forward(parameters, call, *inputs), call)
+            y, after = checked(module, module.op.forward(parameters, call, *inputs), call)
             return y, [after[name] for name in names]
 
         def run(*given: Any) -> Any:  # the state comes first, then the inputs
@@ -531,7 +531,7 @@ class Stepper:
 
 
 PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
-    **dict.fromkeys(PRIMITIVES, Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
+    **dict.fromkeys([*PRIMITIVES, nn.Linear], Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
     Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
     Cell: Stepper._cell,
 }  # fmt: skip
@@ -546,8 +546,8 @@ def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
     """Return the linear map of a module if it is small enough to be copied next to others, or None."""
     if not is_plain(module, node):
         return None
-    assert isinstance(module, Primitive)
-    found = module.op.matrix(module.parameters_by_name(call))
+    assert is_primitive(module)
+    found = module.op.matrix(parameters_of(module, call))
     return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= MOST_COPIED else None
 
 
@@ -580,7 +580,7 @@ def _as_declared(module: Primitive, node: Node) -> bool:
     """Return whether a module has its node's op and plain parameters as declared, whether owned or shared."""
     held = holders(module)
     plain = all(isinstance(table.get(name), nn.Parameter | Int8Matrix) for table, name in held.values())
-    return module.op == node.op and held.keys() == node.parameters.keys() and plain
+    return module.__dict__.get("op") == node.op and held.keys() == node.parameters.keys() and plain
 
 
 def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
@@ -589,7 +589,7 @@ def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
     own |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}
     shared: dict[str, tuple[Any, str]] = {
         name: (owner._parameters if original in owner._parameters else owner._modules, original)
-        for name, (owner, original) in module._owners.items()
+        for name, (owner, original) in getattr(module, "_owners", NONE).items()
     }
     return own | shared
 

@@ -19,7 +19,7 @@ from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
-from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.primitive import Primitive, is_primitive, parameters_of
 from seqblocks.state import States, compact
 from seqblocks.streaming.plan import PLANNED, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
 from seqblocks.streaming.source import Path
@@ -62,8 +62,8 @@ class TracedStepper(Stepper):
     def _is_product(self, module: nn.Module | None, node: Node) -> bool:
         if not is_plain(module, node):
             return False
-        assert isinstance(module, Primitive)
-        return is_own_matrix(module.op, module.parameters_by_name(self._call))
+        assert is_primitive(module)
+        return is_own_matrix(module.op, parameters_of(module, self._call))
 
     def _with_maps(self, *_: Any) -> Iterator[Any]:
         return iter(())  # it would copy their weights
@@ -74,7 +74,7 @@ class TracedStepper(Stepper):
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source
         prepared = type(op).prepare_step is not Op.prepare_step
-        prepared = prepared and op.prepare_step(module.parameters_by_name(self._call)) is not None
+        prepared = prepared and op.prepare_step(parameters_of(module, self._call)) is not None
         if not (prepared or is_pointwise(op)):
             return None
         self._note_parameters(module, derived=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -15,20 +14,18 @@ from hypothesis import strategies as st
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.language.files import bundled
+from tests.spec.seconds import in_time
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 
-SECONDS = 10.0  # of CPU time for one text: twice the documented 5 s, for slower machines
-
 
 def checked(text: str, **options: Any) -> SpecError | None:
-    start = time.process_time()
     error: SpecError | None = None
-    try:
-        check.load_text(text, **options)
-    except SpecError as caught:
-        error = caught
-    assert time.process_time() - start < SECONDS
+    with in_time(f"{len(text):,} characters"):
+        try:
+            check.load_text(text, **options)
+        except SpecError as caught:
+            error = caught
     if error:
         assert error.diagnostics, "an error without a diagnostic"
         for span in (diagnostic.span for diagnostic in error.diagnostics):

@@ -50,6 +50,15 @@ def qwen3_next(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def qwen3_5(chance: random.Random) -> dict[str, Any]:
+    without = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+               "mlp_only_layers", "norm_topk_prob")  # fmt: skip
+    found = {key: value for key, value in qwen3_next(chance).items() if key not in without}
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": chance.choice((0.25, 0.5)),
+            "mrope_section": [1, 1, 0], "mrope_interleaved": True}  # fmt: skip
+    return {**found, "rope_parameters": rope}
+
+
 def olmo_hybrid(chance: random.Random) -> dict[str, Any]:
     heads = chance.choice((1, 2))
     return {
@@ -136,6 +145,17 @@ def nemotron_h(chance: random.Random) -> dict[str, Any]:
         "norm_topk_prob": chance.random() < 0.6, "routed_scaling_factor": chance.choice((1.0, 2.5)),
         "time_step_min": chance.choice((0.001, 0.3)),
         "tie_word_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+
+
+def zamba(chance: random.Random) -> dict[str, Any]:
+    kinds = ["hybrid", *layers(chance, 4, (TYPES[0], "hybrid"))]
+    chance.shuffle(kinds)
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 5, "layers_block_type": kinds, "mamba_d_state": 4,
+        "n_mamba_heads": chance.choice((1, 2, 4)), "mamba_dt_rank": chance.choice(("auto", 3)),
+        "attention_head_dim": chance.choice((None, 6)), "mamba_conv_bias": chance.random() < 0.5,
+        "mamba_proj_bias": chance.random() < 0.5, "mamba_d_conv": chance.choice((2, 4)),
     }  # fmt: skip
 
 
@@ -261,6 +281,28 @@ def gpt_neox(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def minimax(chance: random.Random) -> dict[str, Any]:
+    factors = ("full_attn_alpha", "full_attn_beta", "linear_attn_alpha", "linear_attn_beta", "mlp_alpha", "mlp_beta")
+    return {
+        **dense(chance), "num_hidden_layers": 3, "layer_types": layers(chance, 3), "num_local_experts": 3,
+        "num_experts_per_tok": 2, "head_dim": chance.choice((6, 8, 16)), "block_size": chance.choice((4, 256)),
+        "sliding_window": chance.choice((None, 4)),
+        **{f"{name}_factor": chance.choice((1, 0.6, 3.5)) for name in factors},
+    }  # fmt: skip
+
+
+def gpt_oss(chance: random.Random) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 16}  # fmt: skip
+    return {
+        **dense(chance), "rope_parameters": chance.choice((rope, dense(chance)["rope_parameters"])),
+        "head_dim": chance.choice((6, 16)), "num_local_experts": 4, "num_experts_per_tok": chance.choice((2, 3)),
+        "attention_bias": chance.random() < 0.6, "sliding_window": chance.choice((3, 7)), "num_hidden_layers": 3,
+        "layer_types": layers(chance, 3, ("full_attention", "sliding_attention")),
+        "swiglu_limit": chance.choice((7.0, 0.5)), "swiglu_alpha": chance.choice((1.702, 1.0)),
+    }  # fmt: skip
+
+
 def deepseek(chance: random.Random) -> dict[str, Any]:
     found = dense(chance)
     heads = found["num_attention_heads"]
@@ -289,6 +331,7 @@ def deepseek_v3(chance: random.Random) -> dict[str, Any]:
 DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
     "qwen3_next": ("Qwen3Next", qwen3_next, "qwen3_next"),
+    "qwen3_5_text": ("Qwen3_5", qwen3_5, "qwen3_5"),
     "olmo_hybrid": ("OlmoHybrid", olmo_hybrid, "transformers"),
     "kimi_linear": ("KimiLinear", kimi_linear, "transformers"),
     "jamba": ("Jamba", jamba, "official"),
@@ -296,6 +339,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid, "official"),
     "falcon_h1": ("FalconH1", falcon_h1, "official"),
     "nemotron_h": ("NemotronH", nemotron_h, "official"),
+    "zamba": ("Zamba", zamba, "official"),
     "zamba2": ("Zamba2", zamba2, "official"),
     "llama": ("Llama", llama, "official"),
     "mistral": ("Mistral", mistral, "official"),
@@ -313,10 +357,12 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "deepseek_v2": ("DeepseekV2", deepseek_v2, "official"),
     "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
+    "minimax": ("MiniMax", minimax, "official"),
+    "gpt_oss": ("GptOss", gpt_oss, "official"),
 }
 
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}  # where the name is not that of the model
 
 
 def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
@@ -350,6 +396,7 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "float", Tensor.double)
     if hasattr(module, "RecurrentGemmaRglru"):
         patch.setattr(module.RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    _fixed_decays_in_float64(model)
     rope = sys.modules["transformers.modeling_rope_utils"]
     patch.setattr(rope, "torch", InFloat64())
     for part in model.modules():
@@ -364,3 +411,16 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
                 rates, _ = rope.ROPE_INIT_FUNCTIONS[given["rope_type"]](model.config, "cpu", **named)
             setattr(part, f"{prefix}inv_freq", rates)
             setattr(part, f"{prefix}original_inv_freq", rates)
+
+
+def _fixed_decays_in_float64(model: Any) -> None:
+    """Compute buffers of lightning attention anew."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for part in model.modules():
+            if hasattr(part, "slope_rate"):
+                part.slope_rate = part.get_slope_rate()
+                part.query_decay, part.key_decay, part.diagonal_decay = part.decay_factors(part.slope_rate)
+    finally:
+        torch.set_default_dtype(usual)

@@ -25,6 +25,13 @@ FALCON = {
     "dim": 16, "depth": 3, "heads": 2, "kv_heads": 1, "head": 6, "ssm": 24, "ssm_head": 4, "state": 4, "hidden": 20,
     "vocabulary": 11,
 }  # fmt: skip
+LFM2 = {
+    "dim": 16, "layers": "c a c", "heads": 4, "kv_heads": 2, "head": 4, "hidden": 16, "vocabulary": 11,
+}  # fmt: skip
+NEMOTRON = {
+    "dim": 16, "layers": "m f m a f", "heads": 4, "kv_heads": 2, "head": 6, "ssm": 24, "ssm_head": 4, "groups": 2,
+    "state": 4, "hidden": 20, "vocabulary": 11,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
     "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 10000.0,
@@ -63,10 +70,29 @@ def falcon_h1() -> Any:
     return transformers.FalconH1ForCausalLM(config)
 
 
+def lfm2() -> Any:
+    config = transformers.Lfm2Config(
+        vocab_size=11, hidden_size=16, intermediate_size=24, block_multiple_of=8, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, full_attn_idxs=[1],
+    )  # fmt: skip
+    return transformers.Lfm2ForCausalLM(config)
+
+
+def nemotron_h() -> Any:
+    config = transformers.NemotronHConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=20, hybrid_override_pattern="M-M*-", num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, mamba_num_heads=6, mamba_head_dim=4, n_groups=2, ssm_state_size=4,
+        chunk_size=8,
+    )  # fmt: skip
+    return transformers.NemotronHForCausalLM(config)
+
+
 CASES = {
     "gemma2_2b": (gemma2, GEMMA),
     "deepseek_v2_lite": (deepseek_v2, DEEPSEEK),
     "falcon_h1_0_5b": (falcon_h1, FALCON),
+    "lfm2_350m": (lfm2, LFM2),
+    "nemotron_h_4b": (nemotron_h, NEMOTRON),
 }
 
 
@@ -87,3 +113,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected, found = theirs(ids, use_cache=False).logits, ours(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * expected.abs().max().item())
+
+
+def test_nemotron_h_has_the_size_of_the_release_with_8_billion_parameters() -> None:
+    model = seqblocks.load_model("nemotron_h_4b", set={"dim": 4096, "ssm": 8192, "hidden": 21504})
+    assert seqblocks.summarise(model).params == 8_100_852_736

@@ -14,7 +14,7 @@ import torch
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.kernels import dispatch, triton_common
+from seqblocks.kernels import dispatch, products, triton_common
 from seqblocks.runtime.kernel_report import kernel_uses
 from seqblocks.testing import random_input
 
@@ -40,7 +40,38 @@ def test_the_text(name: str, arguments: list[str], run_main: Run, root: Path, up
 @needs_triton
 def test_the_text_of_a_cpu(run_cli: Run, root: Path, update_golden: bool) -> None:
     """Runs in a separate process, where Triton does not interpret."""
-    compare("explain_xlstm_cpu", run_cli("explain", "xlstm_125m_7_1", env=PLAIN), root, update_golden)
+    done = run_cli("explain", "xlstm_125m_7_1", env=PLAIN)
+    kernels, _, others = done.stdout.partition("products of each matrix")  # these depend on the processor
+    kernels, _, torchs = kernels.partition("all matrix products")
+    assert others or torchs
+    done.stdout = kernels
+    compare("explain_xlstm_cpu", done, root, update_golden)
+
+
+@pytest.mark.parametrize(("on_onednn", "on_slow_mkl"), [(False, False), (True, False), (True, True)])
+def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each matrix and number of tokens, the report names the product that a call uses, on every processor."""
+    monkeypatch.setattr(products, "ON_ONEDNN", on_onednn)
+    monkeypatch.setattr(products, "ON_SLOW_MKL", on_slow_mkl)
+    data = json.loads(run_main("explain", "mamba_130m", "--format", "json", env=PLAIN).stdout)
+    model = seqblocks.build("mamba_130m", device="meta", set={"depth": 1})
+    maps = {name for name, p in model.named_parameters() if p.dim() == 2 and name.endswith(".weight")}
+    assert {f"{each['names'][0]}.weight" for each in data["products"]} == {*maps, "unembed.weight"} - {"embed.weight"}
+    used = set()
+    for each in data["products"]:
+        weight = torch.zeros(1, 1).expand(each["rows"], each["columns"])
+        for tokens in (1, 2, 4, 5, 6, 7, 8, 68, 69, 70, 113, 114, 512):
+            onednn = products._suits_onednn(torch.zeros(1, 1).expand(tokens, each["columns"]), weight, None)
+            told = [one["product"] for one in each["products"] if one["from_tokens"] <= tokens][-1]
+            assert told == ("oneDNN" if onednn else "torch"), (each, tokens)
+            used.add(told)
+    assert used == ({"torch", "oneDNN"} if on_onednn else {"torch"})
+    text = run_main("explain", "mamba_130m", env=PLAIN).stdout
+    assert ("all matrix products are torch's" in text) == (not on_onednn)
+    if on_slow_mkl:
+        assert "mixer.out_proj (24 x)  768 x 1536   oneDNN, torch from 5, oneDNN from 8\n" in text
+    of_16_bits = run_main("explain", "mamba_130m", "--dtype", "bf16", env=PLAIN).stdout
+    assert "all matrix products are torch's" in of_16_bits
 
 
 def compare(name: str, done: subprocess.CompletedProcess[str], root: Path, update_golden: bool) -> None:

@@ -62,6 +62,16 @@ LFM2_MOE = {
     **HEADS, "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 2,
 }  # fmt: skip
+FIRST_ZAMBA = {
+    **HEADS, "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"],
+    "mamba_dt_rank": 8, "n_mamba_heads": 4, "mamba_proj_bias": True,
+}  # fmt: skip
+GPT_OSS = {
+    **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+OF_EXPERTS = ("mlp_only_layers", "moe_intermediate_size")
+QWEN35 = {key: value for key, value in QWEN.items() if "expert" not in key and key not in OF_EXPERTS}
 XLSTM = {"vocab_size": 200, "hidden_size": 64, "num_heads": 4, "num_hidden_layers": 3, "use_bias": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +105,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", {**GRANITE, **OTHER}),
     "falcon_h1": ("FalconH1", {**FALCON_H1, **OTHER}),
     "lfm2_moe": ("Lfm2Moe", {**LFM2_MOE, **OTHER}),
+    "gpt_oss": ("GptOss", {**GPT_OSS, **OTHER}),
+    "qwen3_5_text": ("Qwen3_5", {**QWEN35, **OTHER}),
+    "minimax": ("MiniMax", {**HEADS, **MIXED, **OTHER, "num_local_experts": 4}),
+    "zamba": ("Zamba", FIRST_ZAMBA),
+    "zamba_other": ("Zamba", {**FIRST_ZAMBA, **OTHER, **STEPS}),
     "zamba2": ("Zamba2", ZAMBA),
     "zamba2_other": ("Zamba2", {**ZAMBA, **OTHER, **STEPS}),
 }
@@ -140,7 +155,8 @@ def test_parameters_start_from_the_distributions_of_transformers(case: str, tmp_
     library = pytest.importorskip("transformers", reason="needs the extra `hub`")
     name, config = CASES[case]
     torch.manual_seed(0)
-    getattr(library, f"{name}ForCausalLM")(getattr(library, f"{name}Config")(**config)).save_pretrained(tmp_path)
+    kind = {"Qwen3_5": "Qwen3_5TextConfig"}.get(name, f"{name}Config")
+    getattr(library, f"{name}ForCausalLM")(getattr(library, kind)(**config)).save_pretrained(tmp_path)
     loaded = seqblocks.from_pretrained(tmp_path)
     theirs, ours = pooled(loaded), pooled(seqblocks.build_model(loaded.spec, seed=1))
     assert ours.keys() == theirs.keys()

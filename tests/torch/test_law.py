@@ -44,6 +44,13 @@ SMALL = {
         "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "state": 4, "hidden": 12,
         "vocabulary": 11,
     },
+    "lfm2_350m": {
+        "dim": 16, "layers": "c a", "heads": 4, "kv_heads": 2, "head": 4, "hidden": 12, "vocabulary": 11,
+    },
+    "nemotron_h_4b": {
+        "dim": 16, "layers": "m f a", "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "groups": 2,
+        "state": 4, "hidden": 12, "vocabulary": 11,
+    },
     "gemma2_2b": {
         "dim": 16, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 12, "rounds": 1, "window": 5, "vocabulary": 11,
     },

@@ -536,7 +536,8 @@ def test_reserved_names_include_all_attributes_of_modules() -> None:
 
 def test_print_reads_like_the_spec_and_collapses_layers() -> None:
     text = str(seqblocks.build("vil_tiny", device="meta"))
-    assert "proj_up(features=768, out=[batch, 196, 768])" in text
+    assert "(head_norm): head_norm(heads=4, out=[batch, 196, 384])" in text
+    assert "(proj_up): Linear(in_features=192, out_features=768, bias=False)" in text
     assert text.count("(head_norm)") == 2, "both kinds of layer should be shown once"
     assert "12 x" in text
 

@@ -59,7 +59,7 @@ def marked(cases: Iterable[str]) -> list[Any]:
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
-    if case.startswith(("mamba", "recurrentgemma", "gemma")):
+    if case.startswith(("mamba", "recurrentgemma", "gemma", "lfm2")):
         out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
     return out
 
@@ -103,7 +103,7 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
 def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> None:
     model = check.load_model(case.split()[0])
     tensors = without_memory(case, dict.fromkeys(SHAPES[case], 0.0))
-    chosen = ("mixer.D", "igate.bias", "igate_preact.bias", "o_proj.weight", "linear_out.bias")
+    chosen = ("mixer.D", "igate.bias", "igate_preact.bias", "o_proj.weight", "linear_out.bias", "conv.conv.weight")
     chosen += ("head.bias", "classifier.2.bias")  # of images
     victim = next(name for name in tensors if name.endswith(chosen))
     with pytest.raises(seqblocks.RunError, match=f"have no {re.escape(victim)}, needed for"):

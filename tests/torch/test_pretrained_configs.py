@@ -36,6 +36,9 @@ QWEN = {
     **ATTENTION, "model_type": "qwen3_next", "head_dim": 16, "linear_key_head_dim": 8, "linear_num_key_heads": 1,
     "linear_num_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "full_attention_interval": 2,
 }  # fmt: skip
+QWEN35 = {
+    **{key: value for key, value in QWEN.items() if not key.startswith("num_experts")}, "model_type": "qwen3_5_text",
+}  # fmt: skip
 OLMO = {**ATTENTION, "model_type": "olmo_hybrid"}
 KIMI = {
     **ATTENTION, "model_type": "kimi_linear", "num_experts": 3, "num_experts_per_token": 2, "moe_intermediate_size": 8,
@@ -62,6 +65,8 @@ ZAMBA = {
     **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
     "n_mamba_heads": 4,
 }  # fmt: skip
+FIRST_ZAMBA = {**ATTENTION, "model_type": "zamba", "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4}
+FIRST_ZAMBA = {key: value for key, value in FIRST_ZAMBA.items() if key != "time_step_rank"}
 DENSE = [{**ATTENTION, "model_type": kind} for kind in ("llama", "mistral", "qwen2", "olmo2", "smollm3", "phi3")]
 DENSE += [{**ATTENTION, "model_type": kind, "head_dim": 16} for kind in ("qwen3", "gemma2", "gemma3_text")]
 LLAMA, GEMMA3 = DENSE[0], DENSE[8]
@@ -77,6 +82,8 @@ DENSE += [
        "moe_intermediate_size": 6, "first_k_dense_replace": 1} for kind in ("deepseek_v2", "deepseek_v3")),
     {**{key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"}, "model_type": "gpt_neox",
      "rotary_pct": 0.5},
+    {**ATTENTION, "model_type": "minimax", "num_local_experts": 3, "mlp_alpha_factor": 3.5},
+    {**ATTENTION, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8},
 ]  # fmt: skip
 DECODERS = {config["model_type"]: config for config in DENSE}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -93,11 +100,11 @@ FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type":
 HUB = (
     "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba",
     "bamba", "zamba2", "lfm2_moe", "granitemoehybrid", "falcon_h1",
-    "nemotron_h",
+    "nemotron_h", "qwen3_5_text", "gpt_oss", "zamba", "minimax",
 )  # fmt: skip
 CONFIGS = [
-    MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, GRANITE,
-    FALCON_H1, NEMOTRON, *DENSE, *FLA,
+    MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, QWEN35, OLMO, KIMI, JAMBA, BAMBA, FIRST_ZAMBA, ZAMBA,
+    GRANITE, FALCON_H1, NEMOTRON, *DENSE, *FLA,
 ]  # fmt: skip
 ODD = (0, -1, 10**7, 10**400, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
 MORE = {  # optional entries of a config
@@ -109,7 +116,8 @@ MORE = {  # optional entries of a config
     "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "rope_theta", "partial_rotary_factor", "mlp_bias",
     "num_local_experts", "moe_intermediate_size", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor",
-    "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
+    "n_mamba_heads", "mamba_dt_rank", "attention_head_dim", "conv_L_cache", "block_ff_dim", "block_ffn_dim_multiplier",
+    "swiglu_limit", "swiglu_alpha", "mlp_beta_factor", "router_jitter_noise",
     "block_multiple_of", "full_attn_idxs", "use_parallel_residual", "rotary_pct", "rotary_emb_base", "norm_topk_prob",
     "mamba_d_ssm", "mamba_rms_norm", "attention_in_multiplier", "ssm_multipliers", "mlp_multipliers", "key_multiplier",
     "layers_block_type", "hybrid_override_pattern", "moe_latent_size", "mamba_head_dim", "n_groups",
@@ -237,6 +245,23 @@ RELEASES = {  # what differs from the defaults of the family's config, and the p
                           "mscale_all_dim": 0.707}}, 15_706_484_224,
     ),
     "DeepSeek-V3": ("deepseek_v3", (129280, 7168, 18432, 61, 128), {}, 671_026_419_200),
+    "gpt-oss-20b": ("gpt_oss", (201088, 2880, 2880, 24, 64), {"num_local_experts": 32}, 20_914_757_184),
+    "gpt-oss-120b": (
+        "gpt_oss", (201088, 2880, 2880, 36, 64),
+        {"num_local_experts": 128, "experts_per_token": 4, "initial_context_length": 4096, "rope_theta": 150000,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                          "original_max_position_embeddings": 4096}}, 116_829_156_672,
+    ),
+    "Qwen3.5 with the default config of transformers": (
+        "qwen3_5_text", (248320, 4096, 12288, 32, 16), {"num_key_value_heads": 4}, 8_953_803_264,
+    ),
+    "Zamba-7B": ("zamba", (32000, 3712, 14848, 76, 16), {"n_mamba_heads": 2}, 7_232_490_496),
+    "MiniMax-Text-01": (
+        "minimax", (200064, 6144, 9216, 80, 64),
+        {"head_dim": 128, "num_local_experts": 32,
+         "layer_types": ["linear_attention" if (at + 1) % 8 else "full_attention" for at in range(80)]},
+        456_089_655_296,
+    ),
     "pythia-70m": ("gpt_neox", (50304, 512, 2048, 6, 8), {"rotary_pct": 0.25}, 70_426_624),
 }  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -301,6 +326,19 @@ def test_decoders_have_the_size_of_the_releases(name: str) -> None:
         ({**GRANITE, "normalization_function": "layernorm"}, "normalization_function is 'layernorm', but"),
         ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
         ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, but num_hidden_layers is 2"),
+        ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, r"a quantization_config \(mxfp4\), and"),
+        ({**DECODERS["gpt_oss"], "layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden"),
+        ({**DECODERS["gpt_oss"], "sliding_window": None}, "sliding_window must be a whole number, not None"),
+        ({**DECODERS["gpt_oss"], "swiglu_limit": 0.0}, "swiglu_limit must be more than 0, not 0.0"),
+        ({**DECODERS["gpt_oss"], "experts_per_token": 3}, "experts_per_token is 3, but seqblocks only supports 2, num"),
+        ({**QWEN35, "attn_output_gate": False}, "attn_output_gate is False, but seqblocks only supports True"),
+        ({**DECODERS["minimax"], "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but seqblocks only"),
+        ({**DECODERS["minimax"], "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but seqblocks only"),
+        ({**DECODERS["minimax"], "layer_types": ["linear_attention"]}, "layer_types has 1 entries, but num_hidden"),
+        ({**FIRST_ZAMBA, "layers_block_type": None}, "layers_block_type has 3 entries, but num_hidden_layers is 2"),
+        ({**FIRST_ZAMBA, "n_mamba_heads": 3}, "n_mamba_heads is 3, which does not divide mamba_expand"),
+        ({**FIRST_ZAMBA, "tie_word_embeddings": False}, "tie_word_embeddings is False, but"),
+        ({**FIRST_ZAMBA, "attention_hidden_size": 16}, "attention_hidden_size is 16, but seqblocks only supports 32"),
         ({**GLA, "use_short_conv": True}, "use_short_conv is True, but seqblocks only supports False"),
         ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', but seqblocks only"),
         ({**JAMBA, "foo": 3}, "an entry that seqblocks does not read in models of type jamba: foo. Remove it if"),
@@ -346,6 +384,8 @@ def test_every_entry_that_transformers_writes_is_read_or_harmless(family: str) -
         (KIMI, {"head_dim": 72, "use_grouped_topk": True, "rope_theta": 1e4, "auto_map": {"AutoModel": "m.Kimi"}}),
         (JAMBA, {"sliding_window": None, "num_logits_to_keep": 1, "router_aux_loss_coef": 0.001, "head_dim": 8}),
         (ZAMBA, {"kv_channels": 4, "use_conv_bias": True, "attention_head_dim": 16, "hybrid_layer_ids": [1]}),
+        (QWEN35, {"attn_output_gate": True, "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "rope_parameters": {
+            "rope_type": "default", "mrope_section": [11, 11, 10], "mrope_interleaved": True}}),
         (QWEN, {"use_sliding_window": False, "rope_scaling": None, "partial_rotary_factor": 0.25}),
         (GLA, {"conv_size": 4, "share_conv_kernel": True, "fuse_norm": True, "attn_mode": "chunk", "clamp_min": None}),
         (DECODERS["smollm3"], {"max_window_layers": 28, "use_sliding_window": False}),
@@ -407,8 +447,12 @@ def test_the_rotary_share_of_bamba_is_read_only_below_rope_parameters() -> None:
         (KIMI, "num_experts_per_tok", "num_experts_per_token", 1),
         (JAMBA, "num_local_experts", "num_experts", 5),
         (GRIFFIN, "sliding_window", "attention_window_size", 4),
+        (DECODERS["minimax"], "num_experts", "num_local_experts", 5),
+        (DECODERS["gpt_oss"], "num_experts", "num_local_experts", 5),
         (GRANITE, "layers_block_type", "layer_types", ["attention", "mamba"]),
         (NEMOTRON, "num_local_experts", "n_routed_experts", 5),
+        (FIRST_ZAMBA, "head_dim", "attention_head_dim", 4),
+        (FIRST_ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
         (ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
     ],
 )  # fmt: skip

@@ -269,8 +269,8 @@ def explain_name(ctx: Context, fault: NameFault) -> None:
     elif fault.name == DEPTH:
         fault.hint = "`depth` is the number of layers around a step: define your own in `let:` to use it here"
     elif ctx.layers is not None:
-        hint = fault.hint
-        fault.hint = lambda: (hint() if callable(hint) else hint) or did_you_mean(fault.name, [DEPTH])
+        name, hint = fault.name, fault.hint
+        fault.hint = lambda: (hint() if callable(hint) else hint) or did_you_mean(name, [DEPTH])
 
 
 def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:

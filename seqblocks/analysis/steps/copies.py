@@ -37,12 +37,12 @@ class Free(Record):
 
     names: frozenset[str]
     initial: frozenset[str]  # those of them that determine no condition
-    let: tuple[str, ...]  # entries of its `let:` that depend on these
+    let: frozenset[str]  # entries of its `let:` that depend on these
     steps: tuple[Step, ...]  # those whose initial values, or those of steps inside them, depend on these
     conditions: tuple[Step, ...]  # those whose condition does
 
 
-NOTHING = Free(frozenset(), frozenset(), (), (), ())
+NOTHING = Free(frozenset(), frozenset(), frozenset(), (), ())
 
 
 def keep(run: Run, block: Block, original: Original) -> None:
@@ -124,7 +124,7 @@ def _free(run: Run, block: Block, steps: list[Step]) -> Free:
         for word in words:
             users.setdefault(word, set()).add(name)
     dependent = _reached(names, users)
-    let = tuple(name for name in uses if name in dependent)
+    let = frozenset(name for name in uses if name in dependent)
     initial_names = names - _reached(words_in([node for _, node in whens]), uses)
     return Free(names, initial_names, let, _reading(initial, dependent), _reading(whens, dependent))
 

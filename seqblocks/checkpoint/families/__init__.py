@@ -11,18 +11,20 @@ from seqblocks.checkpoint.families import (
     falcon,
     fla,
     gpt_neox,
+    gpt_oss,
     granite,
     griffin,
     jamba,
     kimi,
     lfm,
     mamba,
+    minimax,
     nemotron,
     olmo,
     qwen,
     zamba,
 )
-from seqblocks.checkpoint.families.unread import check_all_read
+from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
 from seqblocks.checkpoint.families.values import Config, Recorded, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
@@ -44,13 +46,16 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "gemma3_text": dense.gemma3,
     "mixtral": dense.mixtral,
     "qwen3_moe": dense.qwen3_moe,
+    "minimax": minimax.minimax,
     "deepseek_v2": deepseek.deepseek_v2,
     "deepseek_v3": deepseek.deepseek_v3,
     "lfm2": lfm.lfm2,
     "lfm2_moe": lfm.lfm2_moe,
     "gpt_neox": gpt_neox.gpt_neox,
+    "gpt_oss": gpt_oss.gpt_oss,
     "recurrent_gemma": griffin.recurrent_gemma,
     "qwen3_next": qwen.qwen3_next,
+    "qwen3_5_text": qwen.qwen3_5_text,
     "olmo_hybrid": olmo.olmo_hybrid,
     "kimi_linear": kimi.kimi_linear,
     "jamba": jamba.jamba,
@@ -58,6 +63,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "granitemoehybrid": granite.granitemoehybrid,
     "falcon_h1": falcon.falcon_h1,
     "nemotron_h": nemotron.nemotron_h,
+    "zamba": zamba.zamba,
     "zamba2": zamba.zamba2,
     "linear_attn": fla.linear_attention,
     "gla": fla.gla,
@@ -85,7 +91,10 @@ ALIASES: dict[str, dict[str, str]] = {
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "jamba": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
+    "minimax": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "zamba": {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"},
     "zamba2": {"layer_types": "layers_block_type"},
 }
 
@@ -102,6 +111,7 @@ def spec_text(config: Any) -> str:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
         raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass a spec")
+    check_not_quantized(config)
     entries = Recorded(renamed(config, ALIASES.get(kind, {})))
     try:
         text = FAMILIES[kind](entries)

@@ -65,8 +65,9 @@ class Decoder(NamedTuple):
 
     bias, bias_out: of the input projections of attention, and of its output projection. each_head, all_heads: whether
     queries and keys are normalised, over the features of each head or of all. gain: of the norms. factor: of the result
-    of attention. before, after: official names of the norms before and after attention and the network; empty: there is
-    none. joined: whether the file stores queries, keys and values as one matrix, and both halves of the gated network.
+    of attention. sinks: whether each head has a learned score of a key without a value. before, after: official names
+    of the norms before and after attention and the network; empty: there is none. joined: whether the file stores
+    queries, keys and values as one matrix, and both halves of the gated network.
     """
 
     dim: int
@@ -86,6 +87,7 @@ class Decoder(NamedTuple):
     scale: float = 0.0
     soft_cap: float = 0.0
     factor: float = 1.0
+    sinks: bool = False
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     after: tuple[str, str] = ("", "")
     joined: bool = False
@@ -105,6 +107,8 @@ class Decoder(NamedTuple):
         q, k = self._projected("q", self.heads, rotary), self._projected("k", self.kv_heads, rotary)
         extra = {"scale": self.scale, "soft_cap": self.soft_cap, "window": window}
         more = "".join(f", {name}: {scalar(value)}" for name, value in extra.items() if value)
+        if self.sinks:
+            more += f', sinks: true, init: {{sinks: "{normal(self.std)}"}}'
         return [
             *q, *k, self.linear(self.kv_heads * self.head, self.bias, "v_proj, as: v", "from: read, "),
             f"- attention: {{q: q, k: k, v: v, heads: {self.heads}, kv_heads: {self.kv_heads}, cache: cache{more}}}",
@@ -187,6 +191,8 @@ class Decoder(NamedTuple):
         else:
             lines = [f"{ours}.{name}: {theirs}.{name}" for name in projections]
         lines.append(f"{ours}.o_proj: {theirs}.{official.out}")
+        if self.sinks:
+            lines.append(f"{ours}.attention.sinks: {theirs}.sinks")
         if self.each_head or self.all_heads:
             pairs = zip(("q_norm", "k_norm"), official.norms, strict=True)
             lines += [f"{ours}.{own}: {theirs}.{name}" for own, name in pairs]

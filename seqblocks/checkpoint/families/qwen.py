@@ -1,4 +1,4 @@
-"""Qwen3-Next from the config.json of transformers."""
+"""Qwen3-Next and Qwen3.5 from the config.json of transformers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,30 @@ def qwen3_next(config: Config) -> str:
     Its layers have Gated DeltaNet or gated attention, and dense or mixture-of-experts networks.
     """
     require(config, attention_bias=False)
-    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
-    interval = whole_or(config, "full_attention_interval", 4)
-    types = layer_types(config, [TYPES[(at + 1) % interval == 0] for at in range(depth)])
     layers = [
-        ("memory" if kind == TYPES[0] else "attention") + ("_experts" if _is_sparse(config, at) else "")
-        for at, kind in enumerate(types)
+        word + ("_experts" if _is_sparse(config, at) else "") for at, word in enumerate(_mixers(config))
     ]
+    return _written(config, "Qwen3-Next language model", layers)
+
+
+def qwen3_5_text(config: Config) -> str:
+    """Write the language model of Qwen3.5, whose networks are dense.
+
+    Its rotary positions have parts for the rows and columns of images, which are all equal for text.
+    """
+    require(config, attention_bias=False, attn_output_gate=(True, None))
+    return _written(config, "Qwen3.5 language model", _mixers(config))
+
+
+def _mixers(config: Config) -> list[str]:
+    """Return the kind of each layer's mixer."""
+    interval = whole_or(config, "full_attention_interval", 4)
+    types = layer_types(config, [TYPES[(at + 1) % interval == 0] for at in range(depth_of(config))])
+    return ["memory" if kind == TYPES[0] else "attention" for kind in types]
+
+
+def _written(config: Config, about: str, layers: list[str]) -> str:
+    eps = number(config, "rms_norm_eps", 1e-6)
     kinds = {word: _layer(config, word, eps) for word in dict.fromkeys(layers)}
     names = layer_map(
         kinds,
@@ -39,7 +56,7 @@ def qwen3_next(config: Config) -> str:
         {"gated_deltanet_mixer": "linear_attn", "gated_attention_mixer": "self_attn"},
         {"swiglu": "mlp", "sparse_network": "mlp"},
     )
-    model = language(config, "Qwen3-Next language model", ["deltanet", "attention", "hybrids"], eps, gain="one_plus")
+    model = language(config, about, ["deltanet", "attention", "hybrids"], eps, gain="one_plus")
     return model.text(layers, kinds, names)
 
 

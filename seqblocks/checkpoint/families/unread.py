@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks.checkpoint.families.values import Recorded
+from seqblocks.checkpoint.families.values import Config, Recorded
 from seqblocks.errors import UsageError, listing
 
 # What transformers and its older versions write for every model; training, kernels, generation; entries without use.
@@ -63,6 +63,11 @@ IDLE = {
     """,
     "lfm2_moe": "block_multiple_of head_dim num_experts num_experts_per_tok use_pos_enc",
     "gpt_neox": "classifier_dropout rotary_emb_base rotary_pct",
+    "gpt_oss": "head_dim initial_context_length sliding_window",
+    "minimax": """
+        block_size full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor
+        rope_parameters rope_scaling sliding_window
+    """,
     "phi3": "original_max_position_embeddings",
     "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
@@ -71,6 +76,12 @@ IDLE = {
         linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size norm_topk_prob
         num_attention_heads num_experts num_experts_per_tok num_key_value_heads rope_parameters rope_scaling
         shared_expert_intermediate_size
+    """,
+    "qwen3_5_text": """
+        full_attention_interval head_dim linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers
+        mtp_use_dedicated_embeddings num_attention_heads num_key_value_heads rope_parameters
+        rope_parameters.mrope_interleaved rope_parameters.mrope_section rope_scaling
     """,
     "olmo_hybrid": "rope_parameters.rope_type rope_parameters.type rope_scaling",
     "kimi_linear": """
@@ -109,6 +120,16 @@ IDLE = {
     "kda": "safe_gate",
     "rwkv7": "num_heads",
 }
+
+
+def check_not_quantized(config: Config) -> None:
+    """Raise UsageError for quantized weights."""
+    found = config.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        how = f" ({method})" if isinstance(method, str) else ""
+        what = f"config.json has a quantization_config{how}, and seqblocks does not read quantized weights"
+        raise UsageError(f"{what}. Dequantize them with transformers, save the model, and load that folder")
 
 
 def check_all_read(config: Recorded, kind: str) -> None:

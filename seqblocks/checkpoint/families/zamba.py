@@ -1,9 +1,11 @@
-"""Zamba-2 from the config.json of transformers: Mamba-2 layers, some preceded by a shared attention block."""
+"""Zamba and Zamba-2 from the config.json of transformers: Mamba layers, some after a shared attention block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from seqblocks.checkpoint.families.dense import residual
 from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
@@ -12,6 +14,7 @@ from seqblocks.checkpoint.families.values import (
     flag,
     follows,
     number,
+    rank,
     require,
     rotary,
     scalar,
@@ -142,3 +145,143 @@ def _adapters(config: Config, layers: Sequence[str], hybrids: list[int], firsts:
                 ours = f"layers.{layer}.{layers[layer]}.block.{part}"
                 yield f"{ours}_down: {place}.{theirs}.{number_of_use}.0"
                 yield f"{ours}_up: {place}.{theirs}.{number_of_use}.1"
+
+
+# Our and the official names of the first version's shared block, and of a mixer whose heads are Mambas of their own.
+FIRST_SHARED = {
+    "input_norm": "input_layernorm", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj", "network_norm": "pre_ff_layernorm",
+    "gate_proj": "feed_forward.gate_proj", "up_proj": "feed_forward.up_proj", "down_proj": "feed_forward.down_proj",
+}  # fmt: skip
+HYBRID = ("linear_attention", "hybrid")
+
+
+class _Heads(NamedTuple):
+    """Sizes of a mixer of several heads. head: channels of each. low: rank of the step sizes."""
+
+    heads: int
+    head: int
+    state: int
+    low: int
+
+
+def zamba(config: Config) -> str:
+    """Write a Zamba language model (arXiv:2405.16712): one attention block with the same weights at several depths.
+
+    Without tied embeddings, transformers would give each layer a block of its own.
+    """
+    require(config, hidden_act=("gelu", None), hidden_mamba_act=("silu", None), tie_word_embeddings=(True, None))
+    kinds_of = [("mamba", "shared")[kind == "hybrid"] for kind in _first_types(config)]
+    eps, sizes = number(config, "rms_norm_eps", 1e-5), _heads(config)
+    norm, mixer = f"- rms_norm: {{eps: {scalar(eps)}, name: norm}}", _mixer(config, sizes)
+    steps = {"mamba": [norm, *mixer], "shared": [*_first_block(config, eps), norm, *mixer]}
+    kinds = {word: residual(word, steps[word]) for word in dict.fromkeys(kinds_of)}
+    names = [line for word in kinds for line in _first_names(config, word, sizes)]
+    if "shared" in kinds:
+        first = kinds_of.index("shared")
+        place = f"model.layers.{first}.shared_transf"
+        names += [f"layers.{first}.shared.{own}: {place}.{theirs}" for own, theirs in FIRST_SHARED.items()]
+    share = f"share: [{', '.join(f'shared.{part}' for part in FIRST_SHARED)}]" if "shared" in kinds else ""
+    return language(config, "Zamba language model", [], eps, tied=True)._replace(
+        names=("model.embed_tokens", "model.final_layernorm"), before="- identity: {as: embedded}", share=share
+    ).text(kinds_of, kinds, "\n".join(names) + "\n")
+
+
+def _first_types(config: Config) -> list[str]:
+    """Return the kind of each layer."""
+    depth = depth_of(config)
+    period, offset = whole(config, "attn_layer_period", 6), whole(config, "attn_layer_offset", 4, least=0)
+    rest = [HYBRID[at % period == offset] for at in range(depth - 3)]
+    usual = [HYBRID[0], HYBRID[0], HYBRID[1], *rest]
+    if config.get("layers_block_type") is not None:
+        usual = [LEGACY.get(kind, kind) for kind in words(config, "layers_block_type", (*HYBRID, *LEGACY))]
+    if len(usual) != depth:
+        raise UsageError(f"config.json: layers_block_type has {len(usual)} entries, but num_hidden_layers is {depth}")
+    return usual
+
+
+def _heads(config: Config) -> _Heads:
+    dim = whole(config, "hidden_size")
+    inner, heads = whole(config, "mamba_expand", 2) * dim, whole(config, "n_mamba_heads", 2)
+    if inner % heads:
+        raise UsageError(f"config.json: n_mamba_heads is {heads}, which does not divide mamba_expand * hidden_size")
+    low = rank(config.get("mamba_dt_rank", "auto")) or -(-dim // 16)
+    return _Heads(heads, inner // heads, whole(config, "mamba_d_state", 16), low)
+
+
+def _linear(features: int | str, std: float, name: str, source: str = "", bias: bool = False) -> str:
+    zero = ", bias: zeros" if bias else ""
+    drawn = f'bias: {scalar(bias)}, init: {{weight: "{normal(std)}"{zero}}}'
+    return f"- linear: {{{source}features: {features}, {drawn}, {name}}}"
+
+
+def _first_block(config: Config, eps: float) -> list[str]:
+    """Return the steps of the shared block and of the map after it, which are added to what the mixer reads."""
+    dim, heads, std = whole(config, "hidden_size"), whole(config, "num_attention_heads"), std_of(config)
+    follows(config, "attention_hidden_size", 2 * dim, "2 * hidden_size")
+    head, hidden = whole_or(config, "attention_head_dim", 2 * dim // heads), whole(config, "intermediate_size", 14848)
+    shared = whole_or(config, "num_key_value_heads", heads)
+    return [
+        "- identity: {as: h}",
+        "- concat: {from: [h, embedded]}",
+        f"- rms_norm: {{eps: {scalar(eps)}, name: input_norm, as: read}}",
+        _linear(heads * head, std, "name: q_proj, as: q"),
+        _linear(shared * head, std, "name: k_proj, as: k", "from: read, "),
+        _linear(shared * head, std, "name: v_proj, as: v", "from: read, "),
+        f"- attention: {{q: q, k: k, v: v, heads: {heads}, kv_heads: {shared}, scale: sqrt(2 / {head}), cache: cache}}",
+        _linear("dim", std, "name: o_proj"),
+        f"- rms_norm: {{eps: {scalar(eps)}, name: network_norm, as: inner}}",
+        _linear(hidden, std, "name: gate_proj, as: opening"),
+        _linear(hidden, std, "name: up_proj", "from: inner, "),
+        "- gate: {by: opening, activation: gelu}",
+        _linear("dim", std, "name: down_proj"),
+        _linear("dim", std, "name: linear"),
+        "- add: {with: h}",
+    ]
+
+
+def _mixer(config: Config, sizes: _Heads) -> list[str]:
+    """Return the steps of a mixer each of whose heads is a Mamba, with common projections at both ends."""
+    heads, head, state, low = sizes
+    std, bias, spread = std_of(config), flag(config, "mamba_proj_bias", False), low**-0.5
+    conv, times = flag(config, "mamba_conv_bias", True), {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4}
+    least, most, floor = (times | step_sizes(config)).values()
+    kernel, of_dt = whole(config, "mamba_d_conv", 4), f"block: {low}, features: {heads * head}, bias: true"
+    of_heads = f'from: u, block: {head}, init: {{weight: "{normal(std)}"}}'
+    dt = f'weight: "uniform({-spread!r}, {spread!r})", bias: "inverse_softplus({least!r}, {most!r}, {floor!r})"'
+    drawn = f'init: {{weight: "{normal(std)}"{", bias: zeros" if conv else ""}}}'
+    return [
+        "- identity: {as: mixed}",
+        _linear(heads * head, std, "name: z_proj, as: z", "from: mixed, ", bias),
+        _linear(heads * head, std, "name: x_proj", "from: mixed, ", bias),
+        f"- causal_conv: {{kernel: {kernel}, bias: {scalar(conv)}, {drawn}, activation: silu, name: conv1d, as: u}}",
+        f"- headwise_linear: {{{of_heads}, features: {heads * state}, name: B_proj, as: B}}",
+        f"- headwise_linear: {{{of_heads}, features: {heads * state}, name: C_proj, as: C}}",
+        f"- headwise_linear: {{{of_heads}, features: {heads * low}, name: dt_low}}",
+        f"- headwise_linear: {{{of_dt}, init: {{{dt}}}, name: dt_proj, as: dt}}",
+        f"- ssm: {{from: u, dt: dt, B: B, C: C, z: z, state: {state}, groups: {heads}}}",
+        _linear("dim", std, "name: out_proj", "", bias),
+    ]
+
+
+def _first_names(config: Config, word: str, sizes: _Heads) -> Iterator[str]:
+    """Yield the lines of the map for one kind of layer, except those for the shared block."""
+    heads, head, state, low = sizes
+    ours, official = f"layers.{{layer}}.{word}", "model.layers.{layer}"
+    if word == "shared":
+        yield f"{ours}.linear: {official}.linear"
+        official += ".mamba_decoder"
+    yield f"{ours}.norm: {official}.input_layernorm"
+    theirs = f"{official}.mamba"
+    for kind in ("weight", "bias")[: 1 + flag(config, "mamba_proj_bias", False)]:
+        for start, name in enumerate(("x", "z")):  # their rows in turn
+            part = f"start: {start}, groups: {heads * head}"
+            yield f"{ours}.{name}_proj.{kind}: {{slice: \"{theirs}.in_proj.{kind}\", {part}}}"
+    for start, name in ((0, "dt_low"), (low, "B_proj"), (low + state, "C_proj")):
+        yield f"{ours}.{name}.weight: {{slice: \"{theirs}.x_proj_weight\", start: {start}, axis: 1}}"
+    yield f"{ours}.dt_proj.weight: {theirs}.dt_proj_weight"
+    vectors = (("dt_proj.bias", "dt_proj_bias", ""), ("ssm.D", "D", ""), ("ssm.A_log", "A_log", f", {state}"))
+    for own, name, more in vectors:
+        yield f"{ours}.{own}: {{reshape: \"{theirs}.{name}\", shape: [{heads}, {head}{more}]}}"
+    yield f"{ours}.conv1d: {theirs}.conv1d"
+    yield f"{ours}.out_proj: {theirs}.out_proj"
