@@ -270,7 +270,7 @@ class Cell(Body, Owner):
             assert child is not None
             given = {}
             for name, (value,) in step.node.inputs.items():
-                x = forms.get(value, values.get(value))
+                x: Any = forms.get(value, values.get(value))
                 given[name] = x.unsqueeze(1) if value in step.node.vectors else x
             if op.learned:
                 given |= parameters_of(child, call)

@@ -78,7 +78,7 @@ def test_streaming_specs_cover_every_mixer_in_every_combinator() -> None:
                 met.update((outer, verb) for outer in within)
                 visit(value, within | ({verb} & {*COMBINATORS, "blocks"}))
 
-    for seed in range(1500):
+    for seed in range(2200):
         visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
     expected = {(outer, inner) for outer in {*COMBINATORS, "blocks"} for inner in MIXERS | set(COMBINATORS)}
     expected |= {("when", verb) for verb in COMBINATORS}
