@@ -16,6 +16,10 @@ from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
 
 SPEC = "path of a spec, name of a bundled spec, or - for standard input"
+DESIGN = (
+    "path of a spec, name of a bundled spec, - for standard input, folder written by seqblocks.save, or git:REV:PATH; "
+    "may end with overrides, as in spec.yaml@dim=64@heads=4"
+)
 
 
 class Formatter(argparse.HelpFormatter):
@@ -132,10 +136,15 @@ def _build(parser: Parser) -> None:
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates no memory")
     parser.add_argument("--seed", type=_whole, default=0, help="seed of the initial weights")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks build vil_tiny --summary --depth 2\n"
+        "  seqblocks build spec.yaml --set dim=32 --summary --length 1024 --dtype bfloat16"
+    )
 
 
 def _bench(parser: Parser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument("spec", metavar="SPEC", help=DESIGN)
     mode = parser.add_mutually_exclusive_group()
     mode.set_defaults(mode="forward")
     for name, what in (("forward", "a pass without gradients (the default)"), ("train", "a pass forward and backward"),
@@ -147,6 +156,12 @@ def _bench(parser: Parser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
     parser.add_argument("--threads", type=_count, metavar="N", help="threads of torch (default: one per core)")
     parser.add_argument("--seconds", type=_seconds, default=5.0, metavar="S", help="how long to measure (default: 5)")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks bench mamba_small\n"
+        "  seqblocks bench spec.yaml@dim=256 --train --batch 8 --length 1024\n"
+        "  seqblocks bench spec.yaml --step --threads 1 --format json > today.json"
+    )
 
 
 def _convert(parser: Parser) -> None:
@@ -167,6 +182,11 @@ def _convert(parser: Parser) -> None:
         "--spec", metavar="SPEC", help="path or bundled name; required if DIR does not contain the spec"
     )
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum size of a file: 5GB, 500MB, …")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks convert mamba-130m-hf --spec mamba_130m --to seqblocks --out mamba\n"
+        "  seqblocks convert my_model --to hub --out my_model_hub"
+    )
 
 
 def _draw(parser: Parser) -> None:
@@ -176,10 +196,15 @@ def _draw(parser: Parser) -> None:
     parser.add_argument("--mermaid", metavar="FILE", help="a flowchart for Mermaid")
     parser.add_argument("--dot", metavar="FILE", help="a digraph for Graphviz")
     parser.add_argument("--depth", type=_count, metavar="N", help="levels of boxes (default: all)")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks draw hybrid_small --html hybrid.html\n"
+        "  seqblocks draw spec.yaml --depth 3 --svg - > spec.svg"
+    )
 
 
 def _probe(parser: Parser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument("spec", metavar="SPEC", help=DESIGN)
     parser.add_argument(
         "task", nargs="*", metavar="TASK",
         help="parity, modular, s3, a5, s5, recall, induction, copying, in-context-recall, noisy-recall, fuzzy-recall, "
@@ -210,7 +235,7 @@ def _probe(parser: Parser) -> None:
 
 
 def _try(parser: Parser) -> None:
-    parser.add_argument("spec", nargs="?", metavar="SPEC", help=f"{SPEC}; may end with overrides: spec.yaml@dim=64")
+    parser.add_argument("spec", nargs="?", metavar="SPEC", help=DESIGN)
     parser.add_argument("--text", metavar="FILE", help="learn the bytes of a file, by predicting the next one")
     parser.add_argument("--npz", metavar="FILE", help="learn arrays: x (inputs) and y (class numbers, or numbers)")
     parser.add_argument("--minutes", type=_minutes, metavar="M", help="how long to learn (default: 3)")
@@ -242,6 +267,10 @@ def _serve(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="path of a spec, or name of a bundled spec (which is not saved)")
     parser.add_argument("--port", type=_whole, default=0, metavar="N", help="port (default: any that is free)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks serve spec.yaml --open"
+    )
 
 
 def _export(parser: Parser) -> None:
@@ -271,6 +300,11 @@ def _export(parser: Parser) -> None:
         "--check", action=argparse.BooleanOptionalAction, default=None,
         help="compare the result with the model (the default; for ONNX, requires onnxruntime)",
     )  # fmt: skip
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks export mamba_small --onnx step.onnx --step\n"
+        "  seqblocks export my_model --pt2 model.pt2 --batch 1"
+    )
 
 
 def _check(parser: Parser) -> None:
@@ -279,10 +313,22 @@ def _check(parser: Parser) -> None:
         "--graph", action="store_true",
         help="with --format json: also the steps and references, as far as they are known in an invalid spec",
     )  # fmt: skip
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks check spec.yaml\n"
+        "  seqblocks check specs/*.yaml --strict --format github\n"
+        "  seqblocks check spec.yaml --set dim=96 --format json --graph"
+    )
 
 
 def _ops(parser: Parser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a verb, FILE.yaml::BLOCK, or FILE.yaml")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks ops\n"
+        "  seqblocks ops mlstm\n"
+        "  seqblocks ops blocks.yaml::memory --format json"
+    )
 
 
 def _show(parser: Parser) -> None:
@@ -294,12 +340,19 @@ def _show(parser: Parser) -> None:
         "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
     )  # fmt: skip
     parser.add_argument("--source", action="store_true", help="print the YAML of a bundled spec")
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks show spec.yaml --stage graph\n"
+        "  seqblocks show spec.yaml --stage steps --set dim=32\n"
+        "  seqblocks show mamba_small --source > mine.yaml"
+    )
 
 
 def _schema(parser: Parser) -> None:
     parser.add_argument(
         "--for", dest="spec", metavar="SPEC", help="include the blocks of this spec and of the files it uses"
     )
+    parser.epilog = "examples:\n  seqblocks schema > seqblocks.schema.json\n  seqblocks schema --for spec.yaml"
 
 
 def _new(parser: Parser) -> None:
@@ -312,6 +365,14 @@ def _spec(parser: Parser) -> None:
     parser.add_argument("path", metavar="DIR", help="a folder of the Hugging Face Hub, or its config.json")
     parser.add_argument("--out", metavar="FILE", help="write the spec to a new file")
     parser.epilog = "examples:\n  seqblocks spec Llama-3.2-1B --out llama.yaml"
+
+
+def _list(parser: Parser) -> None:
+    parser.epilog = "examples:\n  seqblocks list\n  seqblocks list --format json"
+
+
+def _lsp(parser: Parser) -> None:
+    parser.epilog = "examples:\n  seqblocks lsp\n  seqblocks lsp --import my_ops"
 
 
 def _completion(parser: Parser) -> None:
@@ -330,6 +391,11 @@ def _explain(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu (the default), cuda, …; the device need not be present")
     parser.add_argument(
         "--arch", help="GPU architecture, which determines the tile sizes: sm_90 (the default), gfx942, …"
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  seqblocks explain E401\n"
+        "  seqblocks explain mamba_small --device cuda --dtype bf16"
     )
 
 
@@ -375,8 +441,8 @@ VERBS = {
     "draw": Verb("draw a spec, without importing torch", (_overrides, _use, _imports, _draw)),
     "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "fit": Verb("choose values that meet a budget", (_overrides, _use, _imports, _design("fit")), TABLES),
-    "list": Verb("list the bundled specs"),
-    "lsp": Verb("serve an editor, which starts this command itself", (_use, _imports)),
+    "list": Verb("list the bundled specs", (_list,)),
+    "lsp": Verb("serve an editor, which starts this command itself", (_use, _imports, _lsp)),
     "memory": Verb(
         "estimate the memory of training and inference", (_overrides, _use, _imports, _design("memory")), TABLES
     ),

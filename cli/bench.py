@@ -6,9 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
-from seqblocks.analysis.check import require_model
 from seqblocks.cli import output
-from seqblocks.cli.check import load
+from seqblocks.cli.compare import model_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.cost import dtype_named
@@ -23,7 +22,7 @@ UNITS = {"forward": "a forward pass", "train": "a forward and a backward pass", 
 def run(options: argparse.Namespace) -> int:
     """Build the spec with random weights, and time it. Raises UsageError for a mode that it cannot run."""
     dtype = dtype_named(options.dtype, "--dtype")
-    model = require_model(*load(options.spec, options))
+    model = model_of(options)
     torch = import_torch("timing a model requires torch")
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from seqblocks._version import __version__
+from seqblocks.analysis.check import require_model
 from seqblocks.architect.compare import compare
-from seqblocks.architect.designs import Design
+from seqblocks.architect.designs import Design, find_design
 from seqblocks.cli import output
-from seqblocks.cli.check import overrides
-from seqblocks.errors import Report, UsageError
+from seqblocks.cli.check import overrides, valid
+from seqblocks.errors import Report, UsageError, visible
+from seqblocks.graph import ModelSpec
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,6 +44,17 @@ def designs(given: list[str], options: argparse.Namespace) -> list[Any]:
     if given.count("-") > 1:
         raise UsageError("standard input can be read only once: write `-` once")
     return [_standard_input(options) if each == "-" else each for each in given]
+
+
+def model_of(options: argparse.Namespace) -> ModelSpec:
+    """Return the model of a command that takes one design; print its warnings and notes."""
+    (given,) = designs([options.spec], options)
+    file, model = valid(find_design(given, overrides(options)).analyse(None, options.allow_use, options.strict))
+    model = require_model(file, model)
+    if not options.quiet:
+        output.warnings(file.warnings, file.dropped, options)
+        output.notes([f"{visible(options.spec)}: {text}" for text in model.notes], options)
+    return model
 
 
 def _standard_input(options: argparse.Namespace) -> Design:

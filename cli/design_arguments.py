@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from seqblocks.cli.arguments import SPEC, _count
+from seqblocks.cli.arguments import DESIGN, _count
 from seqblocks.errors import visible
-
-DESIGN = (
-    "path of a spec, name of a bundled spec, - for standard input, folder written by seqblocks.save, or git:REV:PATH; "
-    "may end with overrides, as in spec.yaml@dim=64@heads=4"
-)
 
 
 def compare(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +115,7 @@ def sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def memory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help=SPEC)
+    parser.add_argument("spec", metavar="SPEC", help=DESIGN)
     parser.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences of a step (default: 1)")
     parser.add_argument("--length", type=_count, metavar="N", help="tokens of a sequence, if the spec does not fix it")
     parser.add_argument(

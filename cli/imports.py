@@ -84,8 +84,14 @@ def _parsed(table: bytes) -> dict[str, Any]:
     return found
 
 
-def import_torch(why: str, otherwise: str = "") -> Any:
-    """Import and return torch. Raises UnavailableError if it is absent or fails to load."""
+def import_torch(why: str, otherwise: str = "", shares_cores: bool = False) -> Any:
+    """Import and return torch. Raises UnavailableError if it is absent or fails to load.
+
+    shares_cores: let threads that wait for others sleep soon. By default those of GNU's OpenMP spin for milliseconds;
+    where other processes use the cores, a training step then takes many times as long.
+    """
+    if shares_cores and "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what it takes itself if it knows of too few cores
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:

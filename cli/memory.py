@@ -6,10 +6,9 @@ import argparse
 from typing import Any
 
 from seqblocks._version import __version__
-from seqblocks.analysis.check import require_model
 from seqblocks.architect.memory import Estimate, largest_batch, memory, read_bytes
 from seqblocks.cli import output
-from seqblocks.cli.check import load
+from seqblocks.cli.compare import model_of
 from seqblocks.errors import visible
 from seqblocks.report.numbers import bytes_of, count
 
@@ -19,7 +18,7 @@ TOO_LARGE = 1
 def run(options: argparse.Namespace) -> int:
     """Print the estimate. Status 1: the peak is above the limit of `--fits`."""
     limit = read_bytes(options.fits) if options.fits else None
-    model = require_model(*load(options.spec, options))
+    model = model_of(options)
     given = {
         "length": options.length, "optimizer": options.optimizer, "dtype": options.dtype,
         "checkpoint": options.checkpoint,

@@ -44,6 +44,12 @@ model:
 # expect:                       # fail when an edit changes what must stay
 #   params: {{at_most: 1M}}
 """
+NEXT = (
+    ("check FILE", "find mistakes as you edit it"),
+    ("build FILE", "shapes, parameters and cost of each step"),
+    ("serve FILE", "edit it in a page, with its picture"),
+    ("try FILE --text book.txt", "let it learn a text for three minutes"),
+)
 DROPPED = ("expect", "checkpoint")  # of a bundled spec: they hold for its sizes and names alone
 
 
@@ -58,13 +64,10 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "file": str(path), "like": options.like})
     elif not options.quiet:
-        output.write(
-            f"{name} is written. Next:\n"
-            f"  seqblocks check {name}             find mistakes as you edit it\n"
-            f"  seqblocks build {name}             shapes, parameters and cost of each step\n"
-            f"  seqblocks draw {name} --html model.html\n"
-            f"  seqblocks serve {name}             edit it in a page, with its picture"
-        )
+        first, last = f"{name} is written. Next:", f"  seqblocks draw {name} --html {path.stem}.html"
+        width = max(len(f"seqblocks {each}") for each, _ in NEXT) + len(name) - len("FILE")
+        lines = (f"  {f'seqblocks {each}'.replace('FILE', name):<{width}}   {what}" for each, what in NEXT)
+        output.write("\n".join([first, *lines, last]))
     return 0
 
 

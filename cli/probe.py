@@ -11,9 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from seqblocks._version import __version__
-from seqblocks.analysis.check import require_model
 from seqblocks.cli import INTERRUPTED, output
-from seqblocks.cli.check import load
+from seqblocks.cli.compare import model_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.cli.trial import device_of
@@ -31,8 +30,8 @@ HEAD = "task                 rate  seed  length  accuracy  last 1/8  chance    l
 
 def run(options: argparse.Namespace) -> int:
     """Train on each task with each seed; print a line for each length. Raises UsageError for an unknown task."""
-    model = require_model(*load(options.spec, options))
-    torch = import_torch("training requires torch")
+    model = model_of(options)
+    torch = import_torch("training requires torch", shares_cores=True)
     from seqblocks.probes import fit_task
 
     tasks = _tasks(options)

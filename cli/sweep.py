@@ -122,7 +122,7 @@ def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[...
     """Return the columns of --probe and --bench with what determines them, and what fills them."""
     if not options.probe and not options.bench:
         return {}, None
-    torch = import_torch("training and timing require torch")
+    torch = import_torch("training and timing require torch", shares_cores=not options.bench)
     functions: dict[str, Callable[[ModelSpec], float]] = {}
     settings: dict[str, Any] = {}
     for name in options.probe:

@@ -11,8 +11,7 @@ from typing import Any
 from seqblocks._version import __version__
 from seqblocks.architect.designs import find_design
 from seqblocks.cli import INTERRUPTED, output
-from seqblocks.cli.check import overrides
-from seqblocks.cli.compare import designs
+from seqblocks.cli.compare import model_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.errors import UnavailableError, UsageError, visible
@@ -24,7 +23,7 @@ MINUTES = 3.0  # by default
 def run(options: argparse.Namespace) -> int:
     """Learn, and print where the run ended. An interrupt keeps what is done, for --resume."""
     _check(options)
-    torch = import_torch("learning requires torch")
+    torch = import_torch("learning requires torch", shares_cores=True)
     if find_spec("safetensors") is None:
         raise UnavailableError("a run is kept with safetensors: pip install 'seqblocks[try]'")
     from seqblocks.training.trial import begin, resume
@@ -70,15 +69,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("name the data: --text FILE, or --npz FILE with the arrays x and y")
 
 
-def _spec(options: argparse.Namespace) -> ModelSpec:
-    """Return the model that the user named, as `compare` takes it: overrides may follow the path."""
-    (given,) = designs([options.spec], options)
-    spec = find_design(given, overrides(options)).load(None, options.allow_use, options.strict)
-    if not options.quiet:
-        output.warnings(spec.warnings, 0, options)
-    return spec
-
-
 def _data(options: argparse.Namespace, spec: ModelSpec, length: int) -> Any:
     from seqblocks.training.data import arrays_of, text_of
 
@@ -88,7 +78,7 @@ def _data(options: argparse.Namespace, spec: ModelSpec, length: int) -> Any:
 def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
     from seqblocks.training.trial import Settings
 
-    spec = _spec(options)
+    spec = model_of(options)
     usual = Settings()
     settings = Settings(
         options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed or 0
@@ -109,7 +99,7 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     spec = find_design(str(Path(options.resume) / CHECKPOINT)).load()
     if options.set and not options.spec:
         raise UsageError("the run has its own spec and overrides: leave out --set to continue it")
-    if options.spec and _texts(_spec(options)) != _texts(spec):
+    if options.spec and _texts(model_of(options)) != _texts(spec):
         raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
     if not (options.text or options.npz):
         kind = "text" if record["unit"] == "bits per byte" else "npz"
@@ -167,8 +157,8 @@ def _print(trial: Any, rows: list[dict[str, Any]], held: float, options: argpars
         output.write(f"\nIt writes:\n{trial.record['after']}")
     output.write(
         f"\n{name}: log.jsonl, run.json, checkpoint (seqblocks.load). Next:\n"
-        f"  seqblocks report {name}           a page with curves, sample and picture\n"
-        f"  seqblocks try --resume {name} --minutes 3\n"
+        f"  seqblocks report {name}                    a page with curves, sample and picture\n"
+        f"  seqblocks try --resume {name} --minutes 3  continue to learn\n"
         "This shows whether a model learns. Train with Lightning, torchtitan or transformers' Trainer\n"
         "(docs/training.md)."
     )

@@ -90,10 +90,11 @@ def rotary_rates(width: int, base: float, device: torch.device) -> Tensor:
 def turned(x: Tensor, positions: Tensor, rates: Tensor, interleaved: bool = False, amplitude: float = 1.0) -> Tensor:
     """Return `rotary` of x with the given rates [D/2], times the amplitude.
 
-    interleaved: the pairs are features 2 j and 2 j + 1.
+    positions [B or 1, S], or [B or 1, S, D/2] of each pair. interleaved: the pairs are features 2 j and 2 j + 1.
     """
     half = x.shape[-1] // 2
-    angle = (positions.unsqueeze(-1).double() * rates).unsqueeze(2)
+    positions = positions.unsqueeze(-1) if positions.dim() == 2 else positions
+    angle = (positions.double() * rates).unsqueeze(2)
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (t if amplitude == 1 else amplitude * t for t in (angle.cos(), angle.sin()))
     cos, sin = cos.to(exact), sin.to(exact)

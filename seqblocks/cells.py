@@ -46,19 +46,19 @@ def parts_of(body: Graph, types: Mapping[int, Wire | None]) -> Parts:
     reading = set(states)
     for node in body.nodes:
         if not reading.isdisjoint(node.reads):
-            reading.update(node.outputs)
+            reading.update(node.made)
     needed = {*body.carried.values()}
     for node in reversed(body.nodes):
-        if not needed.isdisjoint(node.outputs):
+        if not needed.isdisjoint(node.made):
             needed.update(node.reads)
-    dependent = [node for node in body.nodes if not reading.isdisjoint(node.outputs)]
-    loop = [node for node in dependent if not needed.isdisjoint(node.outputs)]
-    after = [node for node in dependent if needed.isdisjoint(node.outputs)]
-    made = {value for node in loop for value in node.outputs} | states
+    dependent = [node for node in body.nodes if not reading.isdisjoint(node.made)]
+    loop = [node for node in dependent if not needed.isdisjoint(node.made)]
+    after = [node for node in dependent if needed.isdisjoint(node.made)]
+    made = {value for node in loop for value in node.made} | states
     read = {value for node in loop for value in node.reads} | {*body.carried.values()}
     later = {value for node in after for value in node.reads} | {body.result}
     return Parts(
-        [node for node in body.nodes if reading.isdisjoint(node.outputs)], loop, after,
+        [node for node in body.nodes if reading.isdisjoint(node.made)], loop, after,
         _groups(body, loop, types), _from_states(body, dependent), sorted(read - made), sorted(later & made),
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def _from_states(body: Graph, dependent: Sequence[Node]) -> list[Node]:
     known, wanted = {*body.carried.values(), *body.ports.values()}, {body.result}
     found: list[Node] = []
     for node in reversed(dependent):
-        if not (wanted - known).isdisjoint(node.outputs):
+        if not (wanted - known).isdisjoint(node.made):
             wanted.update(node.reads)
             found.insert(0, node)
     return found

@@ -63,6 +63,9 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         return 0.0
     if _reads_open_context(node):
         return None
+    if node.kind == "each" and not node.arguments.carries:
+        each, size = _each_sequence(node)
+        return None if each is None else each / size
     if node.bodies:
         return _inside(node, [macs(body, tokens) for body in node.active.values()])
     own = node.macs_at(tokens)
@@ -101,6 +104,11 @@ def input_macs(body: Graph, tokens: int | None) -> float | None:
 
 def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
     """Return multiply-accumulates of one node for one whole input, or None if the number of tokens is unknown."""
+    if node.kind == "each" and not node.arguments.carries:
+        each, size = _each_sequence(node)
+        wire = node.wires[0]
+        length = wire.length * wire.rate if wire and isinstance(wire.length, int) else tokens
+        return None if each is None or length is None else each * length / size
     if node.bodies:
         return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
     if _reads_open_context(node) and not graph.is_context(node):
@@ -115,7 +123,24 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
 
 def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:
     total = _sum(bodies)
-    return None if total is None else total * max(1, len(node.directions))
+    times = _sequences(node) if node.kind == "each" else max(1, len(node.directions))
+    return None if total is None else total * times
+
+
+def _sequences(node: graph.Node) -> int:
+    """Return how many sequences with states an `each` makes of one."""
+    arguments, wire = node.arguments, node.wires[0]
+    features = wire.features if wire else 1
+    return int(features // arguments.width if arguments.axis == "features" else arguments.width)
+
+
+def _each_sequence(node: graph.Node) -> tuple[float | None, int]:
+    """Return multiply-accumulates of one window, row or frame of an `each`, and its tokens of the model's input."""
+    (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
+    assert wire
+    rows, columns = wire.grid or (1, 1)
+    sizes = {"windows": arguments.width**2, "rows": columns, "columns": rows, "frames": arguments.width}
+    return input_macs(body, None), sizes[arguments.axis] * wire.rate
 
 
 def _sum(parts: list[float | None]) -> float | None:

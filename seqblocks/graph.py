@@ -53,7 +53,7 @@ def owner_of(own: str, source: Source) -> str:
 
 
 # unknown: after a fault
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "cell", "unknown"]
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "cell", "unknown"]
 
 
 class Node(Record):
@@ -87,6 +87,7 @@ class Node(Record):
     owner: Node | None = None  # the step whose parameters it shares, or a step around them
     owner_name: str = ""  # of that step or layer, as `share:` names it
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
+    exports: dict[int, int] = field(default_factory=dict)  # values of its bodies that later steps read: here -> inside
     checkpoint: tuple[Entry, ...] = ()  # block: its own names -> official ones
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order owns
     starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
@@ -115,7 +116,13 @@ class Node(Record):
         if not self.bodies:
             return at_ports
         captured = dict.fromkeys(value for body in self.bodies.values() for value in body.captures)
-        return (*at_ports, *(value for value in captured if value not in at_ports))
+        known = {*at_ports, *(value for body in self.bodies.values() for value in body.exports)}  # of earlier layers
+        return (*at_ports, *(value for value in captured if value not in known))
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The values that later steps can read: its outputs, and those of its bodies."""
+        return (*self.outputs, *self.exports)
 
     @property
     def whole_inputs(self) -> tuple[int, ...]:
@@ -123,6 +130,12 @@ class Node(Record):
         ports = self.op.ports if self.op else ()
         memories = (value for port in ports if port.length for value in self.inputs.get(port.name, ()))
         return (*self.vectors, *memories)
+
+    @property
+    def kept_exports(self) -> dict[str, int]:
+        """The exported values that a stream keeps besides the output, by the part of the state that holds them."""
+        parts = {f"wire_{at}": value for at, value in enumerate(self.exports)} if self.kept else {}
+        return {part: value for part, value in parts.items() if part in self.state}
 
     def macs_at(self, tokens: int | None) -> int:
         """Return the multiply-accumulates of an op for one token of its output, with `tokens` in the model's input."""
@@ -138,6 +151,7 @@ class Graph(Record):
     nodes: list[Node]
     result: int
     captures: tuple[int, ...] = ()
+    exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, a model's inputs, a cell's states
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
@@ -163,8 +177,8 @@ class Graph(Record):
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The values that the body returns: one, except for a model with `outputs:` and for a cell with its states."""
-        return (*(tuple(self.outputs.values()) or (self.result,)), *self.carried.values())
+        """The values that the body returns: one, except for a model with `outputs:`, for exports, and for a cell."""
+        return (*(self.outputs.values() or (self.result,)), *self.exports, *self.carried.values())
 
 
 class SpecSource(NamedTuple):
@@ -403,6 +417,18 @@ def bodies(graph: Graph) -> Iterator[Graph]:
         waiting += new.values()
 
 
+def spent_after_layers(node: Node) -> list[list[int]]:
+    """Return for each layer of a repeat the values that no later layer reads, and no step after the repeat."""
+    last: dict[int, int] = {}
+    for at, body in enumerate(node.bodies.values()):
+        last |= dict.fromkeys((*body.captures, *body.exports), at)
+    spent: list[list[int]] = [[] for _ in node.bodies]
+    for value, at in last.items():
+        if value not in node.exports:
+            spent[at].append(value)
+    return spent
+
+
 def is_context(node: Node) -> bool:
     """Return whether a step depends on no streaming input, so that a stream runs it once."""
     return node.type is not None and node.type.context
@@ -433,13 +459,17 @@ def is_ordered(wire: Wire | None, first: Wire | None, scan: Node) -> bool:
     return wire.context == is_context(scan) or (first is not None and wire.places == first.places)
 
 
-def streamed(graph: Graph) -> Iterator[Node]:
-    """Yield each node that depends on a streaming input, outer before inner."""
+def streamed(graph: Graph, inside_frames: bool = True) -> Iterator[Node]:
+    """Yield each node that depends on a streaming input, outer before inner.
+
+    inside_frames: also those that run on one frame of a sequence, of which a stream takes whole ones.
+    """
     for node in graph.nodes:
         if not is_context(node):
             yield node
-            for body in node.bodies.values():
-                yield from streamed(body)
+            if inside_frames or not (node.kind == "each" and node.arguments.axis == "frames"):
+                for body in node.bodies.values():
+                    yield from streamed(body, inside_frames)
 
 
 def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> tuple[str, str] | None:
@@ -447,8 +477,10 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
 
     orders: those that a scan may have.
     """
-    for node in streamed(model.graph):
+    for node in streamed(model.graph, inside_frames=False):
         why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
+        if node.kind == "each" and node.arguments.on_grid:
+            why = f"it reads the {node.arguments.axis} of a whole image"
         if node.kind == "scan" and any(order not in orders for order in node.arguments.orders):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
@@ -498,8 +530,10 @@ def _reads_whole(node: Node, model: ModelSpec) -> str | None:
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """Return the name and span of a step that mixes sequences separated by resets, and why, or None."""
-    for node in streamed(model.graph):
+    for node in streamed(model.graph, inside_frames=False):
         why = (node.op.ignores_resets(*node.wires) if node.op else None) or _reads_whole(node, model)
+        if node.kind == "each" and node.arguments.axis != "features":
+            why = f"a sequence may begin in the middle of its {node.arguments.axis}"
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
             why = f"it reads the sequence in the order {by_columns[0]}"
         if why:
@@ -514,4 +548,7 @@ def is_exact(body: Graph) -> bool:
 
 def frame_size(graph: Graph) -> int:
     """Return the number of input tokens per call of a stream: the least common multiple of all rates."""
-    return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))
+    nodes = list(streamed(graph))
+    frames = (node.wires[0].rate * node.arguments.width for node in nodes if node.kind == "each"
+              and node.arguments.in_frames and node.wires[0])
+    return math.lcm(*(node.type.rate for node in nodes if node.type), *frames)

@@ -293,6 +293,13 @@ class Op(BaseModel):
         """
         return evenly(self, ranks, self.independent, wires) if self.independent else []
 
+    def keeps_apart(self, *wires: Any, **_: Any) -> bool:
+        """Return whether a token reads only those of its own segment, if the call has `segments`.
+
+        A shifted window at the edge of an image holds segments of both edges (`each`).
+        """
+        return False
+
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
         """Return why the op cannot stream on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
+R = TypeVar("R")
 LARGE_PRODUCT = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
@@ -462,8 +463,8 @@ class Tape:
         elif before.memory.uses > 1 or not before.dense:
             node.grads[at] = self.new(grad.shape, max(grad.item, before.item))
 
-    def layer(self, run: Callable[[], Value]) -> Value:
-        """Run a layer whose operations keep nothing, and are run again in the backward pass."""
+    def layer(self, run: Callable[[], R]) -> R:
+        """Run a layer whose operations keep nothing, and are run again in the backward pass. Returns what it makes."""
         first, step = len(self._nodes), self.step
         y = run()
 

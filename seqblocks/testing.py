@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -208,14 +209,17 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             axes = [size_of(axis, lengths.__getitem__) for axis in wire.axes[1:]]
             if wire.prefix and given["call"].phase:  # a stream runs a step on the prefix, and then on its own tokens
                 axes[0] = wire.prefix if given["call"].phase == "context" else axes[0] - wire.prefix
-            expected = [batch, *axes]
+            counts = [lane for lane in wire.lanes if isinstance(lane, int)]
+            count = batch * prod(counts) if len(counts) == len(wire.lanes) else y.shape[0]  # of sequences inside `each`
+            expected = [count, *axes]
             if name.startswith(inside):  # an expert gets a varying number of tokens, a step of a cell one or several
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
             if given["call"].return_state and isinstance(step, Primitive | Cell) and not wire.context:
                 carried = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
-                _assert_state(name, given["call"].made, carried, batch)
+                own = {key: item._replace(shape=item.shape[len(counts) :]) for key, item in carried.items()}
+                _assert_state(name, given["call"].made, own, count)
 
         return step.register_forward_hook(check, with_kwargs=True)
 

@@ -81,11 +81,12 @@ class Wire(Record):
     facts: Facts = UNBOUNDED
     context: bool = False  # depends on no streaming input, so a stream computes it once
     prefix: int = 0  # how many of its first tokens come before those of the stream, and depend on none of them
+    lanes: tuple[int | str, ...] = ()  # the sequences that `each` makes of one: their number, or its axis if open
 
     @property
     def _compared(self) -> tuple[Any, ...]:
         like = self.kind, self.features, self.length, self.grid, self.rate, self.sample_rate
-        return *like, self.facts, self.context, self.prefix
+        return *like, self.facts, self.context, self.prefix, self.lanes
 
     def __eq__(self, other: object) -> bool:
         return self._compared == other._compared if isinstance(other, Wire) else NotImplemented
@@ -102,17 +103,18 @@ class Wire(Record):
 
     @property
     def axes(self) -> tuple[Size, ...]:
-        """Sizes by axis, `batch` first."""
+        """Sizes by axis, `batch` first: `batch*7` for the 7 sequences that `each` makes of one."""
+        batch = "*".join(["batch", *map(str, self.lanes)]) if self.lanes else "batch"
         match self.kind:
             case "image":
                 assert self.grid
-                return ("batch", self.features, *self.grid)
+                return (batch, self.features, *self.grid)
             case "tokens":
-                return ("batch", self.length or "seq")
+                return (batch, self.length or "seq")
             case "sequence":
-                return ("batch", self.length or "seq", self.features)
+                return (batch, self.length or "seq", self.features)
             case "vector":
-                return ("batch", self.features)
+                return (batch, self.features)
 
     @property
     def places(self) -> tuple[Size, ...]:

@@ -204,6 +204,53 @@ class Composer(Cells, Mixers, Rates, Sequences):
             **self.chance.choice(self.groupings(count, top)),
         )  # fmt: skip
 
+    def each(self, body: Body) -> None:
+        """Run steps on each part of the current wire, of which they can read nothing else."""
+        now, chance = body.now, self.chance
+        sizes = [size for size in (2, 3, 4) if now.rate * size < 13 and (not now.length or now.length % size == 0)]
+        choices = ["features"] + (["frames", "places"] * 2 if sizes and not body.columns else [])
+        tiles = [size for size in (1, 2, 3) if now.grid and not any(side % size for side in now.grid)]
+        if now.grid and not (self.streams or body.columns):
+            choices += ["windows", "windows", "rows", "columns"]
+        axis = "features" if body.alone else chance.choice(choices)
+        size: int | None = None
+        made = replace(now, grid=None)
+        shift = None
+        if axis == "features":
+            size = self.divisor(now.width)
+            made = replace(now, width=size)
+        elif axis in ("frames", "places"):
+            size = chance.choice(sizes)
+            length = size if axis == "frames" else now.length and now.length // size
+            made = replace(made, length=length, rate=now.rate * (size if axis == "places" else 1))
+        elif axis == "windows":
+            assert now.grid
+            size = chance.choice(tiles[1:] or tiles)
+            made = replace(now, length=size * size, grid=(size, size))
+            shift = chance.randint(1, size - 1) if size > 1 and self.maybe(0.5) else None
+        else:
+            assert now.grid
+            made = replace(made, length=now.grid[1 if axis == "rows" else 0])
+        alone = bool(shift)  # steps that treat each token by itself; attention is tested elsewhere
+        inside = replace(
+            body, now=made, wires={}, steps=[], linears=[], owners=[], depth=body.depth + 1, fixed=True,
+            alone=body.alone or alone, in_each=True,
+        )  # fmt: skip
+        self.fill(inside, chance.randint(1, 2))
+        self.restore(inside, replace(made, width=inside.now.width))
+        if inside.now.place != made.place or inside.now.grid != made.grid:
+            return self.pointwise(body)
+        width = inside.now.width
+        result = replace(now, width=width * (now.width // size) if axis == "features" and size else width)
+        if result.width > 40:
+            return self.pointwise(body)
+        if axis == "frames" and self.maybe(0.3) and not (body.fixed or body.columns):
+            assert size
+            self.add(inside, "pool", Kind("vector", width), mode=chance.choice(["mean", "max", "last"]))
+            result = replace(result, length=now.length and now.length // size, rate=now.rate * size, grid=None)
+        self.add_maybe(body, "each", result, axis=axis, size=size, shift=shift, steps=inside.steps)
+        return None
+
     @staticmethod
     def groupings(count: int, top: int) -> list[dict[str, int]]:
         """Return the ways to choose `top` of `count` experts in groups, and that without groups."""
@@ -220,6 +267,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             share = self.chance.choice(["all", [owners[0].inside["name"]]]) if shares and owners else None
             if self.maybe(0.3) and now.name == "sequence":
                 inside.steps.append({"dropout": {"name": self.fresh("n"), "p": "0.1 * layer / layers"}})
+            self.read_layers(body, inside)
             made = replace(now, grid=inside.now.grid)
             times = self.number(self.chance.randint(1, 3))
             self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
@@ -238,6 +286,18 @@ class Composer(Cells, Mixers, Rates, Sequences):
             body, "repeat", made, pattern=pattern, times=self.chance.choice([None, 2]),
             **{word: inside.steps for word, inside in words.items()},
         )  # fmt: skip
+
+    def read_layers(self, body: Body, inside: Body) -> None:
+        """Append a step to a layer that reads a wire of another one."""
+        chance = random.Random(self.count)  # so that other choices stay as they are
+        wires = [name for name in self.like(inside, inside.now.width) if name not in body.wires]
+        if inside.now.name != "sequence" or chance.random() < 0.5:
+            return
+        name = chance.choice(wires) if wires else self.named(inside)
+        layer = chance.choice(["layers[-1]", "layers[-2]", "layers.0", "layers[layers - 1 - layer]"])
+        other = chance.choice([name, f"layers[-1].{name} or {name}"])
+        if name in inside.wires and inside.wires[name] == inside.now:
+            self.add(inside, "add", inside.now, **{"with": f"{layer}.{name} or {other}"})
 
     def aside(self, body: Body) -> None:
         """Compute a wire on the side, and combine it with the current one."""
@@ -334,7 +394,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         ]  # fmt: skip
         if body.alone:
             nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts, self.aside]
-            nested += [self.scan] if nested and body.now.name == "sequence" else []
+            nested += [self.scan, self.each] if nested and body.now.name == "sequence" else []
             return self.chance.choice([
                 self.pointwise, self.pointwise, self.linear, self.split, self.join, self.formulas, *nested,
             ])  # fmt: skip
@@ -358,10 +418,11 @@ class Composer(Cells, Mixers, Rates, Sequences):
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
             self.attention, self.latent_attention, self.positions, *nested, *nested[:2], *([] if deep else [self.cell]),
         ]  # fmt: skip
+        moves += [] if deep or body.now.prefix else [self.each]
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
-        moves += [self.after_learned_tokens, self.learned]
+        moves += [] if body.in_each else [self.after_learned_tokens, self.learned]
         if body.now.prefix:
             changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)
             moves = [move for move in moves if move not in changing]
@@ -369,7 +430,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
             on_grids = [self.conv2d, self.image_windows, self.image_windows, self.through_an_image, self.merged_patches]
-            moves += on_grids * (3 if body.now.grid else 0)
+            moves += [*on_grids, *([] if deep or body.columns else [self.each] * 2)] * (3 if body.now.grid else 0)
             moves += [] if body.fixed or body.now.prefix else [self.class_token] * 2
             moves += [] if body.now.prefix else [self.one_after_another] * 2
         return self.chance.choice(moves)

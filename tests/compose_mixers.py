@@ -47,10 +47,15 @@ class Mixers(Tokens):
             heads, base = self.divisor(now.width // 2), self.chance.choice([100, 10000])
             first = 2 if not part and now.width // heads > 3 and self.maybe(0.3) else None
             scaling = self.chance.choice([None, None, {"type": "yarn", "factor": 4, "original_length": 8}])
+            on_grid = now.grid and not (self.streams or body.columns or part or first) and now.width // heads % 4 == 0
+            where = self.chance.choice([None, "grid"]) if on_grid else None
             self.add_maybe(
-                body, verb, now, heads=heads, base=base, features=part, first=first, scaling=scaling,
+                body, verb, now, heads=heads, base=base, features=part, first=first, positions=where,
+                scaling=None if where else scaling,
                 layout=self.chance.choice(["halves", "interleaved"]),
             )  # fmt: skip
+        elif body.in_each:  # a constant does not depend on the tokens
+            self.pointwise(body)
         else:
             source = self.named(body)
             formula = self.chance.choice([None, "feature / features", "0.5 if feature % 2 == 0 else -1"])
@@ -179,14 +184,18 @@ class Mixers(Tokens):
         width = 2 * self.chance.randint(1, 2)
         causal = self.streams or self.maybe(0.7)
         first = [{"window": 3, "keep_first": 2}] if causal else []
+        spans: list[dict[str, Any]] = [{}, {}, {"window": 1}, {"window": 2}, {"window": 5}, {"chunk": 3}, *first]
+        span = self.chance.choice(spans)
+        biases = [None, None, "alibi", "learned_alibi"]
+        if not causal and not span and (now.length or now.grid) and not body.columns:
+            biases = [None, "relative", "relative"]
         self.add(
             body, "attention", replace(now, width=heads * values),
             q=self.project(body, source, now, heads * width), k=self.project(body, source, now, shared * width),
             v=self.project(body, source, now, shared * values), heads=heads, kv_heads=shared,
             rotary=self.chance.choice([0, 10000]),
-            **self.chance.choice([{}, {}, {"window": 1}, {"window": 2}, {"window": 5}, {"chunk": 3}, *first]),
-            causal=causal, cache=self.chance.choice([40, 100]), soft_cap=self.chance.choice([None, None, 2]),
-            sinks=self.chance.choice([None, True]), bias=self.chance.choice([None, None, "alibi", "learned_alibi"]),
+            **span, causal=causal, cache=self.chance.choice([40, 100]), soft_cap=self.chance.choice([None, None, 2]),
+            sinks=self.chance.choice([None, True]), bias=self.chance.choice(biases),
         )  # fmt: skip
 
     def latent_attention(self, body: Body) -> None:

@@ -59,6 +59,7 @@ class Body:
     owned: bool = False  # inside a scan whose orders have parameters
     layered: bool = False  # inside a repeat, where the layer has a number
     owners: list[Owner] = field(default_factory=list)  # steps whose parameters later steps may share
+    in_each: bool = False  # inside an `each`, whose steps read its input only
     alone: bool = False  # inside an expert, which processes each token separately
 
 

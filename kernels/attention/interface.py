@@ -71,6 +71,8 @@ def attention(
     soft_cap: float | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    segments: Tensor | None = None,
     state: State | None = None,
     keep: int | None = None,
     return_state: bool = False,
@@ -85,9 +87,11 @@ def attention(
     visible outside the window, which is then required. rotary: base of the rotary positions, which count from the last
     reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become soft_cap tanh(s / soft_cap). slopes
     [H]: subtracted from a score for each token between query and key (see `alibi_slopes`). sinks [H]: score of a
-    further key with the value 0, which every query sees; the weights of the others then add up to less than 1. state:
-    the state that the previous call returned. keep: number of tokens in the returned state (default: window - 1 with a
-    window, chunk - 1 with chunks, else as many as in the given state, else all tokens).
+    further key with the value 0, which every query sees; the weights of the others then add up to less than 1. bias
+    [H, S, S]: added to the scores. segments [B, S]: a token sees only those with its number, in any order. These two
+    need causal=False, without window, chunk and resets. state: the state that the previous call returned. keep: number
+    of tokens in the returned state (default: window - 1 with a window, chunk - 1 with chunks, else as many as in the
+    given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, chunk, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
@@ -101,6 +105,8 @@ def attention(
     _check_first(first, window, causal)
     _check(q, k, v, causal, window, rotary, state, return_state, resets, first or 0)
     _check_scores(q.shape[2], soft_cap, slopes, sinks)
+    if bias is not None or segments is not None:
+        _check_pairs(q, k, bias, segments, causal or window is not None or resets is not None)
     B, S, _, _ = q.shape
     before = state[2] if state is not None else None
     index, length = running_positions(B, S, before, resets, q.device)
@@ -112,7 +118,8 @@ def attention(
     if state is not None:
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
-    sequence, kept = _sequences(before, past, index, resets, chunk), None
+    sequence = _sequences(before, past, index, resets, chunk) if segments is None else segments
+    kept = None
     if first:
         kept = Kept(first, indices(before, past, first, index), resets is None)
         if state is not None and sequence is not None:
@@ -129,11 +136,11 @@ def attention(
     several = over is not None and (unknown(S) or S > 1 or torch.is_grad_enabled())
     if over is not None and not several and past:
         keys, values = (x.masked_fill_(along(over, x), 0.0) for x in (keys, values))
-    inputs = {"q": q, "k": keys, "v": values, "sequence": sequence, "slopes": slopes, "sinks": sinks}
+    inputs = {"q": q, "k": keys, "v": values, "sequence": sequence, "slopes": slopes, "sinks": sinks, "bias": bias}
     run = dispatch.choose(
         "attention", backend, inputs, dtype=q.dtype, window=window, resets=resets is not None
     )
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks, bias)
     if several:
         assert sequence is not None
         y = _contained(run, q, keys, values, sequence, causal, window, scores, kept)
@@ -304,6 +311,17 @@ def _check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sin
     for name, values in (("slopes", slopes), ("sinks", sinks)):
         if values is not None and values.shape != (heads,):
             raise ValueError(f"attention expects {name} [H] = [{heads}]; got {list(values.shape)}")
+
+
+def _check_pairs(q: Tensor, k: Tensor, bias: Tensor | None, segments: Tensor | None, ordered: bool) -> None:
+    """Raise ValueError unless a bias and segments fit. ordered: whether the order of tokens limits what they see."""
+    B, S, H, _ = q.shape
+    if ordered:
+        raise ValueError("attention: bias and segments need causal=False, without window, chunk and resets")
+    if bias is not None and bias.shape != (H, S, k.shape[1]):
+        raise ValueError(f"attention expects bias {[H, S, k.shape[1]]}; got {list(bias.shape)}")
+    if segments is not None and not segments.shape == k.shape[:2] == (B, S):
+        raise ValueError(f"attention expects segments [B, S] = {[B, S]}; got {list(segments.shape)}")
 
 
 def _check_first(first: int | None, window: int | None, causal: bool) -> None:

@@ -16,18 +16,19 @@ class Scores(NamedTuple):
 
     scale: factor of the products. soft_cap: limit of the scores (Gemma 2, arXiv:2408.00118). slopes [H]: subtracted
     from the scores for each token of distance (ALiBi, arXiv:2108.12409). sinks [H]: score of a further key whose value
-    is 0 (gpt-oss, arXiv:2508.10925).
+    is 0 (gpt-oss, arXiv:2508.10925). bias [H, S, T]: added to the scores.
     """
 
     scale: float
     soft_cap: float | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the weights are the softmax of the scaled products."""
-        return self.soft_cap is None and self.slopes is None and self.sinks is None
+        return self.soft_cap is None and self.slopes is None and self.sinks is None and self.bias is None
 
     def capped(self, scores: Tensor) -> Tensor:
         """Return scaled scores of any shape after the soft cap."""
@@ -36,7 +37,12 @@ class Scores(NamedTuple):
     def with_heads(self, *shape: int) -> Scores:
         """Return the same for scores whose heads have this shape, [*shape, S, T]."""
         slopes, sinks = (None if x is None else x.view(shape) for x in (self.slopes, self.sinks))
-        return self._replace(slopes=slopes, sinks=sinks)
+        bias = None if self.bias is None else self.bias.view(*shape, *self.bias.shape[1:])
+        return self._replace(slopes=slopes, sinks=sinks, bias=bias)
+
+    def of(self, a: int, b: int) -> Scores:
+        """Return the same for the queries from a to b."""
+        return self if self.bias is None else self._replace(bias=self.bias[:, a:b])
 
     def weights(self, scores: Tensor, seen: Tensor, distance: Tensor | None) -> Tensor:
         """Return the weights of scaled scores [B, H, S, T], of the same shape.
@@ -47,6 +53,8 @@ class Scores(NamedTuple):
         scores = self.capped(scores)
         if self.slopes is not None and distance is not None:
             scores = scores - self.slopes.to(scores.dtype)[..., None, None] * distance.to(scores.dtype)
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sinks is None:
             return torch.softmax(scores, -1)

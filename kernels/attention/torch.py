@@ -34,7 +34,8 @@ def run(
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v, scores.slopes, scores.sinks)
+        empty = v.new_zeros(*q.shape[:3], v.shape[3])
+        return empty_with_gradients(empty, q, k, v, scores.slopes, scores.sinks, scores.bias)
     if kept is not None:
         assert window is not None
         return _with_first(q, k, v, sequence, window, scores, kept)
@@ -51,7 +52,8 @@ def run(
     def block(query: Tensor, a: int, b: int, first: int, last: int) -> Tensor:
         at, keys = torch.arange(a, b, device=q.device), place[first:last]
         mask = sees(at, keys, sequence, causal, window)
-        return _masked(query, k[:, first:last], v[:, first:last], mask, _distance(at, keys, scores), scores)
+        some = scores.of(a - (T - S), b - (T - S))
+        return _masked(query, k[:, first:last], v[:, first:last], mask, _distance(at, keys, scores), some)
 
     parts = []
     for a in range(T - S, T, BLOCK):

@@ -59,7 +59,8 @@ class Difference(Record):
 
     facts: figures that differ, with their values in A and B; None: unknown. structure: changed steps. checkpoint: None
     if the graph of a model is unknown. tensors: those whose values differ, if they were compared
-    (`seqblocks.checkpoint.values.differences`). faults: of A and of B; what they hide is not compared.
+    (`seqblocks.checkpoint.values.differences`). faults: of A and of B; what they hide is not compared. analyses: of A
+    and of B, for pictures.
     """
 
     labels: tuple[str, str]
@@ -68,6 +69,7 @@ class Difference(Record):
     checkpoint: Checkpoint | None
     tensors: list[TensorChange] | None = None
     faults: tuple[tuple[Diagnostic, ...], tuple[Diagnostic, ...]] = ((), ())
+    analyses: tuple[Analysis, ...] = ()
 
     def __bool__(self) -> bool:
         first, second = ([(each.code, each.message) for each in found] for found in self.faults)
@@ -191,7 +193,7 @@ def diff(
     steps = [*_ends(old.model, new.model), *changes(_steps(old), _steps(new))]
     return Difference(
         (first.label, second.label), _facts(old, new, kind), steps, _checkpoint(old.model, new.model),
-        None, (_faults(old), _faults(new)),
+        None, (_faults(old), _faults(new)), (old, new),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
@@ -47,6 +48,7 @@ class Replay:
         self.kept_at = 0  # the number of events of the forward pass and the loss
         self.inside_layer = False
         self.part: int | None = None  # the tokens of a part of a cell
+        self.exports: dict[int, Value] = {}  # of the body that was run last
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -112,11 +114,20 @@ class Replay:
                 values.update(zip(node.outputs, self.tape.split(y, node.split, axis), strict=True))
             else:
                 values[node.outputs[0]] = y
+            values.update(self._exported(node.exports))
             for value in spent[at]:
                 values.pop(value, None)
+        self.exports = {value: values[value] for value in body.exports}
         if body.outputs:
             return {name: values[value] for name, value in body.outputs.items()}
         return values[body.result]
+
+    def _exported(self, exports: Mapping[int, int]) -> dict[int, Value]:
+        """Return the exports of the node that was run last, by the numbers in the body around it."""
+        found = {here: self.exports[inside] for here, inside in exports.items()}
+        if exports:
+            self.exports = {}
+        return found
 
     def node(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
         outer, self.tape.step = self.tape.step, paths[-1]
@@ -142,23 +153,38 @@ class Replay:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
         self.inside_layer = self.inside_layer or recompute
-        for label, body in node.bodies.items():
+        spent = graph.spent_after_layers(node)
+        for at, (label, body) in enumerate(node.bodies.items()):
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
-            if recompute:
-                x = self.tape.layer(lambda body=body, given=given, below=below: self._inside(body, given, below))  # type: ignore[misc]
-            else:
-                x = self._inside(body, given, below)
+            run = partial(self._layer, body, given, below)
+            x, exports = self.tape.layer(run) if recompute else run()
+            values |= exports
+            del exports
+            for value in spent[at]:
+                values.pop(value, None)
         if recompute:
             self.inside_layer = False
+        self.exports = {value: values[value] for value in node.exports}
         return x
+
+    def _layer(
+        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...]
+    ) -> tuple[Value, dict[int, Value]]:
+        """Return the output of a layer, and the values that later layers or steps read."""
+        y = self._inside(body, inputs, paths)
+        exports, self.exports = self.exports, {}
+        return y, exports
 
     def _parallel(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, results = dict(zip(node.reads, inputs, strict=True)), list[Value]()
+        exports: dict[int, Value] = {}
         for label, body in node.bodies.items():
             given = [inputs[0], *(values[value] for value in body.captures)]
             y = self._inside(body, given, tuple(graph.join(path, label) for path in paths))
             results.append(y)
+            exports |= self.exports
+        self.exports = exports
         self.tape.step = paths[-1]
         axis = node.type.feature_axis if node.type and len(results) > 1 else -1
         return merged(self.tape, results, node.arguments.merge, axis)
@@ -182,6 +208,26 @@ class Replay:
 
     def _is_ordered(self, value: int, node: Node) -> bool:
         return graph.is_ordered(self.spec.types[value], self.spec.types[node.reads[0]], node)
+
+    def _each(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the steps on all sequences at once, which are copies where their numbers do not lie in this order."""
+        tape, (x,), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
+        before, after = _axes(node, x.shape)
+        count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
+        shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
+        x = _rolled(tape, x) if shifted else x
+        wire = self.spec.types[body.input]
+        assert wire
+        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
+        self.sizes = Sizes(count, self.sizes.length)
+        y = self._inside(body, [x], paths)
+        self.sizes, tape.step = outer, paths[-1]
+        if len(y.shape) == 2:
+            return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)
+        width = {"features": y.shape[-1], "seq": y.shape[1]}
+        after, before = ([(name, width.get(name, size)) for name, size in axes] for axes in (after, before))
+        y = _reordered(tape, y, after, before, self.sizes.shape(node.type) if node.type else y.shape)
+        return _rolled(tape, y) if shifted else y
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
@@ -378,13 +424,52 @@ def spent_values(body: Graph) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, node in enumerate(body.nodes):
-        last |= dict.fromkeys((*node.reads, *node.outputs), at)
+        last |= dict.fromkeys((*node.reads, *node.made), at)
     for value in body.results:
         last.pop(value, None)
     spent: list[list[int]] = [[] for _ in body.nodes]
     for value, at in last.items():
         spent[at].append(value)
     return spent
+
+
+Axes = list[tuple[str, int]]
+
+
+def _axes(node: Node, shape: Shape) -> tuple[Axes, Axes]:
+    """Return the axes of the input of an `each`, in the order before and after its sequences are part of the batch."""
+    arguments, wire, (batch, tokens, features) = node.arguments, node.wires[0], shape
+    size, (rows, columns) = arguments.width, (wire.grid if wire else None) or (1, 1)
+    b, f = ("batch", batch), ("features", features)
+    if arguments.axis == "features":
+        lanes, seq, some = ("lanes", features // size), ("seq", tokens), ("features", size)
+        return [b, seq, lanes, some], [b, lanes, seq, some]
+    if arguments.axis == "windows":
+        lanes, p = ("lanes", rows // size), ("p", size)
+        others, q = ("lanes_2", columns // size), ("q", size)
+        return [b, lanes, p, others, q, f], [b, lanes, others, p, q, f]
+    if arguments.axis in ("frames", "rows"):
+        length = size if arguments.axis == "frames" else columns
+        axes = [b, ("lanes", tokens // length), ("seq", length), f]
+        return axes, axes
+    count = size if arguments.axis == "places" else columns
+    lanes, seq = ("lanes", count), ("seq", tokens // count)
+    return [b, seq, lanes, f], [b, lanes, seq, f]
+
+
+def _rolled(tape: Tape, x: Value) -> Value:
+    """Record torch's `roll` along two axes: along the first, then along the second."""
+    once = tape.new(x.shape, x.item)
+    y = tape.new(x.shape, x.item)
+    del once
+    tape.function([x], [y], (), x.bytes)
+    return y
+
+
+def _reordered(tape: Tape, x: Value, before: Axes, after: Axes, shape: Shape) -> Value:
+    """Record axes in another order and with another shape: a copy, unless only axes of size 1 change places."""
+    before, after = ([axis for axis in axes if axis[1] > 1] for axes in (before, after))
+    return tape.view(x if before == after else tape.copy(x), shape)
 
 
 def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
@@ -402,7 +487,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "cell")
+        node.kind not in ("scan", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node
 from seqblocks.record import Record
+from seqblocks.report.layer_wires import LayerWire, layer_wires
 
 PREVIOUS = "the step before"  # what a port reads unless the spec says otherwise
 
@@ -35,25 +36,51 @@ class Step(Record):
         return self.verb, tuple(self.own.items()), bodies
 
 
+    def from_layers(self) -> tuple[Any, ...]:
+        """What the step, and those inside it, read from other layers."""
+        own = [name for wires in self.reads.values() for names in wires for name in names if "." in name]
+        return (*own, *(step.from_layers() for steps in self.bodies.values() for step in steps))
+
+
 def steps_of(body: Graph, labels: dict[int, str]) -> list[Step]:
-    """Return the steps of a body. labels: the names of all values of the model."""
+    """Return the steps of a model. labels: the names of all its values."""
+    return _steps(body, _Names(labels, layer_wires(body, labels), ""))
+
+
+class _Names(NamedTuple):
+    """The names of values in a body: of all, and of those that other layers read. path: of the body."""
+
+    labels: Mapping[int, str]
+    exports: Mapping[int, LayerWire]
+    path: str
+
+    def of(self, value: int) -> set[str]:
+        wire = self.exports.get(value)
+        other = wire.seen_from(self.path) if wire else ""
+        return {other or self.labels[value]} if value in self.labels else set()
+
+
+def _steps(body: Graph, names: _Names) -> list[Step]:
     steps, current = [], body.input
     for node in body.nodes:
-        steps.append(_step(node, labels, current))
+        steps.append(_step(node, names._replace(path=graph.join(names.path, node.name)), current))
         current = node.outputs[0] if node.outputs else current
     return steps
 
 
-def _step(node: Node, labels: dict[int, str], current: int) -> Step:
+def _step(node: Node, known: _Names, current: int) -> Step:
     def names(value: int) -> frozenset[str]:
-        own = {labels[value]} if value in labels else set()
+        own = known.of(value)
         return frozenset(own | {PREVIOUS} if value == current else own)
+
+    def inside(body: Graph, label: str) -> list[Step]:
+        return _steps(body, known._replace(path=graph.join(known.path, label)))
 
     params = graph.count_node(node)
     return Step(
         node.name, node.verb, dict(_own(node)),
         {port: tuple(map(names, values)) for port, values in node.inputs.items()},
-        {label: steps_of(inner, labels) for label, inner in node.bodies.items()},
+        {label: inside(inner, label) for label, inner in node.bodies.items()},
         params, bool(params or node.shared),
     )  # fmt: skip
 
@@ -102,8 +129,12 @@ def lines(steps: list[Step], depth: int = 0) -> Iterator[str]:
             yield from lines(body, depth + 1 + (labels != [""]))
 
 
+def _shape(item: tuple[str, list[Step]]) -> tuple[Any, ...]:
+    return tuple((step.name, step.key(), step.from_layers()) for step in item[1])
+
+
 def _alike(bodies: dict[str, list[Step]]) -> Iterator[tuple[list[str], list[Step]]]:
     """Yield runs of equal bodies by their namespaces."""
-    for _, run in groupby(bodies.items(), lambda item: tuple((step.name, step.key()) for step in item[1])):
+    for _, run in groupby(bodies.items(), _shape):
         same = list(run)
         yield [label for label, _ in same], same[0][1]

@@ -13,8 +13,9 @@ from torch import Tensor
 
 SIZES = tuple(1 << power for power in range(14, 29, 2))  # bytes: from a first-level cache to memory
 LARGE_BYTES = SIZES[-1]
-TRIALS = 7
-SECONDS = 0.02  # of a trial
+TRIALS = 25
+SECONDS = 0.004  # of a trial: short, so that some are not interrupted by other processes
+SIDES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of matrices: a product of the smaller ones is a short trial too
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,13 @@ class Limits:
 
 def measured(device: torch.device, dtype: torch.dtype) -> Limits:
     """Measure the rates of a device with as many threads as torch uses."""
-    side = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    flops = 2 * side**3 / _best(lambda: a @ b, device)
+    flops = max(_flops(side, device, dtype) for side in SIDES.get(device.type, SIDES["cuda"]))
     return Limits(flops, {size: _traffic(size, device) for size in SIZES})
+
+
+def _flops(side: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / _best(lambda: a @ b, device)
 
 
 def _traffic(size: int, device: torch.device) -> float:

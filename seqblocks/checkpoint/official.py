@@ -24,9 +24,10 @@ MAX_LINES = 20  # of one error
 Pairs = list[tuple[Named, Recipe]]
 
 # Buffers that releases contain although configurations determine them: rotary frequencies (Llama 2, Pythia), the decays
-# of MiniMax, and the causal mask of GPT-NeoX, a boolean matrix [1, 1, length, length], with the number for "masked".
+# of MiniMax, the indices and masks of shifted windows (Swin), and the causal mask of GPT-NeoX, a boolean matrix
+# [1, 1, length, length], with the number for "masked".
 _DETERMINED = re.compile(
-    r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias"
+    r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias|relative_position_index|attn_mask"
     r"|self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay))"
 )
 _MASK = re.compile(r"(?:.*\.)?attention\.bias")

@@ -16,6 +16,9 @@ class Repeat(Combinator):
     repeats the pattern. `(m m s)*4` repeats a group, and `mms*4` is the same if there are steps for `m` and `s` and
     none for `mms`. Inside, `layer` is the layer index (from 0) and `layers` the number of layers. With `share`,
     layers use the parameters of the first layer (in a pattern, of the first layer with the same word).
+
+    A layer can read wires of the layers above it: `layers.0.v`, or `layers[-1].v or input`, which says what to read
+    where there is none. After the repeat, its name takes the place of `layers`.
     """
 
     times: int = argument(1, "number of repetitions of the steps or the pattern (may be 0)", ge=0, le=MAX_REPEATS)

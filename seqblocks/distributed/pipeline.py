@@ -117,7 +117,7 @@ def stage_graphs(spec: ModelSpec, stages: int) -> tuple[list[Graph], dict[int, A
     for at, inside in enumerate(nodes):
         inputs = reads if at == 0 else tuple(parts[-1].outputs.values())
         later = {value for group in nodes[at + 1 :] for node in group for value in node.reads} | set(results.values())
-        known = dict.fromkeys((*inputs, *(value for node in inside for value in node.outputs)))
+        known = dict.fromkeys((*inputs, *(value for node in inside for value in node.made)))
         crossing = {f"value {value}": value for value in known if value in later}
         outputs = results if at == stages - 1 else crossing
         parts.append(Graph(inputs[0], inside, next(iter(outputs.values())), inputs[1:], outputs=outputs))
@@ -159,7 +159,14 @@ def _nodes(segments: list[Segment]) -> Iterator[Node]:
         labels = [segment.label for segment in segments[at:] if segment.node is node]
         at += len(labels)
         whole = node.kind != "repeat" or not node.bodies or len(labels) == len(node.bodies)
-        yield node if whole else node._replace(bodies={label: node.bodies[label] for label in labels})
+        yield node if whole else _with_layers(node, labels)
+
+
+def _with_layers(node: Node, labels: list[str]) -> Node:
+    """Return a repeat with some of its layers. What they export, layers of later stages may read."""
+    bodies = {label: node.bodies[label] for label in labels}
+    exports = {value: value for body in bodies.values() for value in body.exports}
+    return node._replace(bodies=bodies, exports=exports)
 
 
 def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:

@@ -145,6 +145,7 @@ class _Planner:
             self.whole |= {body.result for body in node.bodies.values()}
         if is_separate:
             self._need_whole(*node.reads)
+        self.whole |= {value for body in node.bodies.values() for value in body.exports}
         if not node.bodies:  # a repeat without layers
             self._note_outputs(node, False, frozenset())
             return node
@@ -157,6 +158,8 @@ class _Planner:
         self._check_result(node, result)
         is_part = self.parts[result] and not is_separate
         self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
+        for value in node.exports:
+            self.parts[value], self.types[value], self.origins[value] = False, self.spec.types[value], frozenset()
         return node._replace(bodies=bodies, type=self._local(node.type, is_part))
 
     def _check_result(self, node: Node, result: int) -> None:

@@ -74,7 +74,10 @@ class Attention(_Heads):
 
     q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
     `soft_cap` is that of Gemma 2, `sinks` those of gpt-oss. With `bias: alibi`, each token of distance subtracts a
-    head's slope from a score: 2^(-8 / H), 2^(-16 / H), …; with `learned_alibi`, `slopes` [H] begins with these.
+    head's slope from a score: 2^(-8 / H), 2^(-16 / H), …; with `learned_alibi`, `slopes` [H] begins with these. With
+    `bias: relative`, each head adds a learned number for the position of the query relative to the key: of tokens with
+    R rows and C columns, `relative` [(2 R - 1) * (2 C - 1), H], for the rows and columns between them (Swin), and of L
+    tokens in a sequence, [2 L - 1, H].
 
     State per sequence: keys and values of the last `window` - 1 or `chunk` - 1 tokens (without these, of up to `cache`
     tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4). With
@@ -90,14 +93,16 @@ class Attention(_Heads):
     keep_first: int = argument(0, "first tokens of a sequence that stay visible outside the window (0: none)", ge=0)
     chunk: int = argument(0, "cut sequences into chunks of this many tokens: a token sees its own (0: no chunks)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
-    bias: Literal["none", "alibi", "learned_alibi"] = argument(
-        "none", "what is added to the scores: nothing, or -slope times the distance of query and key"
+    bias: Literal["none", "alibi", "learned_alibi", "relative"] = argument(
+        "none", "what is added to the scores: nothing, -slope times the distance of query and key, or a learned number "
+        "for each relative position, which needs causal: false"
     )
     causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
     cache: int = argument(2048, "maximum number of tokens of a stream, if there is neither window nor chunk", ge=1)
     source = (
         "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864); soft_cap: Gemma 2 "
-        "(arXiv:2408.00118); sinks: gpt-oss (arXiv:2508.10925); alibi: arXiv:2108.12409"
+        "(arXiv:2408.00118); sinks: gpt-oss (arXiv:2508.10925); alibi: arXiv:2108.12409; relative: Swin "
+        "(arXiv:2103.14030)"
     )
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
@@ -117,16 +122,44 @@ class Attention(_Heads):
             raise Fault("E210", message, at="keep_first", hint=hint)
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
+        if self.bias == "relative":
+            self._check_relative(q)
         return v.with_features(found.features)
+
+    def _check_relative(self, q: Wire) -> None:
+        """Raise Fault (E210, E412) unless relative positions can be learned: of a known number, to both sides."""
+        if self.causal or self.span:
+            hint = "causal: false" if self.causal else "remove `window:` or `chunk:`"
+            message = "relative positions are learned for all pairs of tokens"
+            raise Fault("E210", message, at="bias", hint=hint)
+        if q.grid is None and not isinstance(q.length, int):
+            message, hint = "relative positions need a known number of tokens", "give the input a length"
+            raise Fault("E412", message, at="bias", found=f"{q}", hint=hint)
+
+    def relative_grid(self, q: Wire) -> tuple[int, int]:
+        """Return the rows and columns of the tokens; those of a sequence are one row."""
+        assert q.grid or isinstance(q.length, int)
+        return q.grid or (1, q.length)  # type: ignore[return-value]
+
+    def is_upright(self, q: Wire, k: Wire, v: Wire) -> bool:
+        return self.bias == "relative" and q.grid is not None
+
+    def keeps_apart(self, q: Wire, k: Wire, v: Wire) -> bool:
+        return not (self.causal or self.span)
 
     def parameters(self, q: Wire, k: Wire, v: Wire) -> dict[str, Parameter]:
         found = super().parameters(q, k, v)
+        if self.bias == "relative":
+            rows, columns = self.relative_grid(q)
+            shape = ((2 * rows - 1) * (2 * columns - 1), self.heads)
+            found["relative"] = Parameter(shape, Init("trunc_normal", (0.02,)), decay=False)
         if self.bias == "learned_alibi":
             found["slopes"] = Parameter((self.heads,), Init("alibi"), decay=False, full_precision=True)
         return found
 
     def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
-        return [] if self.bias == "alibi" else super().splits(ranks, q, k, v)  # a slope depends on the head's number
+        # a slope depends on the head's number, and a table has all heads
+        return [] if self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
 
     def slopes(self, p: Any, device: Any) -> Any:
         """Return the slopes of the bias [H], or None."""
@@ -254,7 +287,8 @@ class Attention(_Heads):
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
         slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
-        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"))
+        bias = attention.relative(tape, p["relative"], q.shape[1]) if self.bias == "relative" else None
+        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"), bias)
         if self.keep_first:
             y = attention.with_first(tape, q, k, v, self.window, self.keep_first, scores)
             return tape.view(y, tape.out)
@@ -262,6 +296,20 @@ class Attention(_Heads):
             return tape.view(attention.windowed(tape, q, k, v, self.span, self.causal, scores), tape.out)
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
         return tape.view(run(tape, q, k, v), tape.out)
+
+    def _relative(self, p: Any, call: Any, q: Any) -> Any:
+        """Return what relative positions add to the scores [H, S, S], or None. Raises RunError for another grid."""
+        if self.bias != "relative":
+            return None
+        table, tokens = p["relative"], q.shape[1]
+        size = call.grid.of(tokens) if call.grid else None
+        size = size if size and (2 * size[0] - 1) * (2 * size[1] - 1) == table.shape[0] else (1, tokens)
+        if (2 * size[0] - 1) * (2 * size[1] - 1) != table.shape[0]:
+            raise RunError(
+                f"attention has {table.shape[0]} relative positions, and these {tokens} tokens have others: pass an "
+                "image of the size in the spec"
+            )
+        return relative_bias(table, size)
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import attention
@@ -282,6 +330,8 @@ class Attention(_Heads):
             soft_cap=self.soft_cap or None,
             slopes=self.slopes(p, q.device),
             sinks=p.get("sinks"),
+            bias=self._relative(p, call, q),
+            segments=call.segments,
             state=state,
             keep=self.cache_size(),
             return_state=call.return_state,
@@ -293,6 +343,19 @@ class Attention(_Heads):
         if not self.span:
             must_hold(self.cache, last.length, call.compiling, INSTEAD)
         return y.flatten(-2), self.flat(last)
+
+
+def relative_bias(table: Any, grid: tuple[int, int]) -> Any:
+    """Return the entries [H, S, S] of a table [(2 R - 1) * (2 C - 1), H] for each query and key of a grid."""
+    import torch
+
+    rows, columns = grid
+    row, column = (torch.arange(n, device=table.device) for n in grid)
+    by_row = (row[:, None] - row + rows - 1) * (2 * columns - 1)
+    by_column = column[:, None] - column + columns - 1
+    index = (by_row[:, None, :, None] + by_column[None, :, None, :]).reshape(-1)
+    tokens = rows * columns
+    return table[index].view(tokens, tokens, -1).permute(2, 0, 1)
 
 
 def must_hold(cache: int, length: Any, compiling: bool, instead: str = "") -> None:

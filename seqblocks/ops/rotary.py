@@ -10,7 +10,7 @@ from seqblocks.ops.positions import position_after
 from seqblocks.rotary_scaling import Scaling, unscaled
 from seqblocks.state_layout import State
 from seqblocks.types import Facts, Wire
-from seqblocks.widths import must_divide
+from seqblocks.widths import must_divide, must_have_grid
 
 
 @primitive("rotary")
@@ -28,6 +28,10 @@ class Rotary(Op):
     whose long factors apply if `length` is larger than the original; `{type: dynamic, factor: 2, original_length: 2048,
     length: 8192}`. Each may set attention_factor. Other entries are named as in transformers. Angles depend on the
     `length` that is given, never on that of a call: a stream equals the whole sequence.
+
+    `positions: grid` is for the tokens of an image: the first half of the pairs is rotated by the row, the second by
+    the column, pair j of each half by position / base^(4 j / D). With `halves` it is the rotation of Qwen2-VL's images,
+    with `interleaved` that of EVA-02's.
     """
 
     independent = "heads"
@@ -40,9 +44,13 @@ class Rotary(Op):
     first: int = argument(0, "index of the first feature of each head that rotates", ge=0)
     layout: Literal["halves", "interleaved"] = argument("halves", "which features are a pair")
     scaling: Scaling | None = argument(None, "other angles, for longer sequences: see above")
+    positions: Literal["sequence", "grid"] = argument(
+        "sequence", "what rotates: the position in the sequence, or the row and the column in an image"
+    )
     source = (
         "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745); "
-        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783"
+        "yarn: arXiv:2309.00071; longrope: arXiv:2402.13753; llama3: arXiv:2407.21783; "
+        "grid: EVA-02 (arXiv:2303.11331), Qwen2-VL (arXiv:2409.12191)"
     )
 
     def turned(self, x: Wire) -> int:
@@ -65,14 +73,43 @@ class Rotary(Op):
             raise Fault("E401", message, at="features", expected=expected, found=str(self.features))
         if self.scaling:
             self.scaling.check(self.turned(x), self.base)
+        if self.on_grid:
+            self._check_grid(x)
         return x
+
+    @property
+    def on_grid(self) -> bool:
+        return self.positions == "grid"
+
+    def _check_grid(self, x: Wire) -> None:
+        """Raise Fault (E210, E401, E407) unless pairs of features can be rotated by rows and columns."""
+        must_have_grid(x, "`positions: grid`", at="positions", instead="`positions: sequence`")
+        if self.scaling:
+            hint = "remove `scaling:`"
+            raise Fault("E210", "angles are scaled for sequences, not for rows and columns", at="scaling", hint=hint)
+        if self.turned(x) % 4:
+            message = "rows and columns each rotate half of the pairs of features"
+            expected = "a multiple of 4 of each head"
+            raise Fault("E401", message, at="positions", expected=expected, found=f"{self.turned(x)}")
+
+    def is_upright(self, x: Wire) -> bool:
+        return self.on_grid
+
+    def keeps_apart(self, x: Wire) -> bool:
+        return self.on_grid
+
+    def cannot_stream(self, x: Wire) -> str | None:
+        return "it has a position for each row and column of an image" if self.on_grid else None
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return self.cannot_stream(x)
 
     def facts(self, x: Wire) -> Facts:
         preserves = self.scaling is None or self.scaling.amplitude() == 1
         return Facts(unit=x.facts.unit if preserves and x.facts.unit == self.heads else 0)
 
     def state(self, x: Wire) -> dict[str, State]:
-        return {"position": State((), "int64")}
+        return {} if self.on_grid else {"position": State((), "int64")}
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features
@@ -83,6 +120,8 @@ class Rotary(Op):
     def _rates(self, width: int, device: Any) -> Any:
         import torch
 
+        if self.on_grid:
+            return torch.tensor(2 * [*unscaled(width // 2, self.base)], dtype=torch.float64, device=device)
         rates = self.scaling.rates(width, self.base) if self.scaling else unscaled(width, self.base)
         return torch.tensor(rates, dtype=torch.float64, device=device)
 
@@ -93,6 +132,8 @@ class Rotary(Op):
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.positions import prepare_turning
 
+        if self.on_grid:
+            return None
         turns: dict[int, Any] = {}  # by width
 
         def step(position: Any, x: Any) -> Any:
@@ -130,11 +171,25 @@ class Rotary(Op):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions, turned
 
-        before = call.state["position"] if call.state else None
-        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        index = index[:1] if before is None and call.resets is None else index  # one row of angles for the whole batch
         heads = x.unflatten(-1, (self.heads, -1))
         width = self.features or heads.shape[-1] - self.first
+        state = {}
+        if self.on_grid:
+            index = grid_positions(call.grid_of(x), width // 4, x.device)
+        else:
+            before = call.state["position"] if call.state else None
+            index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
+            index = index[:1] if before is None and call.resets is None else index  # one row of angles for all
+            state = {"position": after}
         part = heads.narrow(-1, self.first, width)
         y = turned(part, index, self._rates(width, x.device), **self._options())
-        return self._joined(heads, y, width).flatten(-2), {"position": after}
+        return self._joined(heads, y, width).flatten(-2), state
+
+
+def grid_positions(size: tuple[int, int], pairs: int, device: Any) -> Any:
+    """Return the row of each token for the first pairs, then its column for as many more [1, tokens, 2 pairs]."""
+    import torch
+
+    rows, columns = (torch.arange(n, device=device) for n in size)
+    places = torch.stack([rows[:, None].expand(size), columns.expand(size)], -1).flatten(0, 1)
+    return places.repeat_interleave(pairs, 1).unsqueeze(0)

@@ -28,7 +28,10 @@ class Read:
 
 @dataclass
 class Box:
-    """A step, or several layers that are alike. Counts are those of one of them; None: unknown after a fault."""
+    """A step, or several layers that are alike. Counts are those of one of them; None: unknown after a fault.
+
+    names: in the list around it, one for each layer. mark: a word that a page may show in a colour.
+    """
 
     path: str
     title: str
@@ -45,6 +48,8 @@ class Box:
     problems: list[str] = field(default_factory=list)
     reads: tuple[Read, ...] = ()
     boxes: list[Box] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    mark: str = ""
 
     @property
     def side_by_side(self) -> bool:
@@ -100,7 +105,8 @@ class _Maker:
         notes = ["added to its input"] if row.kind == "residual" else []
         box = Box(
             own, title(row), row.verb, row.kind, row.input, "?" if row.output == "None" else row.output, row.params,
-            row.macs, row.state, len(row.names), node.span if node else None, (*notes, *row.notes),
+            row.macs, row.state, len(row.names), node.span if node else None, (*notes, *row.remarks),
+            names=tuple(row.names),
         )  # fmt: skip
         if node:
             box.reads = tuple(

@@ -174,7 +174,7 @@ def _tip(x: float, y: float, turned: int) -> str:
 
 def _box(placed: Placed) -> Iterator[str]:
     box = placed.box
-    kinds = f"{box.kind} faulty" if box.problems else box.kind
+    kinds = " ".join(filter(None, [box.kind, "faulty" if box.problems else "", box.mark]))
     place = f'x="{placed.x:.1f}" y="{placed.y:.1f}" width="{placed.width:.1f}" height="{placed.height:.1f}"'
     where = f"{box.path}, {box.span}" if box.span else box.path
     line = f' data-line="{box.span.line}"' if box.span and box.span.source.kind in ("own", "text") else ""

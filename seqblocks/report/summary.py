@@ -30,6 +30,7 @@ from seqblocks.cost import (
 )
 from seqblocks.errors import UsageError, listing
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.report.layer_wires import LayerWire, layer_wires
 from seqblocks.types import Wire
 
 
@@ -54,9 +55,16 @@ class Row:
     rows: list[Row] = field(default_factory=list)
     node: Node | None = None  # of the first of its steps; None: a layer, a branch or a direction
     body: Graph | None = None  # of the first of these
+    from_layers: list[str] = field(default_factory=list)  # the wires of other layers that its steps read
+
+    @property
+    def remarks(self) -> list[str]:
+        """The notes, and the wires of other layers."""
+        return [*self.notes, f"reads {listing(self.from_layers, 3)}"] if self.from_layers else self.notes
 
     def as_data(self) -> dict[str, Any]:
-        out = {key: getattr(self, key) for key in self.__slots__ if key not in ("rows", "node", "body")}
+        hidden = ("rows", "node", "body", "from_layers")
+        out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden} | {"notes": self.remarks}
         return out | {"steps": [row.as_data() for row in self.rows]}
 
     def __repr__(self) -> str:
@@ -65,9 +73,9 @@ class Row:
     def inside(self, path: str, depth: int) -> Iterator[dict[str, Any]]:
         """Yield the row and the rows below it without nesting, `step` being the path of the step."""
         step = graph.join(path, ", ".join(self.names))
-        hidden = ("rows", "names", "tied", "notes", "node", "body")
+        hidden = ("rows", "names", "tied", "notes", "node", "body", "from_layers")
         out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden}
-        yield {"step": step, "depth": depth} | out | {"notes": ", ".join(self.notes)}
+        yield {"step": step, "depth": depth} | out | {"notes": ", ".join(self.remarks)}
         for row in self.rows:
             yield from row.inside(step, depth + 1)
 
@@ -150,6 +158,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     obstacle = graph.stream_obstacle(spec)
     ahead, future = _lookahead(spec)
     ahead_of_steps = {path: lookahead.shown(each.tokens) for path, each in lookahead.by_step(spec).items()}
+    wires = layer_wires(spec.graph, spec.labels)
     return Summary(
         name=spec.name,
         input=spec.input_text,
@@ -164,7 +173,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         state=count_state(spec.graph),
         state_bytes=state_bytes(spec.graph, dtype),
         dtype=dtype,
-        rows=list(_rows(_Table(spec.types, tokens, ahead_of_steps), spec.graph, depth)),
+        rows=list(_rows(_Table(spec.types, tokens, ahead_of_steps, exports=wires), spec.graph, depth)),
         streams=": ".join(obstacle) if obstacle else None,
         frame_size=graph.frame_size(spec.graph),
         lookahead=ahead,
@@ -228,7 +237,7 @@ class _Table(NamedTuple):
     """Data for the rows of a body: the types of the values, and the number of tokens of one input, if known.
 
     ahead: the lookahead of each step, by its path. path: of the body. shared: the parameters in the body that an
-    enclosing step shares with another, by relative name.
+    enclosing step shares with another, by relative name. exports: the values of layers that other steps read.
     """
 
     types: Mapping[int, Wire | None]
@@ -236,6 +245,7 @@ class _Table(NamedTuple):
     ahead: dict[str, int | str]
     path: str = ""
     shared: Tree = MappingProxyType({})
+    exports: Mapping[int, LayerWire] = MappingProxyType({})
 
     def inside(self, label: str) -> _Table:
         """Return the table of the contents of a name."""
@@ -300,6 +310,7 @@ def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
             tied=dict(node.ties),
             shares=node.owner_name,
             notes=_notes(node),
+            from_layers=_from_layers(below, node),
             node=node,
         )
         if table.shared and below.shared and not row.params:
@@ -348,9 +359,17 @@ def _collapsed(layers: Iterable[Row]) -> list[Row]:
         same = next((group for group in groups if _alike(group, layer)), None)
         if same:
             same.names += layer.names
+            _add_wires(same, layer)
         else:
             groups.append(layer)
     return groups
+
+
+def _add_wires(row: Row, like: Row) -> None:
+    """Add the wires that the steps of an equal layer read to those of a row."""
+    row.from_layers = list(dict.fromkeys((*row.from_layers, *like.from_layers)))
+    for inner, other in zip(row.rows, like.rows, strict=True):
+        _add_wires(inner, other)
 
 
 def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
@@ -402,6 +421,14 @@ def _children_alike(a: list[Row], b: list[Row]) -> bool:
 def _first_input(table: _Table, node: Node) -> str:
     wires = [table.types[value] for values in node.inputs.values() for value in values]
     return str(wires[0]) if wires and wires[0] else ""
+
+
+def _from_layers(table: _Table, node: Node) -> list[str]:
+    """Return the wires of other layers that a step reads."""
+    if not table.exports:
+        return []
+    read = [table.exports[value] for values in node.inputs.values() for value in values if value in table.exports]
+    return list(dict.fromkeys(name for wire in read if (name := wire.seen_from(table.path))))
 
 
 def _notes(node: Node) -> list[str]:

@@ -128,7 +128,7 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
         "params": [_number(row.params) for row, _ in rows],
         "MACs": [_macs(row, per) for row, _ in rows],
         "state": [_number(row.state) for row, _ in rows],
-        "notes": [", ".join(row.notes) for row, _ in rows],
+        "notes": [", ".join(row.remarks) for row, _ in rows],
     }
     # omit empty columns
     return {title: cells for title, cells in columns.items() if any(cell.strip("- ") for cell in cells)}

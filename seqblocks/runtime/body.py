@@ -13,7 +13,17 @@ from seqblocks.op import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
-from seqblocks.runtime.modules import Place, StepModule, call_child, draws_now, is_hooked, is_linear, make, makes
+from seqblocks.runtime.modules import (
+    Place,
+    StepModule,
+    call_child,
+    draws_now,
+    is_hooked,
+    is_linear,
+    make,
+    makes,
+    take_exports,
+)
 from seqblocks.runtime.primitive import Primitive, compute
 from seqblocks.runtime.residual_sums import Ends
 from seqblocks.runtime.torch_modules import is_built
@@ -69,7 +79,7 @@ def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
-        last |= dict.fromkeys((*values, *node.outputs), at)
+        last |= dict.fromkeys((*values, *node.made), at)
     for value in body.results:
         last.pop(value, None)
     spent: list[list[int]] = [[] for _ in body.nodes]
@@ -130,7 +140,7 @@ class Body(StepModule):
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
         self._label, self._reads, self._result = label, body.reads, body.result
-        self._outputs, self._arity = body.outputs, len(body.reads)
+        self._outputs, self._arity, self._exports = body.outputs, len(body.reads), body.exports
         for node in body.nodes:
             # add_module rejects names of nn.Module's attributes; the analysis has already rejected those that clash
             self._modules[node.name] = make(node, place.at(node))
@@ -202,10 +212,17 @@ class Body(StepModule):
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
                     states[step.name] = state
+                add_exports(step, values, inner)
                 store(step, y, values)
+        return self._results(values, call), states
+
+    def _results(self, values: dict[int, Any], call: Call) -> Any:
+        """Return the result, or the outputs by name; put what steps outside read into the call."""
+        if self._exports:
+            call.exports = {value: values[value] for value in self._exports}
         if self._outputs:
-            return {name: values[value] for name, value in self._outputs.items()}, states
-        return values[self._result], states
+            return {name: values[value] for name, value in self._outputs.items()}
+        return values[self._result]
 
     def _run_in_parts(self, values: dict[int, Any], call: Call) -> tuple[Any, States] | None:
         """Return the result of `_run` for a long sequence, or None if it is to run at once."""
@@ -229,16 +246,20 @@ class Body(StepModule):
             return self._phases.context
         for step in self._phases.kept:
             assert call.state is not None
-            states[step.name] = call.state[step.name]
-            store(step, states[step.name]["output"], values)
+            states[step.name] = kept = call.state[step.name]
+            values.update((value, kept[part]) for part, value in step.node.kept_exports.items())
+            store(step, kept["output"], values)
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
         """Run a step that depends on the context only."""
         inputs = [values[v] for v in step.reads]
-        y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
+        inner = call.for_context()
+        y, _ = call_child(self._modules[step.name], inputs, inner, step.name, step.node)
+        add_exports(step, values, inner)
         if step.node.kept and call.phase:
-            states[step.name] = {"output": compact(y)}
+            parts = {"output": y} | {part: values[value] for part, value in step.node.kept_exports.items()}
+            states[step.name] = {part: compact(x) for part, x in parts.items()}
         store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
@@ -275,6 +296,12 @@ class Body(StepModule):
 
     def _get_name(self) -> str:
         return self._label
+
+
+def add_exports(step: Planned, values: dict[int, Any], call: Call) -> None:
+    """Add the values inside a step that later steps read. call: the one that the step has just had."""
+    if step.node.exports:
+        values.update(take_exports(call, step.node.exports, step.name))
 
 
 def store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:

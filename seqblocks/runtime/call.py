@@ -111,6 +111,8 @@ class Call:
     relay: set if this sequence is a part of a longer one, whose other parts are on other ranks.
     last_only: whether only the last token's output is needed.
     made: the new states of the module that was called with this, which returns the output alone.
+    exports: the values of that module, by number, that steps outside it read.
+    segments [batch, seq]: tokens read only those of an equal number, in a shifted window of an image.
     batch: the number of sequences, before the first token of a stream, where no input tells it.
     """
 
@@ -127,7 +129,9 @@ class Call:
     relay: Relay | None = None
     last_only: bool = False
     made: States | None = None
+    exports: dict[int, Any] | None = None
     batch: int = 0
+    segments: Tensor | None = None
 
     @property
     def compiling(self) -> bool:

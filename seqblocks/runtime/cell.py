@@ -20,7 +20,7 @@ from seqblocks.graph import Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
-from seqblocks.runtime.body import Body, Planned, planned, spent_values, store
+from seqblocks.runtime.body import Body, Planned, add_exports, planned, spent_values, store
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.modules import Place, call_child, draws_now, is_hooked, makes
 from seqblocks.runtime.owner import Owner
@@ -135,6 +135,7 @@ class Cell(Body, Owner):
             values[self._old[name]] = state.unsqueeze(1)
         for step in self._all:
             y, _ = call_child(self._modules[step.name], [values[v] for v in step.reads], call, step.name, step.node)
+            add_exports(step, values, call)
             store(step, y, values)
         return values[self._result], {
             name: values[new].squeeze(1).to(before[name].dtype) for name, new in self._new.items()
@@ -303,6 +304,7 @@ class Cell(Body, Owner):
 
         def by_module(values: Values) -> None:
             y, _ = call_child(child, [values[v] for v in reads], call, step.name, step.node)
+            add_exports(step, values, call)
             store(step, y, values)
 
         if not is_built(child) or is_hooked(child) or nn.modules.module._has_any_global_hook():

@@ -73,7 +73,7 @@ MAX_HEAD = 4096  # features
 
 def last(node: Node) -> Node:
     """Return the op that computes a block's result if it is the block's last step, else the node itself."""
-    while node.kind == "block":
+    while node.kind == "block" and not node.exports:
         body = node.bodies[""]
         inner = body.nodes[-1] if body.nodes else None
         if inner is None or inner.split or inner.outputs[0] != body.result:

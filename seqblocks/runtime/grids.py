@@ -37,6 +37,7 @@ def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
                 own = zip(inner.reads, node.reads, strict=True)
                 found |= {value: found[outer] for value, outer in own if outer in found}
             _trace(inner, types, found)
+        found |= {value: found[inside] for value, inside in node.exports.items() if inside in found}
         source = _source(node, found)
         if source is not None:
             found |= {value: source for value in node.outputs if has_grid(types.get(value))}

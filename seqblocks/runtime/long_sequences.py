@@ -61,7 +61,7 @@ def find(body: Graph, place: Place) -> Parts | None:
     All steps must be primitives, or blocks of primitives, that can stream, with states of a fixed size, for sequences
     of one rate.
     """
-    if place.streams or body.outputs or len(body.reads) != 1 or not body.nodes:
+    if place.streams or body.outputs or body.exports or len(body.reads) != 1 or not body.nodes:
         return None
     nodes = [node for node in walk(body) if node.kind != "block"]
     wires = [place.types[body.input], *(node.type for node in nodes)]

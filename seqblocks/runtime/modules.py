@@ -145,6 +145,19 @@ def call_child(
     return y, {}
 
 
+def take_exports(call: Call, exports: Mapping[int, int], name: str) -> dict[int, Any]:
+    """Return the values of the child that was just called which later steps read, by their numbers here.
+
+    exports: those numbers, with the ones inside the child. Raises RunError if a replacement does not make them.
+    """
+    made, call.exports = call.exports, None
+    if made is None:
+        if call.phase == "context":  # replacements run there only on a prefix
+            return dict.fromkeys(exports)
+        raise RunError(f"{name}: the module that replaces it does not make the wires that later steps read from it")
+    return {here: made[inside] for here, inside in exports.items()}
+
+
 def alone(module: StepModule, tensors: Sequence[Any], others: Mapping[str, Any]) -> Call:
     """Return the call of a step that a user calls by itself. Raises RunError for arguments that it does not take."""
     name = module._get_name()

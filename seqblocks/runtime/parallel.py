@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes, take_exports
 from seqblocks.state import States
 
 
@@ -22,18 +24,24 @@ class Parallel(StepModule):
         several = len(node.bodies) > 1  # token ids, which have no features to join along, pass through one branch
         self._axis = node.type.feature_axis if several and node.type else -1
         self._captures = {label: body.captures for label, body in node.bodies.items()}
+        self._exports = {label: {value: value for value in body.exports} for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
             self._modules[label] = Body(body, place.inside(label), "steps")
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
         results, states = [], {}
+        exports: dict[int, Any] = {}
         for label, captures in self._captures.items():
             inputs = [tensors[0], *(values[v] for v in captures)]
-            y, state = call_child(self._modules[label], inputs, call.into(label), label)
+            inner = call.into(label)
+            y, state = call_child(self._modules[label], inputs, inner, label)
             results.append(y)
+            if self._exports[label]:
+                exports |= take_exports(inner, self._exports[label], label)
             if state:
                 states[label] = state
+        call.exports = exports or None
         not_yet = call.phase == "context" and None in results
         return results[0] if not_yet else merged(results, self._merge, self._axis), states
 

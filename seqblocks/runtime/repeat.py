@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqblocks.graph import Node
+from seqblocks.graph import Node, spent_after_layers
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import Place, StepModule, call_child, makes
+from seqblocks.runtime.modules import Place, StepModule, call_child, makes, take_exports
 from seqblocks.runtime.residual_sums import added_up, body_takes, call_open
 from seqblocks.state import States
+
+
+class Layer(NamedTuple):
+    """What a layer reads besides the output of the layer before it, and what later layers or steps read from it.
+
+    spent: the values that no later layer reads, and no step after the repeat.
+    """
+
+    captures: tuple[int, ...]
+    exports: tuple[int, ...]
+    spent: tuple[int, ...]
+
+    def store(self, exports: Sequence[Any], values: dict[int, Any]) -> None:
+        """Add the values that the layer exports, and delete those that are not read again."""
+        values.update(zip(self.exports, exports, strict=True))
+        for value in self.spent:
+            values.pop(value, None)
+
+
+def _layers(node: Node) -> list[Layer]:
+    bodies = zip(node.bodies.values(), spent_after_layers(node), strict=True)
+    return [Layer(body.captures, body.exports, tuple(spent)) for body, spent in bodies]
+
+
+def _taken(layer: Layer, call: Call, label: str) -> list[Any]:
+    """Return the values that a layer, which was just called, exports."""
+    exports = {value: value for value in layer.exports}
+    return [*take_exports(call, exports, f"layer {label}").values()] if exports else []
 
 
 @makes("repeat")
@@ -27,40 +55,55 @@ class Repeat(StepModule):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
         self._reads = node.reads
-        self._captures = {label: body.captures for label, body in node.bodies.items()}
         bodies = [*node.bodies.items()]
+        self._layers = {label: layer for (label, _), layer in zip(bodies, _layers(node), strict=True)}
         self._open_after = {label: body_takes(after) for (label, _), (_, after) in pairwise(bodies)}
+        self._exports = tuple(node.exports)
         for label, body in bodies:
             self._modules[label] = Body(body, place.inside(label), "steps")
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
         x, states = tensors[0], {}
-        for at, (label, captures) in enumerate(self._captures.items()):
-            inputs = [x, *(values[v] for v in captures)]
+        for at, (label, layer) in enumerate(self._layers.items()):
+            inputs = [x, *(values[v] for v in layer.captures)]
             if self._checkpointing and at % self._checkpoint_stride == 0 and torch.is_grad_enabled():
-                x, state = self._checkpointing(self._call_layer, label, call, *inputs)
+                x, state, *exports = self._checkpointing(self._call_layer, label, call, *inputs)
             else:
-                x, state = self._call_layer(label, call, *inputs)
+                x, state, *exports = self._call_layer(label, call, *inputs)
+            layer.store(exports, values)
             if state:
                 states[label] = state
+        self._export(values, call)
         return x, states
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         if self._checkpointing and torch.is_grad_enabled():
             return self._compute(added_up(inputs[0]), *inputs[1:], call=call)
         values, x, states = dict(zip(self._reads, inputs, strict=True)), inputs[0], {}
-        last = next(reversed(self._captures), None)
-        for label, captures in self._captures.items():
-            given = [x, *(values[v] for v in captures)]
+        last = next(reversed(self._layers), None)
+        for label, layer in self._layers.items():
+            given, inner = [x, *(values[v] for v in layer.captures)], call.into(label)
             ending = leaves if label == last else self._open_after[label]
-            x, state = call_open(self._modules[label], given, call.into(label), label, None, ending)
+            x, state = call_open(self._modules[label], given, inner, label, None, ending)
+            layer.store(_taken(layer, inner, label), values)
             if state:
                 states[label] = state
+        self._export(values, call)
         return x, states
 
-    def _call_layer(self, label: str, call: Call, *inputs: Tensor) -> tuple[Tensor, States]:
-        return call_child(self._modules[label], inputs, call.into(label), label)
+    def _call_layer(self, label: str, call: Call, *inputs: Tensor) -> tuple[Any, ...]:
+        """Return the output of a layer, its states, and the values that later layers or steps read.
+
+        These are results too, so that a function that calls the layer sees the gradients of all.
+        """
+        inner = call.into(label)
+        y, states = call_child(self._modules[label], inputs, inner, label)
+        return y, states, *_taken(self._layers[label], inner, label)
+
+    def _export(self, values: Mapping[int, Any], call: Call) -> None:
+        if self._exports:
+            call.exports = {value: values[value] for value in self._exports}
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -17,7 +17,7 @@ made of the same calls: `seqblocks/streaming/frames.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -34,7 +34,7 @@ from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts, on_routed
-from seqblocks.runtime.modules import call_child, is_hooked
+from seqblocks.runtime.modules import call_child, is_hooked, take_exports
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive, checked, is_primitive, parameters_of, takes_plain_tokens
 from seqblocks.runtime.repeat import Repeat
@@ -99,6 +99,7 @@ class Stepper:
         self._guard = Guard()
         self._guard.note_owner(model)
         self._source = StepperSource()
+        self._exports: dict[int, str] = {}  # variables of the values that bodies export, so far
         self._source.unpack(declared, (), self.dtype)
         y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         if not spec.graph.outputs:
@@ -189,6 +190,8 @@ class Stepper:
                 values |= self._reader(module, *found, values, path)
             else:
                 values |= self._first_of(module, nodes[at:], values, path)
+            values |= {here: self._exports[inside] for here, inside in node.exports.items()}
+        self._exports |= {value: values[value] for value in body.exports}
         for name, value in body.carried.items():  # memory of its own: it may be the input, or a part of another value
             self._source.keep((*path, name), f"{values[value]}.clone()")
         return self._result(body, values)
@@ -244,12 +247,15 @@ class Stepper:
     def _context_outputs(self, node: Node, path: Path) -> dict[int, str]:
         """Return the variables of a context step's outputs, 'None' unless the state holds them."""
         if not node.kept:
-            return dict.fromkeys(node.outputs, "None")
+            return dict.fromkeys(node.made, "None")
         y = self._source.carry_over((*path, "output"))
+        exports = dict.fromkeys(node.exports, "None")
+        exports |= {value: self._source.carry_over((*path, part)) for part, value in node.kept_exports.items()}
         if not node.split:
-            return {node.outputs[0]: y}
+            return {node.outputs[0]: y, **exports}
         assert node.type
-        return dict(zip(node.outputs, self._source.split(y, node.split, node.type.feature_axis), strict=True))
+        parts = self._source.split(y, node.split, node.type.feature_axis)
+        return {**dict(zip(node.outputs, parts, strict=True)), **exports}
 
     def _one_product(
         self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
@@ -358,35 +364,44 @@ class Stepper:
                 self._note_evaluation(module)
             return y
         timed = [has_tokens(self._types[value]) for value in node.reads]
-        return self._call_module(module, node, timed, has_tokens(node.type), inputs, path)
+        return self._call_module(module, node, timed, has_tokens(node.type), inputs, path, [*node.exports.values()])
 
     def _note_evaluation(self, module: nn.Module) -> None:
         self._guard.note_evaluation(module)
 
     def _call_module(
-        self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
+        self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path,
+        exports: Sequence[int] = (),
     ) -> str:
-        """Call a module with sequences of one token, or of several."""
+        """Call a module with sequences of one token, or of several. exports: the values that later steps read."""
         for each in filter(is_hooked, module.modules()):
             self._guard.note_hooked(each)
         size, phase = self._grid.size, self._phase
-        self._source.splits &= all(timed) and made
+        are_timed = [made, *(has_tokens(self._types[value]) for value in exports)]
+        self._source.splits &= all(timed) and all(are_timed)
+        numbers = {value: value for value in exports}
 
-        def call(state: States | None, tensors: list[Tensor]) -> tuple[Tensor, States]:
+        def call(state: States | None, tensors: list[Tensor], shape: Callable[[Tensor], Tensor]) -> tuple[Any, States]:
             call = Call(False, state, True, None, False, True, Grid(size), phase=phase)  # steps may set the grid
-            return call_child(module, tensors, call, path[-1], node)
+            y, states = call_child(module, tensors, call, path[-1], node)
+            more = take_exports(call, numbers, path[-1]).values() if numbers else ()
+            results = [shape(x) if time and x is not None else x for x, time in zip((y, *more), are_timed, strict=True)]
+            return results if numbers else results[0], states
 
-        def run(state: States | None, *given: Tensor) -> tuple[Tensor, States]:
-            y, states = call(state, [x.unsqueeze(1) if time else x for x, time in zip(given, timed, strict=True)])
-            return y.squeeze(1) if made else y, states
+        def run(state: States | None, *given: Tensor) -> tuple[Any, States]:
+            tensors = [x.unsqueeze(1) if time else x for x, time in zip(given, timed, strict=True)]
+            return call(state, tensors, lambda y: y.squeeze(1))
 
-        def several(batch: int, state: States | None, *given: Tensor) -> tuple[Tensor, States]:
+        def several(batch: int, state: States | None, *given: Tensor) -> tuple[Any, States]:
             tensors = [as_sequences(x, batch) if time else x for x, time in zip(given, timed, strict=True)]
-            y, states = call(state, tensors)
-            return as_rows(y) if made else y, states
+            return call(state, tensors, as_rows)
 
         run.several = several  # type: ignore[attr-defined]
-        return self._source.call_with_all_state(run, inputs, path)
+        y = self._source.call_with_all_state(run, inputs, path)
+        if exports:
+            y, *more = self._source.unpacked(y, 1 + len(exports))
+            self._exports |= zip(exports, more, strict=True)
+        return y
 
     def _primitive(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         return self._op(module, node, inputs, path) if _as_declared(module, node) else None
@@ -508,26 +523,27 @@ class Stepper:
         return self._source.assign(f"{inputs[0]} + {y}")
 
     def _repeat(self, module: Repeat, node: Node, inputs: Sequence[str], path: Path) -> str:
-        x = inputs[0]
+        x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
         for label, body in node.bodies.items():
-            x = self._layer(module, node, label, body, x, inputs, path)
+            x = self._layer(module, label, body, x, values, path)
+            values |= {value: self._exports[value] for value in body.exports}
         return x
 
     def _parallel(self, module: Parallel, node: Node, inputs: Sequence[str], path: Path) -> str:
-        made = [self._layer(module, node, *item, inputs[0], inputs, path) for item in node.bodies.items()]
+        values = dict(zip(node.reads, inputs, strict=True))
+        made = [self._layer(module, *item, inputs[0], values, path) for item in node.bodies.items()]
         merge = self._source.constant(lambda *results: merged([*results], node.arguments.merge))
         return self._source.call(merge, made, path, [])
 
     def _layer(
-        self, module: nn.Module, node: Node, label: str, body: Graph, x: str, inputs: Sequence[str], path: Path
+        self, module: nn.Module, label: str, body: Graph, x: str, values: Mapping[int, str], path: Path
     ) -> str:
-        values = dict(zip(node.reads, inputs, strict=True))
         layer, read = self._child(module, label), [x, *(values[value] for value in body.captures)]
         if type(layer) is Body and not is_hooked(layer):
             self._guard.note_bypassed(layer)
             return self._body(layer, body, read, (*path, label))
         timed = [has_tokens(self._types[value]) for value in body.reads]
-        return self._call_module(layer, None, timed, timed[0], read, (*path, label))
+        return self._call_module(layer, None, timed, timed[0], read, (*path, label), body.exports)
 
 
 PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {

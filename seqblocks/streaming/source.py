@@ -96,6 +96,12 @@ class StepperSource:
         self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, {axis})")
         return parts
 
+    def unpacked(self, y: str, count: int) -> list[str]:
+        """Return the variables of the entries of a list in the variable `y`."""
+        parts = [self.variable() for _ in range(count)]
+        self.add(f"{', '.join(parts)} = {y}")
+        return parts
+
     def constant(self, value: Any) -> str:
         if id(value) not in self._constants:
             self._constants[id(value)] = f"c{len(self._names)}"

@@ -14,15 +14,24 @@ BLOCK = 512  # queries whose weights are computed at once
 
 
 class Scores(NamedTuple):
-    """What weights are computed from, besides products; `slopes` and `sinks` [H]."""
+    """What weights are computed from, besides products; `slopes` and `sinks` [H], `bias` [H, S, T]."""
 
     capped: bool = False
     slopes: Value | None = None
     sinks: Value | None = None
+    bias: Value | None = None
 
     @property
     def plain(self) -> bool:
-        return not self.capped and self.slopes is None and self.sinks is None
+        return not self.capped and self.slopes is None and self.sinks is None and self.bias is None
+
+
+def relative(tape: Tape, table: Value, tokens: int) -> Value:
+    """Record the entries [H, S, S] of a table of relative positions [positions, H] for all pairs of tokens."""
+    index = tape.new((tokens**2,), ID)
+    y = tape.new((tokens**2, table.shape[-1]), table.item)
+    tape.function([table], [y], [index])
+    return tape.view(y, (table.shape[-1], tokens, tokens), dense=False)
 
 
 def rotary(tape: Tape, x: Value, interleaved: bool = False) -> Value:
@@ -86,6 +95,10 @@ def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
         distance = tape.new((1, 1, *x.shape[2:]), x.item)
         slopes = tape.cast(tape.view(scores.slopes, (x.shape[0], 1, 1, 1)), x.item)
         x = tape.add(x, tape.multiply(slopes, distance))
+    if scores.bias is not None:
+        some = (x.shape[0], 1, *x.shape[2:])
+        bias = scores.bias if scores.bias.shape[1] == some[2] else tape.slice(scores.bias, (x.shape[0], *some[2:]))
+        x = tape.add(x, tape.cast(tape.view(bias, some, dense=False), x.item))
     y = tape.new(x.shape, x.item)
     tape.function([x], [y], [mask])
     if scores.sinks is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_a_misspelt_option(words: str, message: str, run_main: Run, folder: Path
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", arguments.VERBS)
+def test_examples_in_the_help_are_commands(verb: str) -> None:
+    parser = arguments.Parser()
+    arguments.declare(parser, arguments.VERBS[verb])
+    lines = (parser.epilog or "").partition("examples:\n")[2].splitlines()
+    examples = [line.split(" > ")[0].split(" # ")[0] for line in lines if line.startswith("  seqblocks ")]
+    parsed = [arguments.parse(shlex.split(example)[1:]).verb for example in examples]
+    assert verb in parsed
+
+
+def test_overrides_may_follow_the_path(run_main: Run, folder: Path) -> None:
+    shown = json.loads(run_main("memory", "mlstm_small@dim=64@heads=2", "--length", "8", "--format", "json").stdout)
+    words = ("memory", "mlstm_small", "--set", "dim=64", "--set", "heads=2", "--length", "8", "--format", "json")
+    assert shown["peak_bytes"] == json.loads(run_main(*words).stdout)["peak_bytes"]
+    for verb in ("memory", "probe", "bench"):
+        assert "there is no 'nothing'" in run_main(verb, "mlstm_small@nothing=3").stderr
 
 
 def test_specs_may_follow_an_option_and_help_is_a_verb_too(run_main: Run, folder: Path) -> None:

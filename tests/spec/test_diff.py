@@ -267,7 +267,7 @@ def page_of(found: Difference) -> Page:
     page = Page(found.html())
     assert {tag for tag, _ in page.found} <= {
         "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "figure", "table", "tr", "th",
-        "td",
+        "td", "div", "svg", "g", "rect", "path", "text",
     }  # fmt: skip
     assert not [name for _, names in page.found for name in names if name in ("src", "href") or name.startswith("on")]
     assert "url(" not in found.html()
@@ -289,6 +289,37 @@ def test_the_page_has_what_the_text_has(a: str, b: str) -> None:
             assert part in ("steps", "") or set(part) == {"─"} or part in cells or part[0].upper() + part[1:] in cells
     kinds = [attributes["class"] for tag, attributes in page.found if tag == "li"]
     assert kinds[: len(found.structure)] == [change.kind for change in found.structure]
+
+
+MARKED = re.compile(r'<title>([^<,]*)[^<]*</title>\n<rect class="\w+ (added|removed|moved|renamed|changed)"')
+
+
+def marked(found: Difference) -> list[dict[str, str]]:
+    """Return the paths of the boxes that have a colour in the picture of A, and in that of B."""
+    pictures = found.html().split("<svg ")[1:]
+    return [dict(MARKED.findall(picture)) for picture in pictures]
+
+
+def test_both_pictures_are_side_by_side_with_what_differs_coloured() -> None:
+    first = [{"linear": {"features": 8, "name": name}} for name in ("a", "b", "old")]
+    second = copy.deepcopy([first[1], first[0], {"rms_norm": {"name": "d"}}, first[2]])
+    first.insert(1, {"layer_norm": {"name": "c"}})
+    second[0]["linear"]["bias"] = False
+    second[3]["linear"]["name"] = "new"
+    found = difference(first, second)
+    kinds = {(each.kind, each.path) for each in found.structure}
+    assert kinds >= {("removed", "c"), ("added", "d"), ("renamed", "new"), ("changed", "b")}
+    moved = {path: kind for kind, path in kinds if kind == "moved"}
+    assert len(moved) == 1
+    both = {"b": "changed", **moved}
+    assert marked(found) == [{**both, "c": "removed", "old": "renamed"}, {**both, "d": "added", "new": "renamed"}]
+
+
+def test_layers_that_are_one_box_are_coloured_once() -> None:
+    cell = "layers.0.mlstm_block.residual.mlstm_layer.cell"
+    changed = dict.fromkeys([f"{cell}.{name}" for name in ("i", "f", "mlstm", "head_norm")], "changed")
+    assert marked(diff("mlstm_small", "mlstm_small@heads=8")) == [changed, changed]
+    assert marked(diff("mlstm_small", "mlstm_small")) == []
 
 
 def test_the_page_of_equal_designs_says_so() -> None:

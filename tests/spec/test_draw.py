@@ -37,14 +37,15 @@ def all_boxes(boxes: list[Box]) -> list[Box]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_box_for_each_row_of_the_summary(name: str) -> None:
-    """With its shape and its counts; the line of a step is that of its verb."""
+    """With its shape and its counts; the line of a step is that of its verb, or of its formula."""
     drawing = seqblocks.draw(name)
     _, model = seqblocks.load_spec(name)
     boxes, expected = all_boxes(drawing.boxes), list(rows(summarise(model).rows))
     assert [(box.output, box.params, box.state) for box in boxes] == [(r.output, r.params, r.state) for r in expected]
     for box in boxes:
         if box.span and box.verb != "router":  # which `experts` makes
-            assert box.span.source.line(box.span.line)[box.span.column - 1 :].strip("{\"'").startswith(box.verb)
+            words = (box.verb, box.path.rpartition(".")[2]) if box.verb == "calc" else (box.verb,)
+            assert box.span.source.line(box.span.line)[box.span.column - 1 :].strip("{\"'").startswith(words)
 
 
 def flat(placed: list[Placed]) -> Iterator[Placed]:

@@ -74,6 +74,9 @@ OPS: dict[str, list[str]] = {
     "rotate": ["linear: {features: 32, as: a}", "rotate: {from: x, by: a, heads: 4}"],
     "attention": [f"{ATTENTION}}}"],
     "attention, rotary": [f"{ATTENTION}, rotary: 10000}}"],
+    "each, features": ["each: {axis: features, size: 16, steps: [causal_conv, {linear: 24}]}"],
+    "each, frames": ["each: {axis: frames, size: 16, steps: [{linear: 24}]}"],
+    "each, places": ["each: {axis: places, size: 16, steps: [{linear: 24}]}"],
     "attention, window": [f"{ATTENTION}, window: 16}}"],
     "attention, shared keys": ["linear: {features: 32, as: k}", "attention: {q: x, k: k, v: k, heads: 4, kv_heads: 2}"],
     "gated_recurrence": [*PER_KEY, "gated_recurrence: {from: x, decay: d}"],
@@ -110,6 +113,10 @@ OPS: dict[str, list[str]] = {
 
 
 GRID_OPS: dict[str, list[str]] = {  # on the tokens of an image
+    "attention, relative": [f"{ATTENTION}, causal: false, bias: relative}}"],
+    "each, windows": ["each: {axis: windows, size: 4, steps: [{linear: 24}]}"],
+    "each, shifted windows": ["each: {axis: windows, size: 4, shift: 2, steps: [silu, {linear: 24}]}"],
+    "each, columns": ["each: {axis: columns, steps: [{linear: 24}]}"],
     "conv2d, depthwise": ["conv2d"],
     "conv2d, strided": ["conv2d: {features: 32, stride: 2, activation: silu}"],
     "conv2d, even": ["conv2d: {features: 64, kernel: 2, stride: 2, padding: 0}"],

@@ -16,6 +16,7 @@ from seqblocks.bench import floors, measure
 from seqblocks.errors import UsageError
 from seqblocks.report.summary import summarise
 
+RATE = 1e13  # of the machine in these tests: higher than any, so that no step takes less than its floor
 TEXT = """seqblocks: 1
 model:
   input: {tokens: 32}
@@ -31,8 +32,8 @@ model:
 
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GFLOP/s and a GB/s, which is not measured."""
-    limits = floors.Limits(1e9, dict.fromkeys(floors.SIZES, 1e9))
+    """A machine with RATE operations and bytes a second, which is not measured."""
+    limits = floors.Limits(RATE, dict.fromkeys(floors.SIZES, RATE))
     monkeypatch.setattr(measure, "measured", lambda device, dtype: limits)
 
 
@@ -58,14 +59,14 @@ def test_the_floor_counts_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) 
     embed, *_, unembed = package.bench(model, batch=2, length=16, seconds=0.01).steps
     tokens = 2 * 16
     moved = 4 * (64 * 32 + 32 + tokens * (64 + 32))
-    assert unembed.floor_seconds == pytest.approx(max(2 * 64 * 32 * tokens, moved) / 1e9)
-    assert embed.floor_seconds == pytest.approx(tokens * (8 + 2 * 4 * 64) / 1e9)  # only the rows that it looks up
-    limits = floors.Limits(1e9, dict.fromkeys(floors.SIZES, 1e30))
+    assert unembed.floor_seconds == pytest.approx(max(2 * 64 * 32 * tokens, moved) / RATE)
+    assert embed.floor_seconds == pytest.approx(tokens * (8 + 2 * 4 * 64) / RATE)  # only the rows that it looks up
+    limits = floors.Limits(RATE, dict.fromkeys(floors.SIZES, 1e30))
     monkeypatch.setattr(measure, "measured", lambda device, dtype: limits)
     forward = package.bench(model, batch=2, length=16, seconds=0.01)
     macs = summarise(model).macs_per_token
     assert macs
-    assert forward.floor_seconds == pytest.approx(2 * macs * tokens / 1e9, rel=1e-6)
+    assert forward.floor_seconds == pytest.approx(2 * macs * tokens / RATE, rel=1e-6)
     train = package.bench(model, "train", batch=2, length=16, seconds=0.01)
     assert train.floor_seconds == pytest.approx(3 * forward.floor_seconds)
 
@@ -78,21 +79,30 @@ def test_attention_costs_more_in_longer_sequences() -> None:
         found = package.bench(model, length=length, seconds=0.01)
         (row,) = (row for row in found.steps if row.verb == "attention")
         (node,) = (node for node in graph.walk(model.graph) if node.verb == "attention")
-        assert row.floor_seconds == pytest.approx(2 * node.macs_at(length) * length / 1e9)
+        assert row.floor_seconds == pytest.approx(2 * node.macs_at(length) * length / RATE)
 
 
 def test_matrices_in_8_bits_are_a_quarter_of_the_bytes() -> None:
     steps = "[{linear: {features: 64, bias: false}}]"
     model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 64}}, steps: {steps}}}")
-    limits = floors.Limits(1e30, dict.fromkeys(floors.SIZES, 1e9))
+    limits = floors.Limits(1e30, dict.fromkeys(floors.SIZES, RATE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "measured", lambda device, dtype: limits)
         full, small = (
-            package.bench(each, length=1, seconds=0.01).steps[0].floor_seconds * 1e9
+            package.bench(each, length=1, seconds=0.01).steps[0].floor_seconds * RATE
             for each in (model, seqblocks.quantize(model, smallest=0))
         )
     assert full == pytest.approx(4 * (64 * 64 + 128))
     assert small == pytest.approx(64 * 64 + 4 * (64 + 128))
+
+
+def test_no_floor_is_above_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that were measured too low, on a busy machine, are corrected by what took less."""
+    limits = floors.Limits(1.0, dict.fromkeys(floors.SIZES, 1.0))
+    monkeypatch.setattr(measure, "measured", lambda device, dtype: limits)
+    found = package.bench(seqblocks.build_text(TEXT, seed=0), batch=2, length=16, seconds=0.01)
+    assert all(0 < row.floor_seconds <= row.seconds for row in found.steps)
+    assert 0 < found.floor_seconds <= found.seconds
 
 
 def test_a_view_needs_no_time() -> None:

@@ -70,12 +70,14 @@ SMALL = {
     "zamba_small": {"dim": 16, "rounds": 2, "vocabulary": 11, "window": 5},
     "looped_small": {"dim": 16, "loops": 3, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
+    "unet_gpt": {"dim": 16, "depth": 4, "heads": 2, "vocabulary": 11, "window": 5},
+    "resformer_82m": {"dim": 16, "depth": 3, "heads": 2, "hidden": 12, "vocabulary": 11, "context": 300},
 }
 
 MADE_OF_OTHERS = (  # other models have their mixers too
     "minlstm_small", "samba_small", "zamba_small", "zamba2_small", "xlstm_deltanet_small", "kimi_linear_small",
     "qwen3_next_small", "jamba_small", "hybrid_small", "xlstm_125m_7_1", "centaurus_mlstm", "transformer_125m",
-    "looped_small",
+    "looped_small", "resformer_82m",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
 

@@ -85,16 +85,19 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
     tensors = without_memory(case, numbers)
     tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
     made = parameters_from(model, tensors)
-    # There are as many tensors as parameters, except for the tied head and for parameters that the sLSTM, RWKV-6 and
-    # latent attention store in one tensor.
+    # There are as many tensors as parameters, except for the tied head and for parameters that the sLSTM, RWKV-6,
+    # latent attention and the four orders of VMamba store in one tensor.
     together = 3 * sum(name.endswith("slstm_cell._bias_") for name in shapes)
     together += 4 * sum(name.endswith(("x_bias", "x_proj.2.weight")) for name in shapes)
     together += sum(name.endswith(("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")) for name in shapes)
+    stacked = ("x_proj_weight", "dt_projs_weight", "dt_projs_bias", "A_logs", "Ds")
+    together += 3 * sum(name.endswith(stacked) for name in shapes)
     assert len(made) == len(shapes) - len(tied) + together
     sources: dict[float, list[str]] = {}
     for name, tensor in made.items():
         sources.setdefault(tensor.flatten()[0].item(), []).append(name)
     parts = r"\.cell\.[ifzo]_bias$|\.mix_[rwkvg]\.(weight|bias)$|\.(kv_a_proj\.|k_common\.|k_|v_)weight$"
+    parts += r"|\.scan\.(rows|columns)(_reverse)?\."
     for names in sources.values():
         assert len(names) == 1 or all(re.search(parts, name) for name in names), names
 

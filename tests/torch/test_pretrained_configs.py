@@ -264,6 +264,11 @@ RELEASES = {  # what differs from the defaults of the family's config, and the p
     ),
     "pythia-70m": ("gpt_neox", (50304, 512, 2048, 6, 8), {"rotary_pct": 0.25}, 70_426_624),
 }  # fmt: skip
+COMPOSITES = {  # the language models of releases that also read images: entries of text_config, and its parameters
+    "gemma-3-4b": ("gemma3", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                              "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+                   3_880_263_168),
+}  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -272,6 +277,14 @@ def test_decoders_have_the_size_of_the_releases(name: str) -> None:
     kind, sizes, more, count = RELEASES[name]
     config = {"model_type": kind, **dict(zip(SIZES, sizes, strict=True)), **more}
     _, model = seqblocks.load_text(families.spec_text(config))
+    assert model is not None
+    assert seqblocks.summarise(model).params == count
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_language_models_of_releases_that_read_images_have_their_size(name: str) -> None:
+    kind, entries, count = COMPOSITES[name]
+    _, model = seqblocks.load_text(families.spec_text({"model_type": kind, "text_config": entries}))
     assert model is not None
     assert seqblocks.summarise(model).params == count
 
@@ -331,6 +344,7 @@ def test_decoders_have_the_size_of_the_releases(name: str) -> None:
         ({**DECODERS["gpt_oss"], "sliding_window": None}, "sliding_window must be a whole number, not None"),
         ({**DECODERS["gpt_oss"], "swiglu_limit": 0.0}, "swiglu_limit must be more than 0, not 0.0"),
         ({**DECODERS["gpt_oss"], "experts_per_token": 3}, "experts_per_token is 3, but seqblocks only supports 2, num"),
+        ({"model_type": "gemma3", "text_config": {"final_logit_softcapping": 5.0}}, "softcapping is 5.0, but"),
         ({**QWEN35, "attn_output_gate": False}, "attn_output_gate is False, but seqblocks only supports True"),
         ({**DECODERS["minimax"], "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but seqblocks only"),
         ({**DECODERS["minimax"], "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but seqblocks only"),

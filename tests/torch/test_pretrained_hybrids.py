@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.weight_files import weights_in
 from tests.torch.hub_models import DRAWN, in_float64, peer
 
@@ -87,6 +89,32 @@ def test_greedy_tokens_are_those_of_transformers(family: str, seed: int, tmp_pat
         tokens = torch.cat(found, 1)
         theirs = model(tokens, use_cache=False).logits.argmax(-1)  # each token is greedy after the previous ones
     assert torch.equal(tokens[:, 5:], theirs[:, 4:-1])
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_5", False), ("qwen3_5", True), ("gemma3", True)])
+def test_the_language_model_of_a_model_that_reads_images(family: str, tied: bool, tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers", reason="needs the extra `hub`")
+    name, drawn, _ = DRAWN[f"{family}_text"]
+    text = drawn(random.Random(0)) | {"tie_word_embeddings": not tied if family == "qwen3_5" else tied}
+    text |= {"final_logit_softcapping": None} if family == "gemma3" else {}
+    of_qwen = {"depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": text["hidden_size"],
+               "num_position_embeddings": 4}  # fmt: skip
+    of_gemma = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    vision = {"hidden_size": 16, "intermediate_size": 16, **(of_qwen if family == "qwen3_5" else of_gemma)}
+    config = getattr(library, f"{name}Config")(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    model = getattr(library, f"{name}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(seqblocks.RunError, match=r"contain tensors that the spec does not map: .*vis"):
+        seqblocks.from_pretrained(tmp_path)
+    with pytest.warns(seqblocks.PartialWarning, match=r"not read: .*vis"):
+        ours = seqblocks.from_pretrained(tmp_path, partial=True).eval()
+    ids = torch.randint(0, text["vocab_size"], (2, 16))
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        assert (ours(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for odd, message in (({"text_config": 3}, "text_config is not a map"), ({"odd": 1}, "does not read .*: odd")):
+        with pytest.raises(seqblocks.UsageError, match=message):
+            spec_text({**config.to_dict(), **odd})
 
 
 def test_transformers_reads_a_folder_without_buffers_that_the_config_determines(tmp_path: Path) -> None:

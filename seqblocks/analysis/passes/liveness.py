@@ -6,7 +6,7 @@ with constant output, which blocks the gradient (W902).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from seqblocks import graph
 from seqblocks.errors import Fault, Note, listing, quote
@@ -111,28 +111,31 @@ class _Liveness:
         self.used: list[Node] = []
         self._known: dict[int, Idle] = {}
 
-    def body(self, body: Graph) -> Idle:
+    def body(self, body: Graph, later: Collection[int] | None = None) -> Idle:
+        """Return what is idle in a body. later: the values that steps after it read; None: all that it exports."""
+        later = body.exports if later is None else later
         if body.like:
-            idle = self.body(body.like)
+            idle = self.body(body.like, later)
             if not (idle.steps or idle.parts):
                 return idle
         if id(body) not in self._known:
-            self._known[id(body)] = self._walk(body)
+            self._known[id(body)] = self._walk(body, later)
         return self._known[id(body)]
 
-    def _walk(self, body: Graph) -> Idle:
-        live = _results(body)
+    def _walk(self, body: Graph, later: Collection[int]) -> Idle:
+        live = _results(body, later)
         waiting: set[int] = set()  # inputs of idle steps, idle only because of these
         idle = Idle([], [])
         for node in reversed(body.nodes):
-            if not (live.isdisjoint(node.outputs) or (self.by_gradient and _is_constant(node))):
+            if not (live.isdisjoint(node.made) or (self.by_gradient and _is_constant(node))):
                 self.used.append(node)
                 if node.owner:
                     self._mark_kept(node.owner)
-                if not live.issuperset(node.outputs) and _may_own(node) and not self._is_kept(node):
+                read = live.intersection(node.outputs)
+                if read and len(read) < len(node.outputs) and _may_own(node) and not self._is_kept(node):
                     idle.parts.append((node, tuple(value for value in node.outputs if value not in live)))
-                live |= self._reads(node, idle)
-            elif not waiting.isdisjoint(node.outputs):
+                live |= self._reads(node, idle, live)
+            elif not waiting.isdisjoint(node.made):
                 waiting.update(node.reads)
             elif _may_own(node) and not self._is_kept(node):
                 idle.steps.append(node)
@@ -149,8 +152,11 @@ class _Liveness:
         """Return whether a used step shares the parameters of this one, or of a step inside it."""
         return any(id(each) in self.kept for each in _with_inner(node))
 
-    def _reads(self, node: Node, idle: Idle) -> set[int]:
-        """Return the outer values that a used step needs; add the idle steps inside it to `idle`."""
+    def _reads(self, node: Node, idle: Idle, later: Collection[int]) -> set[int]:
+        """Return the outer values that a used step needs; add the idle steps inside it to `idle`.
+
+        later: the values that steps after it read.
+        """
         if node.kind == "op":
             sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
             return {v for port, each in node.inputs.items() if port not in sizes for v in each}
@@ -161,40 +167,50 @@ class _Liveness:
             needed = self.body(body).used
             return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
-            return self._layers(node, idle)
+            return self._layers(node, idle, later)
+        if node.kind == "each":
+            (body,) = node.bodies.values()
+            inside = self.body(body)
+            _add(idle, inside)
+            return values if body.input in inside.used else set()
         read = values if node.kind == "residual" else set()
         for body in node.bodies.values():
-            inside = self.body(body)
+            inside = self.body(body, later)
             read |= inside.used
             _add(idle, inside)
         return read
 
-    def _layers(self, node: Node, idle: Idle) -> set[int]:
+    def _layers(self, node: Node, idle: Idle, later: Collection[int]) -> set[int]:
         read: set[int] = set()
-        is_read = True  # whether the next layer reads the output of this one
+        is_read = any(value in later for value in node.outputs)  # whether anything reads the output of the layer
         for body in reversed(node.bodies.values()):
-            if not is_read:
+            if not is_read and not any(value in read or value in later for value in body.exports):
                 owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
                 idle.steps.extend(next(([each] for each in owners), []))
                 continue
-            inside = self.body(body)
+            inside = self.body(body, {*later, *read})
             read |= inside.used - {body.input}
             _add(idle, inside)
             is_read = body.input in inside.used
         return read | set(node.inputs["x"]) if is_read else read
 
 
-def _results(body: Graph) -> set[int]:
-    """Return the values that a body returns, without the new values of states that its output does not depend on."""
-    live = {*body.results[: max(len(body.outputs), 1)]}
-    found = 0
-    while body.carried and found < len(live):
+def _results(body: Graph, later: Collection[int]) -> set[int]:
+    """Return the values that a body returns and that are used: states only if its output depends on them.
+
+    later: values that steps outside read.
+    """
+    live = {body.result, *body.outputs.values(), *(value for value in body.exports if value in later)}
+    if not body.carried:
+        return live
+    results, found = set(live), 0
+    while found < len(live):
         found = len(live)
-        live |= {body.carried[name] for name, value in body.ports.items() if value in live and name in body.carried}
+        live |= {body.carried[name] for name, value in body.ports.items() if value in live}
         for node in reversed(body.nodes):
-            if not live.isdisjoint(node.outputs):
+            if not live.isdisjoint(node.made):
                 live.update(node.reads)
-    return live if not body.carried else {value for value in body.results if value in live}
+    return results | {value for value in body.carried.values() if value in live}
 
 
 def _add(idle: Idle, more: Idle) -> None:

@@ -63,6 +63,7 @@ class _Walk(NamedTuple):
     """How a body is run. steps: None if the steps are not listed; backwards: from the last token to the first."""
 
     steps: Steps | None
+    exports: dict[int, Ahead]  # of the values that bodies export, so far
     backwards: bool = False
 
 
@@ -80,7 +81,7 @@ def of_outputs(model: ModelSpec) -> dict[str, Ahead]:
     outputs = {name: value for name, value in results.items() if _has_tokens(model.types[value])}
     if not outputs or model.input.kind not in SEQUENCES:
         return {}
-    known = _values(model.graph, _inputs(model), "", _Walk({}))
+    known = _values(model.graph, _inputs(model), "", _Walk({}, {}))
     return {name: known[value] for name, value in outputs.items()}
 
 
@@ -91,7 +92,7 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
     """
     steps: Steps = {}
     if model.input.kind in SEQUENCES:
-        _values(model.graph, _inputs(model), "", _Walk(steps))
+        _values(model.graph, _inputs(model), "", _Walk(steps, {}))
     return {path: ahead for path, (node, ahead) in steps.items() if _has_tokens(node.type)}
 
 
@@ -128,7 +129,9 @@ def shown(tokens: float) -> int | str:
 
 def _run(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a body's result. `known`: that of outer values. Adds the nodes to the steps."""
-    return _values(body, known, path, walk)[body.result]
+    values = _values(body, known, path, walk)
+    walk.exports.update((value, values[value]) for value in body.exports)
+    return values[body.result]
 
 
 def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dict[int, Ahead]:
@@ -140,6 +143,9 @@ def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dic
         if walk.steps is not None:
             walk.steps[name] = node, made
         known |= dict.fromkeys(node.outputs, made)
+        if node.exports:
+            context = graph.is_context(node)
+            known |= {value: CONTEXT if context else walk.exports[inside] for value, inside in node.exports.items()}
     return known
 
 
@@ -152,10 +158,13 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         return _op(node, read, path, reads_whole, walk.backwards)
     if node.kind == "scan":
         return _scan(node, known, path, walk)
+    if node.kind == "each":
+        return _each(node, read[0], path, walk)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
+            known = {**known, **{value: walk.exports[value] for value in body.exports}}
         return result
     if node.kind == "block":  # the body of a block has separate values for its inputs
         body = node.bodies[""]
@@ -213,7 +222,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     directions = {walk.backwards != order.endswith("reverse") for order in orders}
     listed = {walk.backwards} if walk.steps is not None else set()  # steps are listed in the order of the scan
     results = {
-        backwards: _run(body, before, path, walk if backwards == walk.backwards else _Walk(None, backwards))
+        backwards: _run(body, before, path, walk if backwards == walk.backwards else _Walk(None, {}, backwards))
         for backwards in sorted(directions | listed)
     }
     result, plain = _most([results[each] for each in directions]), results.get(walk.backwards)
@@ -224,6 +233,31 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         result = result._replace(first=(path, node))  # the scan turned earlier tokens into later ones
     mixes = any(known[v].mixes for v in node.reads) or any(each.mixes for each in results.values())
     return result._replace(mixes=mixes)
+
+
+def _each(node: Node, read: Ahead, path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
+    (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
+    assert wire
+    if arguments.carries and not (walk.backwards and arguments.in_frames):
+        return _run(body, {body.input: read}, path, walk)
+    inside = _run(body, {body.input: read._replace(mixes=False)}, path, walk._replace(backwards=False))
+    mixes, later = read.mixes or inside.mixes, inside.bound > read.bound
+    whole_frame = node.type is not None and node.type.rate > wire.rate  # of which a vector is made
+    if not (inside.mixes or later or whole_frame):
+        return inside._replace(mixes=mixes)
+    if walk.backwards or arguments.shift or (arguments.on_grid and later):
+        return Ahead(1, WHOLE, (path, node), mixes, later=WHOLE)
+    if not (later or whole_frame):
+        return read._replace(mixes=mixes)
+    span = wire.rate * arguments.width
+    adds, window, extra = span - wire.rate, read.window, read.extra
+    if span % window == 0 or window % span == 0:
+        window = max(window, span)
+    else:
+        window, extra = 1, read.bound + adds
+    found = Ahead(window, extra, read.first, True, frame=math.lcm(read.frame, span), later=read.later)
+    return found._replace(first=(path, node)) if found.tokens > read.tokens and read.first is None else found
 
 
 def _most(read: list[Ahead]) -> Ahead:

@@ -42,6 +42,9 @@ class Body(Record):
     numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
     states: dict[str, int] = field(default_factory=dict)  # of a cell: the values after the previous token
     formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
+    inner: list[Body] = field(default_factory=list)  # the lists of steps of its combinators, so far
+    layers: dict[str, Layers] = field(default_factory=dict)  # that can be read here, by the word for them
+    hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` cannot read
     place: Body | None = None  # for the steps of an argument: the body in which they are written
 
     def may_set(self, name: str) -> bool:
@@ -52,6 +55,17 @@ class Body(Record):
         """Define a wire, unless there is one with this name, or set a state."""
         if name not in self.wires or self.may_set(name):
             self.wires[name] = value
+
+
+class Layers(Record):
+    """The layers of a repeat whose wires can be read: those above the current one, or all after the repeat."""
+
+    count: int  # of all layers
+    input: int  # the value that the first one reads
+    scopes: list[Body] = field(default_factory=list)  # of the finished ones, with the names of their wires
+    bodies: list[graph.Graph] = field(default_factory=list)  # likewise
+    node: graph.Node | None = None  # of the repeat, once it is finished
+    missed: dict[str, Any] = field(default_factory=dict)  # wires for which a default was read, with the place
 
 
 class Passed(Record):

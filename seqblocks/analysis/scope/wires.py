@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from seqblocks.analysis.scope.context import Body, Context
+from seqblocks.analysis.scope.layers import LayerWire, read_reference, wire_of_layer
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
@@ -74,14 +75,35 @@ def _wire(ctx: Context, node: Node) -> int:
         if ctx.run.references is not None:
             ctx.run.references.wire(node.value, node.span, value)
         return value
+    elif "." in node.value and (given := read_reference(node.value)):
+        return _of_layer(ctx, node, given)
     elif not ctx.body.incomplete:
         ctx.report(_no_wire(ctx, node.value), node.span)
     return ctx.run.unknown()
 
 
+def _of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int:
+    """Return the value of a wire of a layer, or of its default, or an unknown value after a fault."""
+    default = None
+    if given.default:
+        start, text = given.default
+        default = _wire(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text))
+    try:
+        value = wire_of_layer(ctx, node, given)
+    except Fault as fault:
+        ctx.report(fault, node.span)
+        return ctx.run.unknown()
+    if value is None:
+        assert default is not None
+        return default
+    return value
+
+
 def _no_wire(ctx: Context, name: str) -> Fault:
     if place := _place(ctx.body, name):
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
+    if value := _hidden(ctx.body, name):
+        return _wire_outside_each(name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
@@ -94,6 +116,25 @@ def _wire_outside_argument(name: str, maker: Origin | None) -> Fault:
     hint = "the block passes in `input`; pass other wires to a block as arguments of type `wire`"
     expected = "a wire defined by these steps, or `input`, which the block passes in"
     return Fault("E302", f"there is no wire {quote(name)} at this point", expected=expected, notes=notes, hint=hint)
+
+
+def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire that is whole, while the steps of an `each` read parts of their input."""
+    notes = [Note(f"`{name}` is defined here, outside `each`", maker.span)] if maker and maker.span else []
+    width = wire.features if wire else "…"
+    hint = f"join it to the input, `concat: {{from: [{name}, …]}}`, and split it off inside: as: {{{name}: {width}, …}}"
+    expected = "`input`, or a wire that these steps define"
+    message = f"the steps of `each` cannot read {quote(name)}, which is whole"
+    return Fault("E302", message, expected=expected, notes=notes, hint=hint)
+
+
+def _hidden(body: Body | None, name: str) -> int | None:
+    """Return the wire of this name outside an `each` that contains the body, if there is one."""
+    while body:
+        if body.hidden and name in body.hidden:
+            return body.hidden[name]
+        body = body.outer
+    return None
 
 
 def _place(body: Body | None, name: str) -> Body | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.layers import read_reference
 from seqblocks.analysis.scope.values import number
 from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.nodes import may_be_name
@@ -202,6 +203,11 @@ def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
             ctx.report(Fault("E203", "an output must be the name of a wire", found=kind_of(item)), item.span)
             continue
         name = item.text
+        if read_reference(name):
+            message = "an output must have a name of its own"
+            hint = f"name the wire of the layer above: `- aside: [{{identity: {{from: {name}, as: early}}}}]`"
+            ctx.report(Fault("E318", message, found=name, hint=hint), item.span)
+            continue
         if name in listed:
             ctx.report(Fault("E318", f"the output {quote(name)} is listed twice"), item.span)
             continue

@@ -15,6 +15,7 @@ from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import is_name
 from seqblocks.op import Op, find_primitive
+from seqblocks.state_layout import State
 from seqblocks.types import Origin, Wire
 from seqblocks.widths import ids_have_no_features
 
@@ -50,8 +51,12 @@ def make_node(
     run.has_context |= fixed
     if wire and run.has_context and wire.context != (fixed or _is_context(run, inputs, more.get("bodies", {}))):
         wire = wire._replace(context=not wire.context)
+    if wire and kind != "each" and (lanes := _lanes(run, inputs)) != wire.lanes:  # an op may have made a new type
+        wire = wire._replace(lanes=lanes)
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
+    if wire and wire.lanes and (state := more.get("state")):
+        more["state"] = _in_lanes(state, wire.lanes)
     made = graph.Node(kind, step.name, step.verb, step.span, inputs, (), wire, **more)
     made.name = name = _unique_name(ctx, step, made)
     types, labels, split = _outputs(ctx, step, wire, origin)
@@ -76,6 +81,20 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
     at_ports = [value for values in inputs.values() for value in values]
     captured = [value for body in bodies.values() for value in body.captures]
     return all((each := run.types[value]) and each.context for value in (*at_ports, *captured))
+
+
+def _lanes(run: Run, inputs: dict[str, tuple[int, ...]]) -> tuple[int | str, ...]:
+    """Return the axes that `each` folded into the batch of a node's inputs."""
+    wires = (run.types[value] for values in inputs.values() for value in values)
+    return next((wire.lanes for wire in wires if wire and wire.lanes), ())
+
+
+def _in_lanes(state: dict[str, State], lanes: tuple[int | str, ...]) -> dict[str, State]:
+    """Return a state for all sequences that `each` makes of one; none if their number depends on a call."""
+    counts = tuple(lane for lane in lanes if isinstance(lane, int))
+    if len(counts) < len(lanes):
+        return {}
+    return {name: each._replace(shape=(*counts, *each.shape)) for name, each in state.items()}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

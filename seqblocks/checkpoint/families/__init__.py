@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from seqblocks.checkpoint.families import (
     deepseek,
@@ -25,7 +26,7 @@ from seqblocks.checkpoint.families import (
     zamba,
 )
 from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
-from seqblocks.checkpoint.families.values import Config, Recorded, renamed
+from seqblocks.checkpoint.families.values import Config, Recorded, mapping, renamed, require
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
 
@@ -76,6 +77,28 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "rwkv7": fla.rwkv7,
 }
 
+
+class Composite(NamedTuple):
+    """A model that reads more than text.
+
+    family: of its `text_config`. official: the official name of what that family calls `model`. defaults: entries that
+    releases leave out. required: values that entries must have, since the library ignores others.
+    """
+
+    family: str
+    official: str
+    defaults: Mapping[str, Any]
+    required: Mapping[str, Any]
+
+
+COMPOSITE = {
+    "qwen3_5": Composite("qwen3_5_text", "model.language_model", {}, {}),
+    "gemma3": Composite("gemma3_text", "language_model.model", {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    }, {"final_logit_softcapping": (None,)}),
+}  # fmt: skip
+
 # Aliases of entries, from `attribute_map` in the configs of transformers.
 ALIASES: dict[str, dict[str, str]] = {
     "recurrent_gemma": {"sliding_window": "attention_window_size"},
@@ -107,6 +130,8 @@ def spec_text(config: Any) -> str:
     if not isinstance(config, dict):
         raise UsageError("config.json is not a mapping")
     kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
+    if isinstance(kind, str) and kind in COMPOSITE:
+        return _language_model(config, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
@@ -119,3 +144,17 @@ def spec_text(config: Any) -> str:
         raise UsageError(f"config.json: the sizes do not fit a {kind} model: heads have no features") from None
     check_all_read(entries, kind)
     return text
+
+
+def _language_model(config: dict[str, Any], kind: str) -> str:
+    """Return the spec of the language model in a model that reads more than text."""
+    check_not_quantized(config)
+    family, official, defaults, required = COMPOSITE[kind]
+    outside = Recorded({key: value for key, value in config.items() if key != "text_config"})
+    inside = {**defaults, **mapping(config, "text_config"), "model_type": family}
+    if outside.get("tie_word_embeddings") is not None:  # the entry inside then has no effect
+        inside["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    require(inside, **required)
+    check_all_read(outside, kind)
+    steps, separator, names = spec_text(inside).partition("\ncheckpoint:\n")
+    return steps + separator + re.sub(r'(?<=[ "])model\.', f"{official}.", names)

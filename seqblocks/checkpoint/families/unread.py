@@ -69,6 +69,9 @@ IDLE = {
         rope_parameters rope_scaling sliding_window
     """,
     "phi3": "original_max_position_embeddings",
+    "gemma3": """
+        boi_token_index eoi_token_index image_token_index initializer_range mm_tokens_per_image vision_config
+    """,
     "gemma3_text": "_sliding_window_pattern",
     "recurrent_gemma": "_block_types final_w_init_variance_scale initializer_range",
     "qwen3_next": """
@@ -77,6 +80,7 @@ IDLE = {
         num_attention_heads num_experts num_experts_per_tok num_key_value_heads rope_parameters rope_scaling
         shared_expert_intermediate_size
     """,
+    "qwen3_5": "image_token_id video_token_id vision_config vision_end_token_id vision_start_token_id",
     "qwen3_5_text": """
         full_attention_interval head_dim linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
         linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers

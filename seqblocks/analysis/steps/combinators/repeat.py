@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.context import Context, Layers
+from seqblocks.analysis.scope.layers import check_missed
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument
@@ -53,16 +54,22 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     layers = _layers(arguments, words, pattern)
     bodies: dict[str, graph.Graph] = {}
     value = x
+    above = Layers(len(layers), x)
     inside = ctx._replace(layers=UNKNOWN if ctx.layers is UNKNOWN else ctx.layers * len(layers))
     for index, (_, steps) in enumerate(layers):
         if ctx.run.full:  # already reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
-        bodies[str(index)] = lower_inside(inside, steps, value, str(index), names=names)
-        value = bodies[str(index)].result
+        body = lower_inside(inside, steps, value, str(index), names=names, layers={f"{arguments.index}s": above})
+        bodies[str(index)], value = body, body.result
+        above.scopes.append(ctx.body.inner[-1])
+        above.bodies.append(body)
+    if above.missed:
+        check_missed(above)
     node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
     if arguments.share != "none":
         _share(ctx, step, node, layers, arguments.share)
+    ctx.body.layers[node.name] = above._replace(node=node, missed={})
     return node
 
 

@@ -75,7 +75,7 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
     if order is None or wire is None:
         return
     for node in graph.walk(body):
-        if node.op and node.type and node.op.is_upright(*node.wires):
+        if node.type and (node.op.is_upright(*node.wires) if node.op else _is_on_grid(node)):
             message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
             notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
             raise Fault("E407", message, at="order", entry=order, notes=notes, hint=hint)
@@ -83,6 +83,11 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
         other = ctx.run.types[value]
         if other and other.kind in ("sequence", "tokens") and (other.grid, other.places) != (wire.grid, wire.places):
             raise _other_image(order, wire, other, ctx.run.labels[value])
+
+
+def _is_on_grid(node: graph.Node) -> bool:
+    """Return whether a step cuts the rows and columns of an image into sequences."""
+    return node.kind == "each" and bool(node.arguments.on_grid)
 
 
 def _other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:

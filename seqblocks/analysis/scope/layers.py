@@ -1,0 +1,251 @@
+"""Resolve wires of the layers of a repeat: `layers.0.v`, `layers[-2].v`, `blocks[layer // 2].v or input`.
+
+A layer reads the layers above it, and a step after the repeat reads all of them. The value becomes an export of the
+bodies around it, which return it besides their result. See docs/decisions/0064-wires-of-layers.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.scope.context import Body, Context, Layers
+from seqblocks.analysis.scope.values import number
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.document import Scalar
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.messages.suggestions import did_you_mean
+
+_WORD = r"(?P<word>[^\W\d]\w*)\s*"
+_INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once
+_LAYER = _WORD + _INDEX
+_WIRE = r"\s*(?P<wire>\w+)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
+
+
+class LayerWire(NamedTuple):
+    """A reference to a wire of a layer: parts of a text, each with its place in it.
+
+    default: the wire to read if there is none.
+    """
+
+    word: str
+    number: tuple[int, str]
+    wire: tuple[int, str]
+    default: tuple[int, str] | None
+
+
+def read_reference(text: str) -> LayerWire | None:
+    """Return a reference such as `layers[-1].v or input`, or None if the text is something else."""
+    first = re.match(_LAYER, text)  # compiled on first use, which few specs need
+    rest = re.compile(_WIRE).match(text, first.end()) if first else None
+    if first is None or rest is None:
+        return None
+    which = "plain" if first["plain"] else "index"
+    default = (rest.start("default"), rest["default"].strip()) if rest["default"] else None
+    return LayerWire(first["word"], (first.start(which), first[which]), (rest.start("wire"), rest["wire"]), default)
+
+
+def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
+    """Return the value of a wire of a layer, or None if there is none and a default is given.
+
+    Raises Fault (E302, E324) if there is neither; returns an unknown value if the layers are unknown.
+    """
+    layers = _find(ctx, given)
+    if layers is None:
+        return None if given.default and _is_left_out(ctx, given.word) else ctx.run.unknown()
+    start, text = given.number
+    at = number(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text), whole=True)
+    if at is UNKNOWN:
+        return ctx.run.unknown()
+    done = len(layers.scopes)
+    index = done + at if at < 0 else at
+    if not 0 <= index < done:
+        if not given.default:
+            raise _no_layer(layers, given, at, node.text)
+        _miss(ctx, node, given, layers)
+        return None
+    return _in_layer(ctx, node, given, layers, index)
+
+
+def _miss(ctx: Context, node: Scalar, given: LayerWire, layers: Layers) -> None:
+    """Note that a default was read in place of a wire, whose name may be misspelt."""
+    layers.missed.setdefault(given.wire[1], (ctx, node, given))
+    if layers.node:
+        check_missed(layers)
+
+
+def check_missed(layers: Layers) -> None:
+    """Report the names that were read with a default, but that no layer of the finished repeat gives to a wire."""
+    for name, (ctx, node, given) in layers.missed.items():
+        if not any(scope.incomplete or any(_named(scope, name)) for scope in layers.scopes):
+            ctx.report(_no_wire(layers.scopes, name, "the layer"), node.part(given.wire[0], len(name)))
+
+
+def _find(ctx: Context, given: LayerWire) -> Layers | None:
+    """Return the layers of a repeat, or None if they are unknown or left out. Raises Fault (E324)."""
+    word = given.word
+    if found := ctx.body.layers.get(word):
+        return found
+    node = ctx.body.nodes.get(word)
+    is_unknown = ctx.names.get(word, None) is UNKNOWN or (node is not None and node.kind == "unknown")
+    if is_unknown or ctx.body.incomplete or (given.default and _is_left_out(ctx, word)):
+        return None
+    known = [*ctx.body.layers]
+    if _is_left_out(ctx, word):
+        then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
+        raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
+    if _is_in_each(ctx.body):
+        hint: str | None = "the steps of `each` read parts of their input, and no wires from outside"
+    elif ctx.callers and not known:
+        hint = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
+    elif _is_below(ctx, word):
+        hint = "it is below; a step can only read layers of repeats above it"
+    else:
+        finished = [name for name, each in ctx.body.layers.items() if each.node]
+        example = f"{finished[-1] if finished else 'repeat'}.0.{given.wire[1]}"
+        hint = did_you_mean(word, known) or f"`layers` are those of the repeat around a step; after it: {example}"
+    message = f"there is no repeat {quote(word)} whose layers can be read here"
+    raise Fault("E324", message, expected=f"one of {listing(known)}" if known else None, hint=hint)
+
+
+def _is_in_each(body: Body | None) -> bool:
+    while body:
+        if body.hidden is not None:
+            return True
+        body = body.outer
+    return False
+
+
+def _is_below(ctx: Context, word: str) -> bool:
+    return any(step.name == word and step.verb == "repeat" for step in ctx.body.steps)
+
+
+def _is_left_out(ctx: Context, word: str) -> bool:
+    """Return whether a repeat of this name is above, but left out."""
+    body: Body | None = ctx.body
+    while body:
+        if any(step.name == word and body.conditions.get(id(step)) is False for step in body.steps):
+            return True
+        body = body.outer
+    return False
+
+
+def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, index: int) -> int | None:
+    """Return the value of a wire in a finished layer, which becomes an export; None if the layer has none."""
+    scope, body = layers.scopes[index], layers.bodies[index]
+    start, name = given.wire
+    found = list(dict.fromkeys(_named(scope, name)))
+    if not found:
+        if scope.incomplete:
+            return ctx.run.unknown()
+        if given.default:
+            _miss(ctx, node, given, layers)
+            return None
+        raise _no_wire([scope], name, f"layer {index}")
+    for value in found:
+        _check_reachable(body, value, f"`{name}` of layer {index}")
+    if len(found) > 1:
+        places = [place for value in found if (place := ctx.run.makers.get(value))]
+        notes = [Note("one is defined here", place.span) for place in places if place.span]
+        raise Fault("E324", f"layer {index} has several wires {quote(name)}", notes=notes, hint="rename all but one")
+    (value,) = found
+    if ctx.run.references is not None:
+        ctx.run.references.wire(name, node.part(start, len(name)), value)
+    _export(layers, body, value)
+    return value
+
+
+def _named(scope: Body, name: str) -> Iterator[int]:
+    """Yield the values that the steps of a layer give this name: those of its list, else those in lists inside it."""
+    assert scope.outer
+    value = scope.wires.get(name)
+    if value is not None and (name == "input" or scope.outer.wires.get(name) != value):
+        yield value
+        return
+    for inner in scope.inner:
+        if name != "input":
+            yield from _named(inner, name)
+
+
+def _check_reachable(body: graph.Graph, value: int, what: str) -> None:
+    """Raise Fault (E324) if a value of a layer is inside a step that cannot return it."""
+    for node, _ in _around(body, value) or ():
+        if reason := _obstacle(node):
+            place = Note(f"{node.name} is here", node.span)
+            hint = f"read a wire of the layer outside {node.name}; one in a residual or a branch can be read too"
+            raise Fault("E324", f"{what} cannot be read: {reason}", notes=[place], hint=hint)
+
+
+def _export(layers: Layers, body: graph.Graph, value: int) -> None:
+    """Have all bodies around a value, from that of its layer on, return it."""
+    chain = None if value == layers.input else _around(body, value)
+    if chain is None:  # it is made outside of the repeat
+        return
+    for node, inner in chain:
+        inner.exports = tuple(dict.fromkeys((*inner.exports, value)))
+        node.exports[value] = value
+    body.exports = tuple(dict.fromkeys((*body.exports, value)))
+    if layers.node:
+        layers.node.exports[value] = value
+
+
+def _around(body: graph.Graph, value: int) -> list[tuple[graph.Node, graph.Graph]] | None:
+    """Return the nodes, with their bodies, around the step of a body that makes a value; None if none does."""
+    if value == body.input or any(value in node.made for node in body.nodes):
+        return []
+    for node in body.nodes:
+        for inner in node.bodies.values() if node.kind != "block" else ():
+            found = None if value in inner.captures else _around(inner, value)
+            if found is not None:
+                return [(node, inner), *found]
+    return None
+
+
+def _obstacle(node: graph.Node) -> str | None:
+    """Return why a value inside a node cannot be read outside of it, or None."""
+    if node.kind == "experts":
+        return "an expert computes only the tokens that are routed to it"
+    if node.kind == "each":
+        return "the steps of `each` compute parts of the sequence"
+    if node.kind == "cell":
+        return "the steps of a cell run token by token"
+    if node.kind == "repeat":
+        return "it belongs to a layer of a repeat inside the layer"
+    if node.kind == "scan" and node.arguments.orders != ("forward",):
+        return f"a scan reads the tokens in the order {' and '.join(node.arguments.orders)}"
+    return None
+
+
+def _no_layer(layers: Layers, given: LayerWire, at: int, written: str) -> Fault:
+    done, (_, text) = len(layers.scopes), given.number
+    what = f"`{text}` is {at}" if text.strip() != str(at) else None
+    if layers.node:
+        message = f"there is no layer {at} in {given.word}, which has {layers.count} layers"
+    elif 0 <= at < layers.count:
+        message = f"layer {done} cannot read layer {at}, which is not above it"
+    elif at >= layers.count:
+        message = f"there is no layer {at}: the repeat has {layers.count} layers"
+    else:
+        message = f"there is no layer {-at} above layer {done}"
+    expected = "no layer, since none is above" if not done else f"0 to {done - 1}, or {-done} to -1"
+    hint = f"write what to read where there is none: `{written} or input`"
+    return Fault("E324", message, expected=expected, found=what, hint=hint)
+
+
+def _no_wire(scopes: list[Body], name: str, where: str) -> Fault:
+    known = dict.fromkeys(wire for scope in scopes for wire in _names(scope))
+    message = f"{where} has no wire {quote(name)}" if len(scopes) == 1 else f"no layer has a wire {quote(name)}"
+    expected = f"one of {listing(known)}" if known else "input (no step of the layer defines a wire)"
+    return Fault("E302", message, expected=expected, hint=lambda: did_you_mean(name, known) or "name it with `as:`")
+
+
+def _names(scope: Body) -> Iterator[str]:
+    """Yield the names of the wires that the steps of a layer define."""
+    assert scope.outer
+    for name, value in scope.wires.items():
+        if name != "input" and scope.outer.wires.get(name) != value:
+            yield name
+    for inner in scope.inner:
+        yield from _names(inner)

@@ -1,0 +1,120 @@
+"""The module of an `each`: an axis becomes part of the batch, and the steps run on all sequences at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from seqblocks.errors import RunError
+from seqblocks.graph import Node
+from seqblocks.ops.rate import check_tokens
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call, Grid, Size
+from seqblocks.runtime.modules import Place, gridded, makes
+from seqblocks.state import States, map_state
+
+# by axis: tokens before, and sequences after; `lanes` is their number, for each sequence of the batch
+PATTERNS = {
+    "features": ("batch seq (lanes features)", "(batch lanes) seq features"),
+    "frames": ("batch (lanes size) features", "(batch lanes) size features"),
+    "places": ("batch (seq lanes) features", "(batch lanes) seq features"),
+    "rows": ("batch (lanes columns) features", "(batch lanes) columns features"),
+    "columns": ("batch (rows lanes) features", "(batch lanes) rows features"),
+}
+WINDOWS = "batch (rows p) (columns q) features", "(batch rows columns) (p q) features"
+
+
+@makes("each")
+class Each(Body):
+    """Run the steps on each window, row, column, frame, place or feature."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node.bodies[""], place, node.verb)
+        arguments = node.arguments
+        self._axis, self._size, self._shift = arguments.axis, arguments.width, arguments.shift
+        self._on_grid, self._carries = arguments.on_grid, arguments.carries
+        self._gridded = gridded(node, place)
+        wire = node.wires[0]
+        assert wire
+        self._known = {"size": self._size} if self._axis == "frames" else {}
+        self._lanes: int = wire.features // self._size if self._axis == "features" else self._size
+
+    def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        (x,) = tensors
+        if call.phase == "context":  # nothing in here depends on the context only
+            return None, {}  # type: ignore[return-value]
+        if self._axis == "windows":
+            return self._in_windows(x, call), {}
+        if self._axis in ("frames", "places"):
+            check_tokens(x, self._size, f"each over {self._axis}")
+        batch, lanes = x.shape[0], self._count(x, call)
+        before, after = PATTERNS[self._axis]
+        parts = rearrange(x, f"{before} -> {after}", lanes=lanes, **self._known)
+        y, states = super()._compute(parts, call=self._inner(call, lanes))
+        if y.dim() == 2:  # a vector of each sequence
+            after = after.replace(" seq", "").replace(" size", "")
+            before = "batch (lanes features)" if self._axis == "features" else "batch lanes features"
+        states = map_state(lambda state: state.unflatten(0, (batch, lanes)), states) if self._carries else {}
+        return rearrange(y, f"{after} -> {before}", batch=batch, lanes=lanes), states
+
+    def _count(self, x: Tensor, call: Call) -> int:
+        """Return the number of sequences that are made of one."""
+        if self._axis == "frames":
+            return x.shape[1] // self._size
+        if self._carries:
+            return self._lanes
+        rows, columns = self._grid_of(x, call)
+        return rows if self._axis == "rows" else columns
+
+    def _inner(self, call: Call, lanes: int) -> Call:
+        """Return the call of the steps, whose states are those of all sequences."""
+        if not self._carries:
+            return Call(call.training, directed=call.directed, phase=call.phase, routed=call.routed)
+        state = map_state(lambda x: x.flatten(0, 1), call.state) if call.state else call.state
+        resets = None if call.resets is None else call.resets.repeat_interleave(lanes, 0)
+        grid = call.grid if self._axis == "features" else None
+        return replace(call, state=state, resets=resets, grid=grid, segments=None, made=None, last_only=False)
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    def _in_windows(self, x: Tensor, call: Call) -> Tensor:
+        rows, columns = size = self._grid_of(x, call)
+        side = self._size
+        if rows % side or columns % side:
+            raise RunError(f"windows of {side} x {side} do not tile the {rows} rows and {columns} columns of an image")
+        moved = (self._shift if rows > side else 0, self._shift if columns > side else 0)
+        before, after = WINDOWS
+        image = x.unflatten(1, size)
+        if any(moved):
+            image = image.roll((-moved[0], -moved[1]), (1, 2))
+        windows = rearrange(image, f"{before} -> {after}", p=side, q=side)
+        del image  # so that its memory is free
+        segments = _segments(size, side, moved, x.device).repeat(x.shape[0], 1) if any(moved) else None
+        inner = Call(call.training, grid=Grid((side, side)), directed=call.directed, phase=call.phase,
+                     routed=call.routed, segments=segments)
+        y, _ = super()._compute(windows, call=inner)
+        counts = {"rows": rows // side, "columns": columns // side}
+        image = rearrange(y, f"{after} -> {before}", batch=x.shape[0], **counts, p=side, q=side)
+        if any(moved):
+            image = image.roll(moved, (1, 2))
+        return image.flatten(1, 2)
+
+    def _grid_of(self, x: Tensor, call: Call) -> Size:
+        if call.grid:
+            call.grid.step = self._gridded
+        return call.grid_of(x)
+
+    def extra_repr(self) -> str:
+        size = f", size={self._size}" if self._axis not in ("rows", "columns") else ""
+        return f"axis={self._axis}{size}" + (f", shift={self._shift}" if self._shift else "")
+
+
+def _segments(size: Size, side: int, moved: Size, device: Any) -> Tensor:
+    """Return the segment of each token of each window [windows, tokens], for an image whose edges were rolled over."""
+    over = [torch.arange(n, device=device) >= n - by for n, by in zip(size, moved, strict=True)]
+    segments = 2 * over[0].long().unsqueeze(1) + over[1].long()
+    return rearrange(segments, "(rows p) (columns q) -> (rows columns) (p q)", p=side, q=side)

@@ -1,0 +1,256 @@
+"""`each`: an axis folded into the batch, against the same steps on each part, and two published models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import seqblocks
+from seqblocks.errors import RunError
+from seqblocks.testing import check_law, check_shapes
+from tests.draws import draw
+
+STREAMS = {
+    "features": "{axis: features, steps: [{causal_conv: {kernel: 3}}, {linear: 3}, silu]}",
+    "groups_of_features": "{axis: features, size: 2, steps: [{linear: {features: 4, as: q}}, "
+    "{attention: {q: q, k: q, v: q, heads: 2, cache: 40}}]}",
+    "merged_tokens": "{axis: features, size: 3, steps: [{downsample: 2}, causal_conv, {upsample: 2}]}",
+    "places": "{axis: places, size: 3, steps: [causal_conv, {linear: 3}]}",
+    "nested": "{axis: places, size: 3, steps: [{each: {axis: features, size: 3, steps: [causal_conv]}}]}",
+    "frames": "{axis: frames, size: 3, steps: [{linear: {features: 4, as: q}}, "
+    "{attention: {q: q, k: q, v: q, heads: 2, causal: false, bias: relative}}]}",
+    "a_vector_of_each_frame": "{axis: frames, size: 3, steps: [{each: {axis: features, steps: [causal_conv]}}, "
+    "{pool: mean}]}",
+    "scans_of_frames": "{axis: frames, size: 3, steps: [{scan: {order: [forward, reverse], steps: [causal_conv]}}]}",
+}
+
+
+def built(steps: str, input: str = "{features: 6}", **options: Any) -> seqblocks.SequenceModel:
+    text = f"seqblocks: 1\nmodel: {{input: {input}, steps: [{steps}]}}\n"
+    return seqblocks.build_text(text, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_state_law(name: str) -> None:
+    model = built(f"{{each: {STREAMS[name]}}}, causal_conv, {{linear: {{features: 2, name: out}}}}")
+    one = model.frame_size == 1
+    check_law(model, seq=13 if one else 5, resets=((0, 4), (1, 9)) if one else ())
+
+
+PARTS = {
+    "features": ("{features: 6}", "size: 2", lambda x: x.unflatten(2, (3, 2)).movedim(2, 1)),
+    "frames": ("{features: 4}", "size: 3", lambda x: x.unflatten(1, (-1, 3))),
+    "places": ("{features: 4}", "size: 3", lambda x: x.unflatten(1, (-1, 3)).movedim(2, 1)),
+    "rows": ("{features: 4, grid: [4, 6]}", "", lambda x: x.unflatten(1, (4, 6))),
+    "columns": ("{features: 4, grid: [4, 6]}", "", lambda x: x.unflatten(1, (4, 6)).movedim(2, 1)),
+    "windows": (
+        "{features: 4, grid: [4, 6]}", "size: 2",
+        lambda x: x.unflatten(1, (2, 2, 3, 2)).movedim(3, 2).flatten(1, 2).flatten(2, 3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", PARTS)
+def test_each_part_is_computed_like_a_sequence_of_its_own(axis: str) -> None:
+    """The parts [batch, parts, tokens, features] are cut by torch here, and run one by one."""
+    given, size, cut = PARTS[axis]
+    more = f", {size}" if size else ""
+    steps = "[{ssm: {x: input, dt: input, state: 2}}, {linear: 5}]"
+    whole = built(f"{{each: {{axis: {axis}{more}, steps: {steps}}}}}", given)
+    x = draw(2, 24, 6 if axis == "features" else 4)
+    parts = cut(x)
+    alone = built(steps.strip("[]"), f"{{features: {parts.shape[-1]}}}")
+    alone.load_state_dict({name.removeprefix("each."): value for name, value in whole.state_dict().items()})
+    expected = torch.stack([alone(part) for part in parts.unbind(1)], 1)
+    found = whole(x)
+    restored = found.unflatten(2, (3, 5)).movedim(2, 1) if axis == "features" else cut(found)
+    torch.testing.assert_close(restored, expected, rtol=1e-12, atol=1e-12)  # the same sums, in another batch
+
+
+def swin_attention(x: Tensor, model: Any, shift: int, side: int, heads: int) -> Tensor:
+    """Return attention of each token of x [batch, rows, columns, features] over its window, pair by pair.
+
+    Two tokens see each other if their rolled rows and columns are in one window, and no edge was rolled between them.
+    """
+    rows, columns = x.shape[1:3]
+    q, k, v = model.qkv(x).flatten(1, 2).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    places = [(r, c) for r in range(rows) for c in range(columns)]
+    table = model.scores.relative
+    mask = torch.full((heads, len(places), len(places)), -torch.inf, dtype=x.dtype)
+    by = shift if rows > side else 0, shift if columns > side else 0
+
+    def window(place: tuple[int, int]) -> list[tuple[int, int, bool]]:
+        """Return the window along both axes, the place in it, and whether the token was rolled over the edge."""
+        moved = [(at - s) % n for at, s, n in zip(place, by, (rows, columns), strict=True)]
+        return [(m // side, m % side, at < s) for m, at, s in zip(moved, place, by, strict=True)]
+
+    for i, one in enumerate(places):
+        for j, other in enumerate(places):
+            (row, column), (row_, column_) = window(one), window(other)
+            if (row[0], column[0], row[2], column[2]) == (row_[0], column_[0], row_[2], column_[2]):
+                index = (row[1] - row_[1] + side - 1) * (2 * side - 1) + column[1] - column_[1] + side - 1
+                mask[:, i, j] = table[index]
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return model.proj(y.transpose(1, 2).flatten(2)).unflatten(1, (rows, columns))
+
+
+@pytest.mark.parametrize(("grid", "shift"), [((4, 6), 1), ((6, 4), 0), ((2, 6), 1), ((2, 2), 1)])
+def test_shifted_windows(grid: tuple[int, int], shift: int) -> None:
+    steps = "[{linear: {name: qkv, features: 18, as: [q, k, v]}}, {attention: {name: scores, q: q, k: k, v: v, "
+    steps += "heads: 2, causal: false, bias: relative}}, {linear: {name: proj, features: 6}}]"
+    given = f"{{features: 6, grid: {[*grid]}}}"
+    model = built(f"{{each: {{axis: windows, size: 2, shift: {shift}, steps: {steps}}}}}", given)
+    with torch.no_grad():
+        model.each.scores.relative.normal_()
+    x = draw(2, grid[0] * grid[1], 6).requires_grad_()
+    found = model(x)
+    expected = swin_attention(x.unflatten(1, grid), model.each, shift, 2, 2).flatten(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    weights = draw(*found.shape)
+    leaves = [x, *model.parameters()]
+    pairs = (torch.autograd.grad((y * weights).sum(), leaves) for y in (found, expected))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_images_of_other_sizes_and_windows_that_do_not_tile_them() -> None:
+    steps = "{patch_embed: {patch: 2, features: 4}}, {each: {axis: windows, size: 2, shift: 1, steps: [{linear: 4}]}}"
+    steps += ", {each: {axis: rows, name: rows_of, steps: [causal_conv]}}"
+    model = built(steps, "{image: {size: 8, channels: 3}}")
+    check_shapes(model)
+    assert model(draw(1, 3, 12, 8)).shape == (1, 24, 4)
+    with pytest.raises(RunError, match="windows of 2 x 2 do not tile the 3 rows and 4 columns"):
+        model(draw(1, 3, 6, 8))
+
+
+def test_reasons_why_it_does_not_stream() -> None:
+    model = built("{each: {axis: rows, steps: [causal_conv]}}", "{features: 4, grid: [2, 3]}")
+    with pytest.raises(RunError, match="it reads the rows of a whole image"):
+        model.init_state(1)
+    frames = built("{each: {axis: frames, size: 3, steps: [causal_conv]}}")
+    with pytest.raises(RunError, match="a sequence may begin in the middle of its frames"):
+        frames(draw(1, 6, 6), resets=torch.tensor([[True, False, True, False, False, False]]))
+    with pytest.raises(RunError, match="multiple"):
+        frames(draw(1, 7, 6))
+
+
+def test_counts() -> None:
+    """State and cost are those of all sequences: 6 of a feature, or 3 of two features."""
+    found = seqblocks.summarise(built("{each: {axis: features, steps: [{causal_conv: {kernel: 4, bias: false}}]}}"))
+    assert (found.params, found.state, found.macs_per_token) == (4, 6 * 3, 6 * 4)
+    linear = "steps: [{linear: {features: 5, bias: false}}]"
+    found = seqblocks.summarise(built(f"{{each: {{axis: features, size: 2, {linear}}}}}"))
+    assert (found.params, found.macs_per_token) == (10, 3 * 10)
+    found = seqblocks.summarise(built(f"{{each: {{axis: places, size: 3, {linear}}}}}"))
+    assert (found.params, found.macs_per_token, found.frame_size) == (30, 30, 3)
+    grid = "{features: 6, grid: [4, 4]}"
+    attend = "{attention: {q: input, k: input, v: input, heads: 1, causal: false}}"
+    found = seqblocks.summarise(built(f"{{each: {{axis: windows, size: 2, steps: [{attend}]}}}}", grid))
+    assert found.macs_per_token == 4 * 2 * 6  # 4 visible tokens, 6 features of keys and of values
+
+
+def test_swin_t_in_small_against_its_blocks() -> None:
+    """The table of relative positions, the order of merged tokens and the shift are those of the release."""
+    sizes = {"dim": 4, "depth": 2, "middle": 2, "heads": 1, "window": 2, "classes": 3, "input.image.size": 64}
+    model = seqblocks.build("swin_t", set=sizes, dtype=torch.float64)
+    x = draw(2, 3, 64, 64)
+    y = model.patches_norm(model.patches(x)).unflatten(1, (16, 16))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("relative"):
+                parameter.normal_()
+    for number in range(1, 5):
+        if number > 1:
+            merge = model.get_submodule(f"merge{number}")
+            corners = [y[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+            y = merge.reduction(merge.norm(torch.cat(corners, -1)))
+        for at, block in enumerate(model.get_submodule(f"stage{number}").blocks):
+            normed = block.mix.norm(y)
+            y = y + swin_attention(normed, block.mix.attn, at % 2, 2, 2 ** (number - 1))
+            y = y + block.ffn.down(torch.nn.functional.gelu(block.ffn.up(block.ffn.norm(y))))
+    expected = model.head(model.norm(y).mean((1, 2)))
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+PATCHTST = """
+seqblocks: 1
+about: PatchTST (arXiv:2211.14730), which forecasts each channel by itself
+let: {dim: 16, heads: 4, horizon: 24}
+model:
+  input: {features: 7, length: 96}
+  steps:
+    - reduce: {pattern: "seq features -> features", by: mean, as: mean}
+    - reduce: {from: input, pattern: "seq features -> features", by: std, as: std}
+    - calc: {from: input, scaled: (x - mean) / std}
+    - each:
+        axis: features
+        steps:
+          - rearrange: {pattern: "(seq patch) features -> seq (patch features)", patch: 16}
+          - linear: {features: dim, name: patches}
+          - position_embed
+          - repeat:
+              name: layers
+              times: 2
+              steps:
+                - residual:
+                    name: mix
+                    steps:
+                      - batch_norm: {as: normed}
+                      - linear: {features: dim, as: q}
+                      - linear: {from: normed, features: dim, as: k}
+                      - linear: {from: normed, features: dim, as: v}
+                      - attention: {q: q, k: k, v: v, heads: heads, causal: false}
+                      - linear: {features: dim, name: out}
+                - residual:
+                    name: ffn
+                    steps:
+                      - batch_norm
+                      - linear: {features: 2 * dim, name: up}
+                      - gelu
+                      - linear: {features: dim, name: down}
+          - rearrange: {pattern: "seq features -> (seq features)"}
+          - linear: {features: horizon, name: head}
+    - rearrange: {pattern: "(channels horizon) -> horizon channels", channels: 7}
+    - calc: {forecast: x * std + mean}
+"""
+OF_PATCHTST = {
+    "mix.normed": "norm_sublayer1.batchnorm", "mix.q": "self_attn.q_proj", "mix.k": "self_attn.k_proj",
+    "mix.v": "self_attn.v_proj", "mix.out": "self_attn.out_proj", "ffn.batch_norm": "norm_sublayer3.batchnorm",
+    "ffn.up": "ff.0", "ffn.down": "ff.3",
+}  # fmt: skip
+
+
+def test_patchtst_against_transformers() -> None:
+    """The same count, and the same forecasts of a model in float64."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PatchTSTConfig(
+        num_input_channels=7, context_length=96, prediction_length=24, patch_length=16, patch_stride=16, d_model=16,
+        num_attention_heads=4, ffn_dim=32, num_hidden_layers=2, loss="mse", use_cls_token=False, pooling_type=None,
+        positional_encoding_type="random",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.PatchTSTForPrediction(config).double().eval()
+    with torch.no_grad():
+        for value in theirs.state_dict().values():
+            if value.is_floating_point():
+                value.add_(0.2 * torch.rand_like(value))
+    ours = seqblocks.build_text(PATCHTST, dtype=torch.float64).eval()
+    assert sum(x.numel() for x in ours.parameters()) == sum(x.numel() for x in theirs.parameters())
+    names = {"patches": "embedder.input_embedding", "position_embed.weight": "positional_encoder.position_enc"}
+    for layer in range(2):
+        names |= {f"layers.{layer}.{one}": f"layers.{layer}.{other}" for one, other in OF_PATCHTST.items()}
+    names = {f"each.{one}": f"model.encoder.{other}" for one, other in names.items()} | {"each.head": "head.projection"}
+    given = theirs.state_dict()
+    own = {}
+    for name, value in ours.state_dict().items():
+        step = next(step for step in names if name == step or name.startswith(f"{step}."))
+        own[name] = given[names[step] + name.removeprefix(step)].reshape(value.shape)
+    ours.load_state_dict(own)
+    x = draw(3, 96, 7)
+    with torch.no_grad():
+        expected = theirs(past_values=x).prediction_outputs
+        torch.testing.assert_close(ours(x), expected, rtol=1e-11, atol=1e-11)
