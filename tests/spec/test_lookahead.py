@@ -312,7 +312,7 @@ model:
 def test_a_port_is_used_if_the_block_reads_it() -> None:
     assert unused(BLOCK % "{gate: {by: other}}") == []
     assert unused(BLOCK % "silu") == ["linear 'a'"]
-    assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "cell"]
+    assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "unit"]
 
 
 def test_an_unused_block_is_checked_too() -> None:
