@@ -267,9 +267,15 @@ def _serve(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="path of a spec, or name of a bundled spec (which is not saved)")
     parser.add_argument("--port", type=_whole, default=0, metavar="N", help="port (default: any that is free)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument(
+        "--static", metavar="DIR",
+        help="write the page into a folder instead, with Python for the browser, which npm and pip fetch; any server "
+        "of files can publish it",
+    )  # fmt: skip
     parser.epilog = (
         "examples:\n"
-        "  seqblocks serve spec.yaml --open"
+        "  seqblocks serve spec.yaml --open\n"
+        "  seqblocks serve spec.yaml --static site"
     )
 
 

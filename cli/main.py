@@ -120,10 +120,17 @@ def _broken_pipe() -> int:
     return BROKEN_PIPE
 
 
+SHORT = (
+    "check", "compare", "completion", "diff", "draw", "explain", "list", "memory", "new", "ops", "report", "schema",
+    "show", "spec",
+)  # fmt: skip
+
+
 def process() -> NoReturn:
     """Run `main`, then end the process without cleaning up.
 
-    Garbage collection and module finalisation at exit would take a quarter of the time of `check`.
+    Garbage collection and module finalisation at exit would take a quarter of the time of `check`. Commands that run
+    for long, or analyse many specs, collect garbage.
     """
     gc.disable()
     sys.stdin, sys.stdout, sys.stderr = (  # a stream closed by the caller is None
@@ -135,7 +142,7 @@ def process() -> NoReturn:
     warnings.filterwarnings(
         "ignore", "Failed to initialize NumPy"
     )  # torch warns on import if NumPy is absent, which is not needed here
-    if sys.argv[1:2] in (["build"], ["export"], ["try"]):
+    if sys.argv[1:2] and sys.argv[1] not in SHORT:
         gc.enable()
     status = _flushed(main())
     if sys.gettrace() is None:

@@ -22,7 +22,7 @@ from seqblocks.messages.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
-    from seqblocks.probes import Result, Task
+    from seqblocks.probes import Published, Result, Task
     from seqblocks.probes.checks import Check
 
 HEAD = "task                 rate  seed  length  accuracy  last 1/8  chance    loss   steps       s"
@@ -83,13 +83,14 @@ def _print_ends(model: ModelSpec, tasks: list[Task], found: list[Result], option
         return
     checks = [check for task in tasks if task.has_resets for check in reset_checks(model, task)]
     if options.format == "json":
-        reported = {task.name: [each.as_data() for each in task.published] for task in tasks if task.published}
+        reported = {task.name: [each.as_data() for each in _published(task)] for task in tasks if _published(task)}
         output.dump(
             {"version": __version__, "ok": True, "spec": options.spec, "preset": options.preset,
              "rows": [r.as_data() for r in found], "published": reported, "checks": [c.as_data() for c in checks]}
         )  # fmt: skip
         return
-    lines = [*_medians(found), *map(_checked, checks)]
+    cut = ["* training stopped before its last step"] if any(each.cut for each in found) else []
+    lines = [*cut, *_medians(found), *map(_checked, checks)]
     output.write("\n".join(["", *lines, *([""] if lines else []), *(_about(task) for task in tasks)]))
 
 
@@ -111,10 +112,10 @@ def _checked(check: Check) -> str:
 def _tasks(options: argparse.Namespace) -> list[Task]:
     """Return the chosen tasks, each once. Raises UsageError for an unknown one, or one without a published setting."""
     from seqblocks.probes import PAPER, TASKS
-    from seqblocks.probes.tasks import QUICK
+    from seqblocks.probes.tasks import ALIASES, QUICK
 
     known = PAPER if options.preset == "paper" else TASKS
-    names = [*dict.fromkeys(options.task or QUICK)]
+    names = [*dict.fromkeys(ALIASES.get(name, name) for name in options.task or QUICK)]
     for name in names:
         if name not in TASKS:
             raise UsageError(f"there is no task {visible(name)}: {did_you_mean(name, TASKS) or ', '.join(TASKS)}")
@@ -123,8 +124,16 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     return [known[name] for name in names]
 
 
+def _published(task: Task) -> tuple[Published, ...]:
+    """Return what papers report of a task, also of its quick form, which has other sizes."""
+    from seqblocks.probes import PAPER
+
+    return PAPER[task.name].published if task.name in PAPER else ()
+
+
 def _about(task: Task) -> str:
-    return "\n".join([f"{task.name}: {task.about}", *(f"  published, {each}" for each in task.published)])
+    other = "" if task.published else " in another setting (--preset paper)"
+    return "\n".join([f"{task.name}: {task.about}", *(f"  published{other}, {each}" for each in _published(task))])
 
 
 def _line(result: Result) -> str:

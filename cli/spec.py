@@ -49,12 +49,12 @@ def _config(place: Path) -> dict[str, Any]:
 
 def _spec(config: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the spec of a config, and remarks on what it does not say."""
-    from seqblocks.checkpoint.families import FAMILIES, spec_text
+    from seqblocks.checkpoint.families import COMPOSITE, FAMILIES, spec_text
 
     if isinstance(config.get("spec"), str) and config.get("model_type") == "seqblocks":
         return config["spec"], []
     kind = config.get("model_type")
-    if kind in FAMILIES or kind is None:
+    if kind is None or (isinstance(kind, str) and (kind in FAMILIES or kind in COMPOSITE)):
         return spec_text(config), []
     near, text, unread = nearest(config)
     start = f"# A start: {near} is the nearest known family of the unknown model_type {visible(str(kind))}."

@@ -125,9 +125,11 @@ def _measures(options: argparse.Namespace) -> tuple[dict[str, Any], Callable[...
     torch = import_torch("training and timing require torch", shares_cores=not options.bench)
     functions: dict[str, Callable[[ModelSpec], float]] = {}
     settings: dict[str, Any] = {}
-    for name in options.probe:
+    for given in options.probe:
         from seqblocks.probes import TASKS
+        from seqblocks.probes.tasks import ALIASES
 
+        name = ALIASES.get(given, given)
         designs_of.check_columns([name], [*TASKS], "task")
         column = f"accuracy of {name}"
         functions[column] = partial(_probed, name=name, options=options)

@@ -11,6 +11,31 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch.compiled import constant
 
+PROCESSOR: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has no such function
+
+
+def slow_kinds(processor: dict[str, Any]) -> frozenset[torch.dtype]:
+    """Return the 16-bit dtypes for whose products an x86 processor has no instructions."""
+    if processor.get("architecture") != "x86_64":
+        return frozenset()
+    able = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+    return frozenset(kind for kind, names in able.items() if not any(processor.get(name) for name in names))
+
+
+SLOW_KINDS = slow_kinds(PROCESSOR)
+
+
+def in_float32(run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return run(x, weight, bias), computed in float32 without gradients if the processor is slow in their dtype.
+
+    With gradients, the converted operands would be kept for the backward pass.
+    """
+    if x.dtype not in SLOW_KINDS or not x.is_cpu or weight.dtype != x.dtype:
+        return run(x, weight, bias)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run(x, weight, bias)
+    return run(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
 SAVED = 1 << 22  # bytes; larger tensors, saved in each layer, determine the peak memory of a training step
 
 

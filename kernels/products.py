@@ -2,6 +2,9 @@
 
 Which of the two depends only on the operands' dtypes and sizes and on what torch reports about the processor. Their
 results differ by rounding. `benchmarks/products.py` compares their speed.
+
+A CPU without instructions for products in a 16-bit dtype takes 2 to 4 times as long for them as in float32. There,
+matrices and tokens are converted to float32 for each product of several tokens, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.int8 import Int8Matrix, is_int8
 
@@ -23,13 +27,13 @@ LARGE_MATRIX = 1 << 19  # elements: a smaller matrix may be in a cache, where on
 LARGE_PRODUCT = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
 MOST_COPIED = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
 FEW_FOR_BLOCKS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
+MIN_CONVERTED = 16  # tokens: for fewer, converting the matrix takes longer than the slow product
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 LARGE_OUTPUT = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-_facts: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has no such function
-PROCESSOR = str(_facts.get("cpu_name", "unknown"))
+PROCESSOR = str(numerics.PROCESSOR.get("cpu_name", "unknown"))
 ON_SLOW_MKL = ON_ONEDNN and PROCESSOR.startswith("AMD")  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 
 
@@ -42,11 +46,11 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
     if isinstance(weight, Int8Matrix):
         return weight.product(x, bias)
     if not _suits_onednn(x, weight, bias):
-        return F.linear(x, weight, bias)
+        return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     tokens = rows.shape[0]
     extra = _rounded(tokens) - tokens
-    y = _by_onednn(F.pad(rows, (0, 0, 0, extra)) if extra else rows, weight, bias)
+    y = _by_function(F.pad(rows, (0, 0, 0, extra)) if extra else rows, weight, bias)
     return (y[:tokens] if extra else y).view(*x.shape[:-1], -1)
 
 
@@ -78,9 +82,26 @@ def _is_faster_by_onednn(elements: int, rows: int, width: int) -> bool:
     return ON_SLOW_MKL and elements * rows >= LARGE_PRODUCT
 
 
+def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether these operands have a 16-bit dtype that the processor cannot multiply, and many tokens."""
+    if x.dtype not in numerics.SLOW_KINDS or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
+        return False
+    each = (x, weight) if bias is None else (x, weight, bias)
+    if is_seen(each) or not all(t.is_cpu and t.dtype is x.dtype for t in each) or weight.dim() != 2:
+        return False
+    is_valid = x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    return is_valid and x.numel() >= MIN_CONVERTED * x.shape[-1] > 0 and not torch.is_autocast_enabled("cpu")
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _by_function(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+
 def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tuple[int, str]]:
     """Return which product `linear` uses for a matrix [rows, width]: (from this number of tokens on, its name)."""
     able = ON_ONEDNN and device == "cpu" and dtype is torch.float32 and torch._C._get_mkldnn_enabled()
+    if device == "cpu" and dtype in numerics.SLOW_KINDS:
+        return [(1, "torch"), (MIN_CONVERTED, "float32")]
     found: list[tuple[int, str]] = []
     for tokens in sorted({1, FEW_TOKENS + 1, max(FEW_TOKENS + 1, -(-LARGE_PRODUCT // (rows * width)))}):
         name = "oneDNN" if able and _is_faster_by_onednn(tokens * width, rows, width) else "torch"
@@ -89,7 +110,8 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     return found
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W' + b for x [N, I] by oneDNN, or in float32 if the operands have 16 bits."""
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         y: Tensor = _Linear.apply(x, weight, bias)
@@ -98,6 +120,8 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype is not torch.float32:
+        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
     y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(x), _dense(weight), bias, "none", [], "")
     return y
@@ -122,7 +146,8 @@ class _Linear(torch.autograd.Function):
         grad = grad.contiguous()
         for_x, for_weight, for_bias = ctx.needs_input_grad
         left, right = grad.t(), x.t()
-        product = _by_onednn if _suits_onednn(left, right, None) else F.linear  # not padded: rows of the weight
+        is_own = _suits_onednn(left, right, None) or _is_slow(left, right, None)
+        product = _by_function if is_own else F.linear  # not padded: rows of the weight
         return (
             linear(grad, weight.t()) if for_x else None,
             product(left, right, None) if for_weight else None,

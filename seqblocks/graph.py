@@ -35,6 +35,11 @@ class Entry(Record):
 DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
+def moves_tokens(order: str) -> bool:
+    """Return whether an order of a scan is neither that of the sequence nor its reverse."""
+    return order.startswith(("columns", "sorted"))
+
+
 def direction_name(order: str) -> str:
     """Return the namespace of the parameters owned by one order of a scan."""
     return DIRECTION_NAMES.get(order, order)
@@ -152,6 +157,7 @@ class Graph(Record):
     result: int
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
+    exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, a model's inputs, a cell's states
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
@@ -534,8 +540,8 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
         why = (node.op.ignores_resets(*node.wires) if node.op else None) or _reads_whole(node, model)
         if node.kind == "each" and node.arguments.axis != "features":
             why = f"a sequence may begin in the middle of its {node.arguments.axis}"
-        if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
-            why = f"it reads the sequence in the order {by_columns[0]}"
+        if node.kind == "scan" and (others := [order for order in node.arguments.orders if moves_tokens(order)]):
+            why = f"it reads the sequence in the order {others[0]}"
         if why:
             return f"{node.name} ({node.span})", why
     return None

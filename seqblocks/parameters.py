@@ -117,6 +117,12 @@ INITIALISERS: dict[str, Initialiser] = {
         ("position >= 0",),
     ),
     "alibi": Initialiser((), "ALiBi's slopes (arXiv:2108.12409) over the last axis: 2^(-8 j / n), j = 1, 2, … n"),
+    "grid_waves": Initialiser(
+        (("base", 10000.0),),
+        "positions [rows, columns, D]: sin(c / base^(4 j / D)), j < D / 4, of the column c, then cosines, then both of "
+        "the row (MAE, DiT)",
+        ("base >= 1",),
+    ),
     "wang": Initialiser(
         (("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))", ("width > 0", "blocks > 0")
     ),

@@ -518,8 +518,28 @@ class Rearrange(FromOne):
         (whole,) = tensors
         before, sizes, count = self._sides(shape)
         self._require_shape(name, whole, before)
-        made = rearrange(whole, self.pattern, **sizes)
-        return made if count is None else made[self.index]
+        if count is None:
+            return rearrange(whole, self.pattern, **sizes)
+        part, axes, pattern = self._part(whole, sizes)
+        return rearrange(part, f"{axes} -> {pattern}", **self._sizes_in(axes, sizes))
+
+    def _part(self, whole: Tensor, sizes: Mapping[str, int]) -> tuple[Tensor, str, str]:
+        """Return our part of the official tensor as a view, the names of its axes, and the pattern of our parameter.
+
+        The other parts are not read: the tensor may be that of many experts.
+        """
+        left, (first, *ours) = read_pattern(self.pattern)
+        axes = [axis for group in left for axis in group]
+        part, rest = whole.reshape([sizes[axis] for axis in axes]), self.index
+        for axis in reversed(first):
+            rest, at = divmod(rest, sizes[axis])
+            part = part.select(axes.index(axis), at)
+            axes.remove(axis)
+        return part, " ".join(axes), " ".join(f"({' '.join(group)})" for group in ours)
+
+    @staticmethod
+    def _sizes_in(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {axis: sizes[axis] for axis in axes.split()}
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
         before, sizes, count = self._sides(shape)
@@ -536,10 +556,8 @@ class Rearrange(FromOne):
         if count is None:
             out.copy_(rearrange(ours, f"{after} -> {before}", **sizes))
             return
-        parts = rearrange(out, self.pattern, **sizes)
-        parts[self.index] = ours
-        if parts.data_ptr() != out.data_ptr():  # einops returned a copy
-            out.copy_(rearrange(parts, f"{after} -> {before}", **sizes))
+        part, axes, pattern = self._part(out, sizes)
+        part.copy_(rearrange(ours, f"{pattern} -> {axes}", **self._sizes_in(axes, sizes)))
 
 
 RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {

@@ -160,9 +160,10 @@ class Composer(Cells, Mixers, Rates, Sequences):
         now, chance = body.now, self.chance
         choices = ["forward"] if self.streams or body.alone else ["forward", "reverse"]
         if now.grid and not (self.streams or body.alone):
-            choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
+            choices += ["rows", "rows_reverse", "columns", "columns_reverse", "sorted", "sorted_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
-        columns = any(order.startswith("columns") for order in orders)
+        by_key = any(order.startswith("sorted") for order in orders)
+        columns = by_key or any(order.startswith("columns") for order in orders)
         wires = dict(body.wires)
         if columns:
             alike = {name: kind for name, kind in wires.items() if (kind.place, kind.grid) == (now.place, now.grid)}
@@ -173,11 +174,16 @@ class Composer(Cells, Mixers, Rates, Sequences):
         owned = body.owned or own in ("all", "some")
         more: dict[str, Any] = {"wires": wires, "owned": owned, "columns": body.columns or columns}
         more |= {"linears": [], "owners": []}
-        inside = self.inner(body, chance.randint(1, 3), **more)
+        place = replace(body, now=replace(now, grid=None)) if by_key else body  # no steps that read rows and columns
+        if by_key:
+            more["wires"] = {name: replace(kind, grid=None) for name, kind in wires.items()}
+        inside = self.inner(place, chance.randint(1, 3), **more)
         merge = chance.choice(["sum", "mean", "concat", "product"])
         width = inside.now.width * (len(orders) if merge == "concat" else 1)
         listed = len(orders) > 1 or self.maybe(0.3)
         arguments: dict[str, Any] = {"order": orders if listed else orders[0], "merge": merge}
+        if by_key:
+            arguments["key"] = chance.choice(["row + column", "(row // 2) * columns + column", "-column"])
         mine = [name for name, *_ in inside.linears]
         if own == "some":
             own = [chance.choice([f"{name}.weight", name]) for name in mine[:1]] or "none"
@@ -187,7 +193,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             order = chance.choice(orders)
             namespace = {"forward": "fwd", "reverse": "rev"}.get(order, order)
             arguments["init"] = {f"{namespace}.{mine[0]}.weight": chance.choice(INITS)}
-        made = replace(inside.now, width=width)
+        made = replace(inside.now, width=width, grid=now.grid if by_key else inside.now.grid)
         self.add_maybe(body, "scan", made, **arguments, steps=inside.steps)
 
     def experts(self, body: Body) -> None:
@@ -334,6 +340,10 @@ class Composer(Cells, Mixers, Rates, Sequences):
             self.restore(inside, place.now)
             arguments[key] = inside.steps
         self.add_maybe(body, call.block, call.makes, **arguments)
+        ((_, step),) = body.steps[-1].items()
+        for wire, kind in call.outputs.items():
+            if kind == body.now and "when" not in step:
+                self.add(body, "add", body.now, **{"with": f"{step['name']}.{wire}"})
 
     def run_argument(self, body: Body) -> dict[str, Body]:
         """Run an argument that is a list of steps, once or twice. Return its name and body."""
@@ -372,7 +382,10 @@ class Composer(Cells, Mixers, Rates, Sequences):
             "let": {let: f"{next(iter(given))} + 1" if given else size + 1},
             "steps": inside.steps,
         }
-        call = Call(name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given, steps)
+        wires = {wire: kind for wire, kind in inside.wires.items() if wire not in ports and kind.name == "sequence"}
+        if wires:
+            self.blocks[name]["outputs"] = [*wires]
+        call = Call(name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given, steps, wires)
         self.calls.append(call)
         return call
 

@@ -213,10 +213,11 @@ class Mixers(Tokens):
         )  # fmt: skip
 
     def positions(self, body: Body) -> None:
-        now = body.now
+        now, learned = body.now, self.chance.choice([None, None, False])
         if now.length is None or (now.grid and (self.streams or body.columns)):
             self.add(body, "position_embed", now, length=max(60, now.length or 0))
         elif now.grid and self.maybe(0.3):
             self.add(body, "position_embed", now, rows=self.chance.randint(2, 4), columns=self.chance.randint(2, 4))
         else:
-            self.add(body, "position_embed", now)
+            init = {"weight": "grid_waves"} if learned is False else None
+            self.add(body, "position_embed", now, learned=learned, init=init)

@@ -75,6 +75,7 @@ class Call(NamedTuple):
     ports: list[str]
     numbers: dict[str, int]
     steps: dict[str, Body]
+    outputs: dict[str, Kind]  # further wires that it returns
 
 
 class Writer:

@@ -194,9 +194,12 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> T
 
     x is passed to conv2d as a channels-last image of height 1, which has the same layout in memory.
     """
-    image = x.transpose(1, 2).unsqueeze(2)
-    y = F.conv2d(image, weight.unsqueeze(2), bias, padding=(0, padding), groups=x.shape[-1] // weight.shape[1])
-    return y.squeeze(2).transpose(1, 2)
+
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        groups = x.shape[1] // weight.shape[1]
+        return F.conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, padding=(0, padding), groups=groups)
+
+    return numerics.in_float32(convolved, x.transpose(1, 2), weight, bias).squeeze(2).transpose(1, 2)
 
 
 class _Depthwise(torch.autograd.Function):

@@ -194,7 +194,7 @@ class Replay:
         in_place = is_reversible(body)
         for order in node.arguments.orders:
             tensors = list(inputs)
-            moved = ("columns" in order) + (order.endswith("reverse") and not in_place)
+            moved = graph.moves_tokens(order) + (order.endswith("reverse") and not in_place)
             for _ in range(moved):
                 tensors = [self.tape.copy(x) if self._is_ordered(value, node) else x
                            for x, value in zip(tensors, node.reads, strict=True)]

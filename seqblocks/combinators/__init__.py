@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 from seqblocks.types import Kind
 
-Order = Literal["forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse"]
+Order = Literal[
+    "forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse", "sorted", "sorted_reverse"
+]
 Merge = Literal["sum", "mean", "concat", "product"]
-GRID_ORDERS = ("rows", "rows_reverse", "columns", "columns_reverse")
+GRID_ORDERS = ("rows", "rows_reverse", "columns", "columns_reverse", "sorted", "sorted_reverse")
 MAX_REPEATS = 4096
 
 

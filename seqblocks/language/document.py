@@ -281,6 +281,13 @@ class _Reader:
             message = "a second YAML document begins here"
             hint = "move it to its own file and import it with `use:`"
             raise self.stop(Fault("E105", message, expected="one document per file", hint=hint), self.span(event))
+        if event.version and event.version not in ((1, 1), (1, 2)):  # libyaml refuses it, PyYAML's own reader does not
+            from seqblocks.messages.yaml_syntax import not_yaml
+
+            mark = event.start_mark
+            error = yaml.parser.ParserError(None, None, "found incompatible YAML document", mark)
+            self.report.add(not_yaml(error, self.source, None))
+            raise _Stop
         if event.version == (1, 1) and self.warnings is not None:
             span = self.span(event)
             end = len(self.source.line(span.line)) + 1

@@ -39,7 +39,7 @@ from seqblocks.record import Record
 VERSION = 1
 MAX_USES = 32  # depth of nested `use:`, as files are read recursively
 FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint", "init")
-BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint", "init")
+BLOCK_KEYS = ("about", "args", "let", "steps", "outputs", "checkpoint", "init")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
 TO_THE_TOP = "to the top level of the file"
 EXPECT_KEYS = (
@@ -98,6 +98,7 @@ class Block(Record):
     checkpoint: Mapping | None
     init: Mapping | None = None
     incomplete: bool = False  # whether some of its arguments were invalid
+    outputs: tuple[Scalar, ...] = ()  # the names of the wires that steps around it can read, besides its result
 
 
 class SpecFile(Record):
@@ -484,8 +485,30 @@ class Reader:
             argument.type = "steps" if argument.name in run else "any"
         names, init = self._mapping(node, "checkpoint"), self._mapping(node, "init")
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
-        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, init, incomplete)
+        about, outputs = self._text(node, "about"), self._outputs(node, name)
+        block = Block(name, span, file, about, args, let, steps, names, init, incomplete, outputs)
         file.blocks[name] = file.visible[name] = block
+
+    def _outputs(self, node: Mapping, name: str) -> tuple[Scalar, ...]:
+        """Return the names in `outputs:` of a block; report what is no name (E203, E318)."""
+        given = node.get("outputs") if "outputs" in node.entries else None
+        if given is None:
+            return ()
+        if not isinstance(given, Sequence) or not given.items:
+            found = "an empty list" if isinstance(given, Sequence) else kind_of(given)
+            message, hint = f"outputs of block {name} must be a list of wires", "outputs: [k, v]"
+            self.report.fault(Fault("E318", message, found=found, hint=hint), given.span)
+            return ()
+        names: dict[str, Scalar] = {}
+        for item in given.items:
+            if not isinstance(item, Scalar) or not isinstance(item.value, str):
+                message = "an output must be the name of a wire"
+                self.report.fault(Fault("E203", message, found=kind_of(item)), item.span)
+            elif item.text in names:
+                self.report.fault(Fault("E318", f"the output {quote(item.text)} is listed twice"), item.span)
+            else:
+                names[item.text] = item
+        return tuple(names.values())
 
     def _no_argument_again(self, let: Mapping | None, args: dict[str, Argument]) -> Mapping | None:
         """Return `let:` of a block without entries that have the name of an argument, which are reported."""

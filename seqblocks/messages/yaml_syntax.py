@@ -10,7 +10,19 @@ import yaml
 from seqblocks.errors import Diagnostic, Note, Source, Span, quote
 
 NEAR = 200  # number of characters before an error that hints examine
-_NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # wording of libyaml and PyYAML
+_LIBYAML = (  # (problem of PyYAML, its context, problem of libyaml), which reads where it is installed
+    (r"expected (',' or '.'), but got .*", "", r"did not find expected \1"),
+    (r"expected <block end>, but found .*", "block mapping", "did not find expected key"),
+    (r"expected <block end>, but found .*", "block collection", "did not find expected '-' indicator"),
+    (r"expected the node content, but found .*", "", "did not find expected node content"),
+    (r"expected '<document start>', but found .*", "", "did not find expected <document start>"),
+    (r"expected (alphabetic or numeric character), but found .*", "", r"did not find expected \1"),
+    (r"expected (chomping|a comment).*, but found .*", "block scalar", "did not find expected comment or line break"),
+    (r"found character .* that cannot start any token", "", "found character that cannot start any token"),
+    (r"mapping values are not allowed here", "", "mapping values are not allowed in this context"),
+    (r"sequence entries are not allowed here", "", "block sequence entries are not allowed in this context"),
+)
+_NO_COLON = ("could not find expected ':'", "mapping values are not allowed in this context")  # how the words begin
 _SPACES = "[\u00a0\u2000-\u200b\u202f\u3000\ufeff]"  # characters that look like a space, or like nothing
 _PRINTABLE = "[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
@@ -18,7 +30,7 @@ _PRINTABLE = "[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] | None) -> Diagnostic:
     """Return the diagnostic of an error of the parser. unclosed: the innermost bracket that is open, and its place."""
     mark: Any = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = _problem(error)
     if isinstance(error, yaml.reader.ReaderError):
         return _unreadable(error, source)
     if mark is None:
@@ -35,6 +47,17 @@ def not_yaml(error: yaml.YAMLError, source: Source, unclosed: tuple[str, Span] |
     hint = _hint_here(span, unclosed) or hint
     notes = (Note(f"the '{unclosed[0]}' that is not closed is here", unclosed[1]),) if unclosed else ()
     return Diagnostic("E101", f"not YAML: {problem}", _inside(span), notes=notes, hint=hint)
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Return the problem in the words of libyaml, so that messages are the same where Python itself reads YAML."""
+    problem, context = getattr(error, "problem", None), getattr(error, "context", None) or ""
+    if not problem:
+        return str(error).splitlines()[0]
+    for pattern, place, words in _LIBYAML:
+        if place in context and (match := re.fullmatch(pattern, problem, re.DOTALL)):
+            return match.expand(words)
+    return str(problem)
 
 
 def _inside(span: Span) -> Span:

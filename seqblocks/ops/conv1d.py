@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from seqblocks.op import Op, argument, primitive
@@ -189,10 +190,12 @@ class Conv1d(_Conv):
         """Return the convolution of x [B, S, D] without padding."""
         from torch.nn.functional import conv2d
 
+        from seqblocks.kernels.numerics import in_float32
+
         if x.shape[1] < (weight.shape[2] - 1) * self.dilation + 1:  # the sequence is empty
             return x.new_zeros(x.shape[0], 0, self.features)
-        y = conv2d(as_image(x), weight.unsqueeze(2), bias, (1, self.stride), 0, (1, self.dilation), self.groups)
-        return as_tokens(y)
+        run = partial(conv2d, stride=(1, self.stride), dilation=(1, self.dilation), groups=self.groups)
+        return as_tokens(in_float32(run, as_image(x), weight.unsqueeze(2), bias))
 
 
 @primitive("conv_transpose1d")

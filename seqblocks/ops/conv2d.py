@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -114,10 +115,13 @@ class Conv2d(_Conv2d):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import conv2d, silu
 
+        from seqblocks.kernels.numerics import in_float32
+
         image, weight = grids.as_maps(x, call), p["weight"]
         grids.check_maps(image, self.span, self.pad, self.verb)
         groups = image.shape[1] // weight.shape[1]
-        y = conv2d(image, weight, p.get("bias"), self.stride, self.pad, self.dilation, groups)
+        run = partial(conv2d, stride=self.stride, padding=self.pad, dilation=self.dilation, groups=groups)
+        y = in_float32(run, image, weight, p.get("bias"))
         y = grids.as_tokens(y, call)
         return silu(y) if self.activation == "silu" else y
 

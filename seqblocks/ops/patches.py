@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
@@ -70,6 +71,8 @@ class PatchEmbed(Op):
         from einops import rearrange
         from torch.nn.functional import conv2d
 
+        from seqblocks.kernels.numerics import in_float32
+
         step = self.stride or self.patch
         if x.shape[-2] < self.patch or x.shape[-1] < self.patch:
             raise RunError(f"an image of {x.shape[-2]} x {x.shape[-1]} is smaller than a patch of {self.patch}")
@@ -78,7 +81,7 @@ class PatchEmbed(Op):
                 f"patches of {self.patch}, {step} apart, do not cover an image of {x.shape[-2]} x {x.shape[-1]}; "
                 "crop or resize it first"
             )
-        y = conv2d(x, p["weight"], p.get("bias"), stride=step)
+        y = in_float32(partial(conv2d, stride=step), x, p["weight"], p.get("bias"))
         call.set_grid((y.shape[-2], y.shape[-1]))
         return rearrange(y, "batch features rows columns -> batch (rows columns) features")
 

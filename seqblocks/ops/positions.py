@@ -25,7 +25,9 @@ def position_after(x: Any, call: Any) -> Any:
 class PositionEmbed(Op):
     """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
 
-    For images of another size the grid is interpolated (bicubic), including grids set by `rows` and `columns`.
+    For images of another size the grid is interpolated (bicubic), including grids set by `rows` and `columns`. With
+    `learned: false` they are a parameter without gradient, which `init:` may set: `init: {weight: grid_waves}` are the
+    positions of DiT.
     """
 
     reads = "past"  # the number of tokens before a token
@@ -34,6 +36,7 @@ class PositionEmbed(Op):
     columns: int | None = argument(
         None, "columns of the position grid of an image (default: those of the tokens)", ge=1
     )
+    learned: bool = argument(True, "whether the positions are trained")
     source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
 
     def positions(self, x: Wire) -> tuple[int, ...]:
@@ -56,7 +59,7 @@ class PositionEmbed(Op):
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         shape = (1, *self.positions(x), x.features)
-        return {"weight": Parameter(shape, Init("trunc_normal", (0.02,)), decay=False)}
+        return {"weight": Parameter(shape, Init("trunc_normal", (0.02,)), decay=False, trained=self.learned)}
 
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")} if len(self.positions(x)) == 1 else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,13 +142,17 @@ def _ranges(numbers: list[int]) -> Iterator[str]:
 
 def _place(boxes: list[Box], problems: Iterable[Diagnostic]) -> None:
     """Add each problem to the innermost box that is written at its place or before it."""
-    placed = sorted((box for each in boxes for box in each.inside() if box.span), key=lambda box: _start(box.span))
+    placed: dict[str, list[tuple[tuple[int, int], int, Box]]] = defaultdict(list)  # by file, in the order of places
+    for number, box in enumerate(box for each in boxes for box in each.inside()):
+        if box.span:
+            placed[box.span.source.name].append((_start(box.span), number, box))
+    for each in placed.values():
+        each.sort()
     for problem in problems:
-        at = problem.span
-        before = [box for box in placed if at and box.span and box.span.source.name == at.source.name]
-        before = [box for box in before if at and _start(box.span) <= _start(at)]
-        if before:
-            before[-1].problems.append(f"{problem.code}: {visible(problem.message)}")
+        known = placed.get(problem.span.source.name, []) if problem.span else []
+        at = bisect_right(known, _start(problem.span), key=lambda one: one[0])
+        if at:
+            known[at - 1][2].problems.append(f"{problem.code}: {visible(problem.message)}")
 
 
 def _start(span: Span | None) -> tuple[int, int]:

@@ -113,7 +113,7 @@ def _check_types(spec: ModelSpec, task: Task) -> None:
     answers = y is not None and y.kind == "sequence" and (y.rate == 1 or wire.kind == "image")
     if task.is_image and y is not None and y.kind == "vector":
         answers = True  # the model takes the mean itself
-    if len(spec.inputs) > 1 or wire.kind not in reads or not answers:
+    if len(spec.inputs) > 1 or spec.outputs or wire.kind not in reads or not answers:
         types = f"{spec.input_text} -> {spec.output_text}"
         images = ", or an image to a vector" if task.is_image else ""
         needs = f"a probe needs a model that maps each token of a sequence to features{images}"

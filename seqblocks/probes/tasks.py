@@ -149,4 +149,5 @@ _ALL = (
     *images.TASKS,
 )  # fmt: skip
 TASKS = {task.name: task for task in _ALL}
+ALIASES = {"mqar": "recall"}  # names in papers
 QUICK = ("parity", "recall", "copying")

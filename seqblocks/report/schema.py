@@ -182,6 +182,10 @@ def _block_definition(names: Schema) -> Schema:
         "args": {"description": f"arguments: a type ({types}) means required, a value is a default", "type": "object"},
         "let": {"type": "object"},
         "steps": STEPS,
+        "outputs": {
+            "description": "wires that steps around the block can read besides its result: NAME.WIRE",
+            "type": "array", "items": WIRE, "minItems": 1,
+        },
         "checkpoint": names,
         "init": RULES,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, Node, moves_tokens
 from seqblocks.types import Wire
 
 Types = Mapping[int, Wire | None]
@@ -25,9 +25,9 @@ def has_grid(wire: Wire | None) -> bool:
     return wire is not None and wire.grid is not None and wire.kind != "image"
 
 
-def by_columns(node: Node) -> bool:
-    """Return whether a scan reads the tokens column by column in one of its orders."""
-    return any(order.startswith("columns") for order in node.arguments.orders)
+def is_moved(node: Node) -> bool:
+    """Return whether a scan reads the tokens of an image in another order than row by row."""
+    return any(map(moves_tokens, node.arguments.orders))
 
 
 def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
@@ -48,7 +48,7 @@ def _source(node: Node, found: dict[int, int]) -> int | None:
     if node.op and node.op.makes_grid():
         return node.outputs[0]
     results = [found.get(body.result) for body in node.bodies.values()]
-    if results and (node.kind in ("block", "repeat") or (node.kind == "scan" and not by_columns(node))):
+    if results and (node.kind in ("block", "repeat") or (node.kind == "scan" and not is_moved(node))):
         return results[-1]
     if node.kind == "parallel":
         return results[0] if len(set(results)) == 1 else None

@@ -141,6 +141,18 @@ def _alibi(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) 
     return alibi_slopes(shape[-1], torch.device("cpu")).expand(shape).clone()
 
 
+def _grid_waves(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    """Return the waves of the last three axes, with zeros for features that are left over."""
+    rows, columns, width = (1, 1, *shape)[-3:]
+    pairs = width // 4
+    rates = init.values[0] ** (-torch.arange(pairs, dtype=torch.float64, device="cpu") / max(pairs, 1))
+    row, column = (torch.arange(n, device="cpu").unsqueeze(-1) * rates for n in (rows, columns))
+    across, down = column.expand(rows, columns, pairs), row.unsqueeze(1).expand(rows, columns, pairs)
+    waves = torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], -1).to(PLAIN["dtype"])
+    whole = torch.nn.functional.pad(waves, (0, width - 4 * pairs))
+    return whole.reshape(shape[-3:]).expand(shape).clone()
+
+
 DRAWS: dict[str, Draw] = {
     "zeros": lambda shape, init, fan_in, g: torch.zeros(shape, **PLAIN),
     "ones": lambda shape, init, fan_in, g: torch.ones(shape, **PLAIN),
@@ -155,6 +167,7 @@ DRAWS: dict[str, Draw] = {
     "wang": _wang,
     "powerlaw": _powerlaw,
     "alibi": _alibi,
+    "grid_waves": _grid_waves,
     "log_of_uniform": _log_of_uniform,
     "ring": _ring,
     "orthogonal": _orthogonal,

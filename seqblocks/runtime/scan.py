@@ -11,6 +11,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqblocks import graph
+from seqblocks.combinators.scan import places_by_key
+from seqblocks.errors import Fault, RunError
 from seqblocks.graph import Graph, Named, Node, is_ordered
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
@@ -39,6 +41,7 @@ class Scan(Body):
         self._orders: tuple[str, ...] = node.arguments.orders
         self._gridded = gridded(node, place)
         self._merge: str = node.arguments.merge
+        self._key: str | None = node.arguments.key
         first = place.types[node.reads[0]]
         self._sequences = [is_ordered(place.types[value], first, node) for value in node.reads]
         ordered = (value for value, seq in zip(node.reads, self._sequences, strict=True) if seq)
@@ -66,6 +69,10 @@ class Scan(Body):
             rows, columns = self._grid_of(tensors[0], call)
             tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
             call = replace(call, grid=_turned(call.grid, (columns, rows), self._sources))
+        if order.startswith("sorted"):
+            places = self._places(tensors[0], call)
+            tensors = self._each(tensors, lambda x: x[:, places])
+            call = replace(call, grid=Grid(None))
         if not order.endswith("reverse"):
             return call, tensors
         resets = _reversed_resets(call.resets, call.relay.next_begins if call.relay else None)
@@ -82,7 +89,18 @@ class Scan(Body):
         if order.startswith("columns"):
             rows, columns = self._grid_of(y, call)
             y = _transposed(y, columns, rows)
+        if order.startswith("sorted"):
+            y = y[:, self._places(y, call).argsort()]
         return y
+
+    def _places(self, x: Tensor, call: Call) -> Tensor:
+        """Return the places of the tokens in the order of the key. Raises RunError if it has no finite values."""
+        assert self._key is not None
+        size = self._grid_of(x, call)
+        try:
+            return torch.tensor(places_by_key(self._key, size), device=x.device)
+        except Fault as fault:
+            raise RunError(f"the key {self._key} of {size[0]} rows and {size[1]} columns: {fault.message}") from None
 
     def _grid_of(self, x: Tensor, call: Call) -> tuple[int, int]:
         if call.grid:

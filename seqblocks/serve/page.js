@@ -1,14 +1,7 @@
 "use strict";
 const at = name => document.getElementById(name);
-const text = at("text"), WAIT = 120, POLL = 500;  // milliseconds after a key; between looks at the file
+const text = at("text"), WAIT = 40, POLL = 500, MOST = 2000;  // milliseconds after a key; between looks at the file; rows shown
 let file = { text: "", changed: "" }, values = {}, asked = 0, timer;
-
-async function ask(name, body) {
-  const options = body && { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
-  const answer = await fetch(name, options);
-  if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-  return answer.json();
-}
 
 function element(tag, content, kind) {
   const made = document.createElement(tag);
@@ -17,12 +10,15 @@ function element(tag, content, kind) {
   return made;
 }
 
+// Return a function from lines and columns to offsets in the text. Columns count characters, not units of UTF-16.
+function places() {
+  const lines = text.value.split("\n"), before = [0];
+  for (const each of lines) before.push(before.at(-1) + each.length + 1);
+  return (line, column) => (before[line - 1] ?? text.value.length) + [...(lines[line - 1] || "")].slice(0, column - 1).join("").length;
+}
+
 function select(line, column, endLine, endColumn) {
-  const lines = text.value.split("\n");
-  const place = (line, column) => {  // columns count characters, not units of UTF-16
-    const before = lines.slice(0, line - 1).reduce((sum, each) => sum + each.length + 1, 0);
-    return before + [...(lines[line - 1] || "")].slice(0, column - 1).join("").length;
-  };
+  const place = places();
   text.focus();
   text.setSelectionRange(place(line, column), place(endLine, endColumn));
   text.scrollTop = Math.max(0, (line - 5) * 19.5);
@@ -31,7 +27,27 @@ function select(line, column, endLine, endColumn) {
 function number(problems = []) {
   const bad = new Set(problems.filter(each => each.severity === "error").map(each => each.line));
   at("numbers").replaceChildren(...text.value.split("\n").flatMap((_, n) => [element("span", `${n + 1}\n`, bad.has(n + 1) ? "error" : "")]));
-  at("numbers").scrollTop = text.scrollTop;
+  scroll();
+}
+
+// Underline the places of problems, in a copy of the text that lies under it. A place in another one is not marked twice.
+function mark(problems = []) {
+  const place = places(), parts = [];
+  const spans = problems.filter(each => each.line && each.file === file.name)
+    .map(each => [place(each.line, each.column), place(each.end_line, each.end_column), each.severity]).sort((a, b) => a[0] - b[0]);
+  let done = 0;
+  for (const [start, end, severity] of spans) {
+    if (start < done) continue;
+    parts.push(text.value.slice(done, start), element("span", text.value.slice(start, end), severity));
+    done = end;
+  }
+  at("marks").replaceChildren(...parts, `${text.value.slice(done)}\n`);
+  scroll();
+}
+
+function scroll() {
+  at("numbers").scrollTop = at("marks").scrollTop = text.scrollTop;
+  at("marks").scrollLeft = text.scrollLeft;
 }
 
 function showProblems(found) {
@@ -51,11 +67,13 @@ function showProblems(found) {
     }
     return item;
   }));
+  if (found.dropped) at("problems").append(element("li", `and ${found.dropped} more`));
 }
 
 function showPicture(found) {
-  at("picture").classList.toggle("old", !found.svg);
-  if (!found.svg) return;
+  const old = !found.svg || (!found.ok && moved());  // a slider shows no picture of what cannot be
+  at("picture").classList.toggle("old", old);
+  if (old) return;
   const made = new DOMParser().parseFromString(found.svg, "image/svg+xml").documentElement;
   for (const group of made.querySelectorAll("g[data-line]"))
     group.addEventListener("click", event => {
@@ -70,12 +88,19 @@ function showTable(rows) {
   const keys = ["output", "params", "macs", "state"];
   const head = element("tr");
   head.append(element("th", "step"), ...keys.map(key => element("th", key)));
-  at("table").replaceChildren(head, ...rows.map(row => {
+  at("table").replaceChildren(head, ...rows.slice(0, MOST).map(row => {
     const made = element("tr");
     const name = "  ".repeat(row.depth) + row.step.split(".").pop();
     made.append(element("td", name), ...keys.map(key => element("td", row[key] == null ? "" : row[key].toLocaleString("en"))));
     return made;
   }));
+}
+
+// Return the largest divisor of a number that is at most a sixteenth of it: sliders then stop at the number itself.
+function stride(size) {
+  let step = Math.max(1, Math.floor(size / 16));
+  while (size % step) step--;
+  return step;
 }
 
 function showSliders(numbers) {
@@ -85,8 +110,8 @@ function showSliders(numbers) {
   at("sliders").replaceChildren(...names.map(name => {
     const label = element("label"), slider = element("input"), shown = element("output", numbers[name]);
     label.dataset.name = name;
-    const whole = Number.isInteger(numbers[name]), size = Math.abs(numbers[name]) || 1;
-    Object.assign(slider, { type: "range", min: whole ? Math.min(1, numbers[name]) : 0, max: 4 * size, step: whole ? Math.max(1, Math.round(size / 16)) : size / 16 });
+    const size = Math.abs(numbers[name]) || 1, step = Number.isInteger(numbers[name]) ? stride(size) : size / 16;
+    Object.assign(slider, { type: "range", min: numbers[name] < 0 ? -4 * size : numbers[name] && step, max: 4 * size, step });
     slider.value = numbers[name];
     slider.addEventListener("input", () => {
       values[`let.${name}`] = Number(slider.value);
@@ -101,13 +126,16 @@ function showSliders(numbers) {
 async function analyse() {
   const own = ++asked;
   try {
-    const found = await ask("analyse", { text: text.value, set: values });
+    const found = await backend.analyse(text.value, values);
     if (!found || own !== asked) return;
+    if (at("remark").textContent === backend.starting) at("remark").textContent = "";
     if (found.error) { at("remark").textContent = found.error; return; }
-    at("totals").textContent = found.totals.join(", ") || found.reason || "";
+    at("totals").textContent = [...found.totals, found.reason].filter(Boolean).join(", ");
     number(found.problems);
+    mark(found.problems);
     showProblems(found);
     showPicture(found);
+    at("table").classList.toggle("old", !found.rows.length);
     if (found.rows.length) showTable(found.rows);
     showSliders(found.let);
   } catch (error) {
@@ -115,15 +143,17 @@ async function analyse() {
   }
 }
 
+const moved = () => Object.keys(values).length > 0;
+
 function changed() {
   at("save").disabled = !file.saves || text.value === file.text;
-  number();
+  if (!moved()) { number(); mark(); }
   clearTimeout(timer);
   timer = setTimeout(analyse, WAIT);
 }
 
 async function save() {
-  const found = await ask("save", { text: text.value, changed: file.changed });
+  const found = await backend.save(text.value, file.changed);
   if (found.error) at("remark").textContent = found.error;
   else if (found.written) { file = found; at("remark").textContent = "saved"; changed(); }
   else at("remark").textContent = "not saved: the file was changed by another program. Copy your text, and load the page again";
@@ -132,7 +162,7 @@ async function save() {
 // Follow the file, so that one can edit it elsewhere.
 async function follow() {
   try {
-    const now = await ask("file");
+    const now = await backend.read();
     if (now.error) at("remark").textContent = now.error;
     else if (now.changed !== file.changed) {
       const own = text.value === file.text;
@@ -141,7 +171,41 @@ async function follow() {
       at("name").textContent = now.name;
     }
   } catch { at("remark").textContent = "the server has ended"; }
-  setTimeout(follow, POLL);
+  if (backend.follows) setTimeout(follow, POLL);
+}
+
+function show(found) {
+  file = found;
+  text.value = file.text;
+  at("name").textContent = file.name;
+  typed();
+}
+
+// Without a server: begin with the text in the address, or the page's own, and offer others.
+async function begin() {
+  at("remark").textContent = backend.starting;
+  addEventListener("hashchange", async () => show(await backend.read()));
+  try { show(await backend.read()); }
+  catch (error) { at("remark").textContent = `the text in the address cannot be read: ${error.message}`; }
+  try {
+    const names = await backend.examples();
+    at("examples").replaceChildren(element("option", "examples"), ...names.map(each => element("option", each)));
+    at("examples").hidden = at("share").hidden = false;
+  } catch (error) { at("remark").textContent = `no answer: ${error.message}`; }
+}
+
+async function copy(what, content) {
+  try {
+    await navigator.clipboard.writeText(content);
+    at("remark").textContent = `${what} is copied`;
+  } catch { at("remark").textContent = content; }  // without permission
+}
+
+// Return a command of a shell that builds what is shown.
+function command() {
+  const quoted = each => /^[\w.\-/]+$/.test(each) ? each : `'${each.replaceAll("'", `'\\''`)}'`;
+  const sets = Object.entries(values).map(([name, value]) => ` --set ${name.replace("let.", "")}=${value}`);
+  return `seqblocks build ${quoted(file.name)} --summary${sets.join("")}`;
 }
 
 // What is typed counts: sliders begin anew with its numbers.
@@ -152,7 +216,7 @@ function typed() {
 }
 
 text.addEventListener("input", typed);
-text.addEventListener("scroll", () => { at("numbers").scrollTop = text.scrollTop; });
+text.addEventListener("scroll", scroll);
 text.addEventListener("keydown", event => {
   if (event.key !== "Tab" || event.shiftKey) return;
   event.preventDefault();
@@ -166,5 +230,25 @@ at("save").addEventListener("click", save);
 const choose = picture => { at("picture").hidden = !picture; at("table").hidden = picture; };
 at("show-picture").addEventListener("click", () => choose(true));
 at("show-table").addEventListener("click", () => choose(false));
+at("command").addEventListener("click", () => copy("the command", command()));
+at("share").addEventListener("click", async () => {
+  const address = await backend.share(text.value);
+  history.replaceState(null, "", address);
+  copy("a link with the text", address);
+});
+at("download").addEventListener("click", () => {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text.value], { type: "application/yaml" }));
+  link.download = file.name;
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
+at("examples").addEventListener("change", async () => {
+  if (!at("examples").selectedIndex) return;
+  const found = await backend.pick(at("examples").value);
+  show({ ...found, changed: "", saves: false });
+  at("examples").selectedIndex = 0;
+});
 addEventListener("beforeunload", event => { if (text.value !== file.text) event.preventDefault(); });
-follow();
+if (backend.follows) follow();
+else begin();

@@ -13,18 +13,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from seqblocks.analysis.analyse import Folders, analyse_text
-from seqblocks.analysis.check import yaml
+from seqblocks.analysis.analyse import Folders
 from seqblocks.errors import SeqblocksError, UsageError
-from seqblocks.language.document import Mapping as Table
-from seqblocks.language.document import Scalar
 from seqblocks.language.files import bundled
 from seqblocks.language.writing import write_text
-from seqblocks.picture.drawing import Drawing, drawing_of
-from seqblocks.report.summary import summarise
+from seqblocks.serve.shown import shown
 
 MOST_BYTES = 4 << 20  # of a request: a spec has at most 2 MB
-PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
+PAGE = {
+    "": ("page.html", "text/html"),
+    "page.css": ("page.css", "text/css"),
+    "backend.js": ("backend.js", "text/javascript"),
+    "page.js": ("page.js", "text/javascript"),
+}
 POLICY = "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'"
 
 
@@ -62,30 +63,9 @@ class Served:
         self.latest += 1
         own = self.latest
         with self.lock:
-            return _shown(text, self.path, values, self.allow_use) if own == self.latest else None
-
-
-def _shown(text: str, path: Path, values: Mapping[str, Any], allow_use: Folders) -> dict[str, Any]:
-    """Return problems, totals, rows of the table and the picture of a spec, and the numbers of its `let:`."""
-    changes = {name: yaml(json.dumps(value)) for name, value in values.items()}
-    found = analyse_text(text, path.name, path.parent, changes, allow_use=allow_use, limit=None)
-    shown: dict[str, Any] = {"ok": found.ok, "problems": [each.as_data() for each in found.diagnostics]}
-    shown["let"] = _numbers(found.file.let) if found.file else {}
-    try:
-        drawing = drawing_of(found)
-    except SeqblocksError as error:
-        return {**shown, "reason": str(error).splitlines()[0], "svg": None, "rows": [], "totals": []}
-    return {**shown, **_drawn(drawing), "rows": summarise(found.model).to_dict() if found.ok and found.model else []}
-
-
-def _drawn(drawing: Drawing) -> dict[str, Any]:
-    return {"svg": drawing.svg(), "totals": drawing.totals, "title": drawing.title}
-
-
-def _numbers(let: Table | None) -> dict[str, float]:
-    """Return the entries of `let:` that are written as numbers."""
-    scalars = {name: node.value for name, _, node in let or () if isinstance(node, Scalar)}
-    return {n: x for n, x in scalars.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+            if own != self.latest:
+                return None
+            return shown(text, self.path.name, values, self.path.parent, self.allow_use)
 
 
 class Handler(BaseHTTPRequestHandler):

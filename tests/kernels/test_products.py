@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from seqblocks.kernels import products
+from seqblocks.kernels import numerics, products
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -188,3 +188,71 @@ def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         products._multiply(*given, None)
     for pair in seen:
         assert all(each.is_contiguous() or each.t().is_contiguous() for each in pair)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the processor one without products in 16 bits."""
+    monkeypatch.setattr(numerics, "SLOW_KINDS", frozenset({torch.float16, torch.bfloat16}))
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_slow_dtypes_are_multiplied_in_float32(dtype: torch.dtype, biased: bool) -> None:
+    """The result and all gradients are those of float32, rounded once; a second derivative too."""
+    x, weight, bias, dy = drawn((2, 8, 20), (6, 20), (6,), (2, 8, 6), dtype=dtype)
+    results = []
+    for run, kind in ((products.linear, dtype), (linear, torch.float32)):
+        leaves = [each.to(kind).requires_grad_() for each in (x, weight, bias)]
+        y = run(leaves[0], leaves[1], leaves[2] if biased else None)
+        grads = torch.autograd.grad(y, leaves[: 2 + biased], dy.to(kind), create_graph=True)
+        again = torch.autograd.grad(grads[0].float().square().sum(), leaves[1])
+        results.append([y, *grads, *again])
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype is dtype
+        last = found is results[0][-1]  # its inputs are gradients that were rounded before
+        torch.testing.assert_close(found, expected.to(dtype), rtol=16 * torch.finfo(dtype).eps if last else 0, atol=0)
+
+
+@pytest.mark.usefixtures("slow")
+def test_calls_that_stay_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = drawn((32, 20), (6, 20), dtype=torch.bfloat16)
+    converted = []
+    run = products._in_float32
+    monkeypatch.setattr(products, "_in_float32", lambda *given: converted.append(1) or run(*given))
+    products.linear(x[: products.MIN_CONVERTED - 1], weight)
+    torch.func.vmap(products.linear, (0, None))(x[:, None].expand(32, 16, 20), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        products.linear(x, weight)
+    torch.compile(products.linear, backend="eager")(x, weight)
+    with pytest.raises(RuntimeError):
+        products.linear(x, weight.float())
+    assert not converted
+    products.linear(x, weight)
+    assert converted
+
+
+@pytest.mark.parametrize(
+    ("names", "slow"),
+    [
+        ((), {torch.float16, torch.bfloat16}), (("avx512_bf16",), {torch.float16}), (("amx_bf16",), {torch.float16}),
+        (("amx_bf16", "avx512_fp16"), set()),
+    ],
+)  # fmt: skip
+def test_the_slow_dtypes_of_a_processor(names: tuple[str, ...], slow: set[torch.dtype]) -> None:
+    facts = dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"), False) | dict.fromkeys(names, True)
+    assert numerics.slow_kinds(facts | {"architecture": "x86_64"}) == slow
+    assert not numerics.slow_kinds(facts | {"architecture": "aarch64"})  # not measured
+    assert not numerics.slow_kinds({})
+
+
+@pytest.mark.usefixtures("slow")
+def test_other_products_are_computed_in_float32_without_gradients() -> None:
+    x, weight = drawn((3, 16), (5, 16), dtype=torch.float16)
+    with torch.no_grad():
+        found = numerics.in_float32(linear, x, weight)
+    assert torch.equal(found, linear(x.float(), weight.float()).half())
+    seen = []
+    numerics.in_float32(lambda *given: seen.append(given) or x, x, weight)
+    assert seen == [(x, weight, None)]

@@ -25,8 +25,12 @@ def _verify(model: ModelSpec, body: Graph, known: set[int]) -> None:
             assert set(values) <= known, f"{node.name}.{port} reads a value that is not there yet"
         assert not set(node.outputs) & known, f"{node.name} writes a value twice"
         assert node.type is None or node.type.features > 0, f"{node.name} has no width"
+        inside = set(known)
         for inner in node.bodies.values():
-            assert set(inner.captures) <= known, f"{node.name} captures a value that is not there"
-            _verify(model, inner, known)
-        known |= set(node.outputs)
+            assert set(inner.captures) <= inside, f"{node.name} captures a value that is not there"
+            _verify(model, inner, inside)
+            inside |= set(inner.exports)  # which later layers may read
+        exported = {value for inner in node.bodies.values() for value in inner.exports}
+        assert set(node.exports.values()) <= exported, f"{node.name} exports a value that its bodies do not return"
+        known |= set(node.made)
     assert set(body.results) <= known, "a result is not a value of the graph"

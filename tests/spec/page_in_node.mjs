@@ -1,9 +1,9 @@
 // Run the script of `seqblocks serve` against a server, with just enough of a page; print what it shows as JSON.
-//     node page_in_node.mjs ADDRESS SCRIPT
+//     node page_in_node.mjs ADDRESS SCRIPT…
 import fs from "fs";
 import vm from "vm";
 
-const [address, script] = process.argv.slice(2);
+const [address, ...scripts] = process.argv.slice(2);
 
 function element() {
   const listeners = {};
@@ -29,7 +29,8 @@ class DOMParser {
 const document = { getElementById: at, createElement: element, addEventListener() {}, importNode: node => node };
 const request = (name, options) => fetch(address + name, options);
 const names = { document, DOMParser, fetch: request, setTimeout, clearTimeout, addEventListener() {}, console };
-vm.runInNewContext(fs.readFileSync(script, "utf8"), names);
+vm.createContext(names);
+for (const script of scripts) vm.runInContext(fs.readFileSync(script, "utf8"), names);
 
 async function until(what) {
   for (let turn = 0; turn < 200; turn++) {

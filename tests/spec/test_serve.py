@@ -25,6 +25,8 @@ from seqblocks.serve.server import MOST_BYTES, Server, serve
 TEXT = "seqblocks: 1\nlet: {dim: 64, kind: silu}\nmodel: {input: {features: dim}, steps: [kind, {linear: 2 * dim}]}\n"
 TEXT = TEXT.replace("[kind", "[silu").replace("linear: 2 * dim", "linear: {features: 2 * dim}")
 ROOT = Path(__file__).parents[2]
+SCRIPT = b'"use strict"'
+FILES = ("", b"<!doctype html>"), ("page.css", b":root"), ("backend.js", SCRIPT), ("page.js", SCRIPT)
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def ask(server: Server, name: str, body: Any = None, **headers: str) -> tuple[in
 
 
 def test_the_page_and_its_files(server: Server) -> None:
-    for name, begin in (("", b"<!doctype html>"), ("page.css", b":root"), ("page.js", b'"use strict"')):
+    for name, begin in FILES:
         status, content = ask(server, name)
         assert (status, content[: len(begin)]) == (200, begin)
     status, found = ask(server, "file")
@@ -212,8 +214,8 @@ def test_the_script_of_the_page(server: Server, path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("runs the script of the page, which needs Node")
-    script = ROOT / "seqblocks" / "serve" / "page.js"
-    command = [node, str(Path(__file__).with_name("page_in_node.mjs")), server.address, str(script)]
+    scripts = [str(ROOT / "seqblocks" / "serve" / name) for name in ("backend.js", "page.js")]
+    command = [node, str(Path(__file__).with_name("page_in_node.mjs")), server.address, *scripts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

@@ -49,9 +49,18 @@ def test_an_unknown_model_begins_as_the_nearest_family(run_main: Run, tmp_path: 
     assert len(data["notes"]) == 2
 
 
+def test_the_language_model_of_a_model_that_reads_images(run_main: Run, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = {"model_type": "gemma3", "text_config": sizes}
+    done = run_main("spec", ".", cwd=written(tmp_path, config))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "language_model.model.layers" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"model_type": []}', "no known family"),
         ("[]", "is not a mapping"), ("{", "is not JSON"), ('{"model_type": "x"}', "no known family"),
         ("{}", "no model_type"),
     ],

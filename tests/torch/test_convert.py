@@ -193,6 +193,14 @@ def test_cuts_of_joined_tensors_read_what_they_write(ours: list[int], theirs: li
         assert torch.equal(recipe.make("w", tuple(part.shape), *outs), part)
 
 
+def test_a_part_is_read_without_the_others() -> None:
+    """A tensor of 2 TB, of which each number is the same one in memory."""
+    whole = torch.ones(1).expand(2**11, 2**14, 2**14)
+    sizes = {"expert": 2**11, "half": 2}
+    recipe = Rearrange("w", "expert column (row half) -> (expert half) row column", sizes, 2 * 5 + 1)
+    assert recipe.make("ours", (2**13, 2**14), whole).shape == (2**13, 2**14)
+
+
 @given(st.integers(1, 3), st.integers(1, 3), sizes, sizes, st.permutations("abrc"), st.booleans())
 def test_parts_by_index_read_what_they_write(
     first: int, second: int, rows: int, columns: int, order: list[str], joined: bool

@@ -221,6 +221,71 @@ def test_layers_of_a_context_are_kept_for_the_tokens_that_read_them() -> None:
     assert set(state["encoder"]) >= {"wire_0", "wire_1"}
 
 
+# --- outputs of blocks ------------------------------------------------------------------------------------------------
+
+ATTEND = """
+- rms_norm: {as: normed}
+- linear: {features: 8, as: q}
+- linear: {from: normed, features: 8, as: k}
+- linear: {from: normed, features: 8, as: v}
+- aside: [{identity: {from: FIRST, as: other}}]
+- calc: {mixed: (other + v) / 2}
+- attention: {q: q, k: k, v: mixed, heads: 2}
+- linear: {features: 8, name: out}
+"""
+IN_A_BLOCK = """
+seqblocks: 1
+blocks:
+  attend:
+    args: {first: wire}
+    outputs: [v, k]
+    steps: [{residual: STEPS}]
+model:
+  input: {features: 8}
+  steps:
+    - repeat: {name: blocks, times: 3, steps: [{attend: {first: layers.0.attend.v or input}}]}
+    - attend: {first: blocks.1.attend.v, name: last, as: z}
+    - concat: {from: [z, last.v, last.k, blocks.0.attend.k]}
+"""
+WRITTEN_OUT = """
+seqblocks: 1
+model:
+  input: {features: 8}
+  steps:
+    - repeat: {name: blocks, times: 3, steps: [{residual: {name: attend, steps: STEPS}}]}
+    - repeat: {name: last, times: 1, steps: [{residual: {as: z, steps: LAST}}]}
+    - concat: {from: [last.0.z, last.0.v, last.0.k, blocks.0.k]}
+"""
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + 0 * other
+
+
+def steps(first: str) -> str:
+    return "[" + ", ".join(f"{{{line[2:]}}}" for line in ATTEND.replace("FIRST", first).strip().splitlines()) + "]"
+
+
+def test_a_block_returns_further_wires() -> None:
+    """As the same steps do that are written out in the layers."""
+    model = seqblocks.build_text(IN_A_BLOCK.replace("STEPS", steps("first")), dtype=torch.float64)
+    text = WRITTEN_OUT.replace("STEPS", steps("layers.0.v or input")).replace("LAST", steps("blocks.1.v"))
+    other = seqblocks.build_text(text, dtype=torch.float64)
+    renamed = {name.replace(".residual", "").replace("last.", "last.0.z."): p for name, p in model.state_dict().items()}
+    other.load_state_dict(renamed)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-12)
+    check_law(model, seq=9, resets=[(0, 4), (1, 1)])
+    expected = model(x)
+    model.blocks[0] = Wrapper(model.blocks[0])
+    model.last = Wrapper(model.last)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    model.last = First()
+    with pytest.raises(seqblocks.RunError, match="last: the module that replaces it does not make the wires that"):
+        model(x)
+
+
 # --- published models -------------------------------------------------------------------------------------------------
 
 

@@ -361,6 +361,9 @@ def test_what_papers_report_is_beside_its_setting(run_main: Callable[..., Any], 
     assert data["preset"] == "paper"
     assert data["published"]["noisy-recall"][0]["figures"]["DeltaNet"] == 100
     assert [(row["task"], row["length"]) for row in data["rows"]] == [("noisy-recall", 128)]
+    quick = run_main("probe", "a.yaml", "parity", "t-maze", "--steps", "1", cwd=tmp_path).stdout
+    assert "published in another setting (--preset paper), arXiv:2411.12537: Transformer 0.022" in quick
+    assert quick.count("published") == 1
     failed = run_main("probe", "a.yaml", "t-maze", "--preset", "paper", cwd=tmp_path)
     assert failed.returncode == 2
     assert "t-maze has no published setting here" in failed.stderr
@@ -401,7 +404,7 @@ TOKENS16 = spec("tokens: 16", "{embed: 8}, silu, unembed")
 def test_the_page_has_the_settings_of_all_tasks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "probes.md").read_text(encoding="utf-8")
     found = {}
-    for line in page.splitlines():
+    for line in page.partition("## Settings")[0].splitlines():
         if line.startswith("| `"):
             names, vocabulary, trained, lengths, chance, _ = (part.strip() for part in line.strip("|").split(" | "))
             tasks = [TASKS[name.strip("`")] for name in names.split(", ")]
@@ -525,6 +528,7 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         ("image-rows", "image: {size: [8, 16]}", "{patch_embed: {patch: 4, features: 8}}", "2 rows and 4 columns"),
         ("image-rows", "features: 8, length: 9", "{linear: 8}", "any length"),
         ("long-copying", "features: 8", "{linear: 8}, {pool: mean}", "maps each token"),
+        ("t-maze", "features: 8", "{linear: {features: 8, as: a}}], outputs: [a", "maps each token"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_a_task(name: str, kind: str, steps: str, message: str) -> None:
@@ -585,6 +589,10 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     shown = run_main(*words, "--plot", "a.svg", cwd=tmp_path).stdout
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert shown.count("parity  ") == 6
+    assert "stopped" not in shown
+    late = run_main("probe", "a.yaml", "parity", "--seconds", "0.01", cwd=tmp_path).stdout
+    assert re.search(r" \d+\*  ", late)
+    assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]
@@ -593,6 +601,8 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     ]  # fmt: skip
     two = [row["accuracy"] for row in rows if row["length"] == 80]
     assert f"parity at 80, rate 0.01, 2 seeds: median {sum(two) / 2:.3f}, lowest {min(two):.3f}" in shown
+    named = run_main("probe", "a.yaml", "mqar", "recall", "--steps", "1", "--set", "vocabulary=64", cwd=tmp_path).stdout
+    assert named.count("recall  ") == 2
     failed = run_main("probe", "a.yaml", "partiy", cwd=tmp_path)
     assert failed.returncode == 2
     assert "did you mean 'parity'?" in failed.stderr

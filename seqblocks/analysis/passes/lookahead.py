@@ -226,7 +226,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         for backwards in sorted(directions | listed)
     }
     result, plain = _most([results[each] for each in directions]), results.get(walk.backwards)
-    if result.mixes and result.tokens < WHOLE and any(order.startswith("columns") for order in orders):
+    if result.mixes and result.tokens < WHOLE and any(map(graph.moves_tokens, orders)):
         result = Ahead(1, WHOLE, (path, node), later=WHOLE)
     outside = _most([known[v] for v in node.reads])
     if result.first and result.first != outside.first and not (plain and plain.tokens >= result.tokens):

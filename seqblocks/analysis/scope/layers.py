@@ -1,4 +1,4 @@
-"""Resolve wires of the layers of a repeat: `layers.0.v`, `layers[-2].v`, `blocks[layer // 2].v or input`.
+"""Resolve wires inside other steps: of layers, `layers[-2].v or input`, and the outputs of blocks, `attention.v`.
 
 A layer reads the layers above it, and a step after the repeat reads all of them. The value becomes an export of the
 bodies around it, which return it besides their result. See docs/decisions/0064-wires-of-layers.md.
@@ -7,7 +7,7 @@ bodies around it, which return it besides their result. See docs/decisions/0064-
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from seqblocks import graph
@@ -21,7 +21,7 @@ from seqblocks.messages.suggestions import did_you_mean
 _WORD = r"(?P<word>[^\W\d]\w*)\s*"
 _INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once
 _LAYER = _WORD + _INDEX
-_WIRE = r"\s*(?P<wire>\w+)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
+_WIRE = r"\s*(?P<wire>\w+(?:\.\w+)*)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
 
 
 class LayerWire(NamedTuple):
@@ -54,7 +54,7 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     """
     layers = _find(ctx, given)
     if layers is None:
-        return None if given.default and _is_left_out(ctx, given.word) else ctx.run.unknown()
+        return None if given.default and is_left_out(ctx, given.word) else ctx.run.unknown()
     start, text = given.number
     at = number(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text), whole=True)
     if at is UNKNOWN:
@@ -90,10 +90,10 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
         return found
     node = ctx.body.nodes.get(word)
     is_unknown = ctx.names.get(word, None) is UNKNOWN or (node is not None and node.kind == "unknown")
-    if is_unknown or ctx.body.incomplete or (given.default and _is_left_out(ctx, word)):
+    if is_unknown or ctx.body.incomplete or (given.default and is_left_out(ctx, word)):
         return None
     known = [*ctx.body.layers]
-    if _is_left_out(ctx, word):
+    if is_left_out(ctx, word):
         then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
         raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
     if _is_in_each(ctx.body):
@@ -122,8 +122,8 @@ def _is_below(ctx: Context, word: str) -> bool:
     return any(step.name == word and step.verb == "repeat" for step in ctx.body.steps)
 
 
-def _is_left_out(ctx: Context, word: str) -> bool:
-    """Return whether a repeat of this name is above, but left out."""
+def is_left_out(ctx: Context, word: str) -> bool:
+    """Return whether a step of this name is above, but left out."""
     body: Body | None = ctx.body
     while body:
         if any(step.name == word and body.conditions.get(id(step)) is False for step in body.steps):
@@ -147,9 +147,7 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
     for value in found:
         _check_reachable(body, value, f"`{name}` of layer {index}")
     if len(found) > 1:
-        places = [place for value in found if (place := ctx.run.makers.get(value))]
-        notes = [Note("one is defined here", place.span) for place in places if place.span]
-        raise Fault("E324", f"layer {index} has several wires {quote(name)}", notes=notes, hint="rename all but one")
+        raise _several(ctx, f"layer {index}", name, found)
     (value,) = found
     if ctx.run.references is not None:
         ctx.run.references.wire(name, node.part(start, len(name)), value)
@@ -157,11 +155,17 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
     return value
 
 
+def _several(ctx: Context, where: str, name: str, found: list[int]) -> Fault:
+    places = [place for value in found if (place := ctx.run.makers.get(value))]
+    notes = [Note("one is defined here", place.span) for place in places if place.span]
+    return Fault("E324", f"{where} has several wires {quote(name)}", notes=notes, hint="rename all but one")
+
+
 def _named(scope: Body, name: str) -> Iterator[int]:
     """Yield the values that the steps of a layer give this name: those of its list, else those in lists inside it."""
-    assert scope.outer
+    outside = scope.outer.wires if scope.outer else {}
     value = scope.wires.get(name)
-    if value is not None and (name == "input" or scope.outer.wires.get(name) != value):
+    if value is not None and (name == "input" or outside.get(name) != value):
         yield value
         return
     for inner in scope.inner:
@@ -174,21 +178,28 @@ def _check_reachable(body: graph.Graph, value: int, what: str) -> None:
     for node, _ in _around(body, value) or ():
         if reason := _obstacle(node):
             place = Note(f"{node.name} is here", node.span)
-            hint = f"read a wire of the layer outside {node.name}; one in a residual or a branch can be read too"
+            hint = f"read a wire outside {node.name}; one in a residual or a branch can be read too"
             raise Fault("E324", f"{what} cannot be read: {reason}", notes=[place], hint=hint)
 
 
 def _export(layers: Layers, body: graph.Graph, value: int) -> None:
     """Have all bodies around a value, from that of its layer on, return it."""
-    chain = None if value == layers.input else _around(body, value)
-    if chain is None:  # it is made outside of the repeat
+    if value == layers.input or not _pass_out(body, value):  # it is made outside of the repeat
         return
+    if layers.node:
+        layers.node.exports[value] = value
+
+
+def _pass_out(body: graph.Graph, value: int) -> bool:
+    """Have a body, and those in it around a value, return the value. Return whether it is made there."""
+    chain = _around(body, value)
+    if chain is None:
+        return False
     for node, inner in chain:
         inner.exports = tuple(dict.fromkeys((*inner.exports, value)))
         node.exports[value] = value
     body.exports = tuple(dict.fromkeys((*body.exports, value)))
-    if layers.node:
-        layers.node.exports[value] = value
+    return True
 
 
 def _around(body: graph.Graph, value: int) -> list[tuple[graph.Node, graph.Graph]] | None:
@@ -243,9 +254,53 @@ def _no_wire(scopes: list[Body], name: str, where: str) -> Fault:
 
 def _names(scope: Body) -> Iterator[str]:
     """Yield the names of the wires that the steps of a layer define."""
-    assert scope.outer
+    outside = scope.outer.wires if scope.outer else {}
     for name, value in scope.wires.items():
-        if name != "input" and scope.outer.wires.get(name) != value:
+        if name != "input" and outside.get(name) != value:
             yield name
     for inner in scope.inner:
         yield from _names(inner)
+
+
+# --- outputs of blocks ------------------------------------------------------------------------------------------------
+
+
+def read_block_outputs(ctx: Context, names: Sequence[Scalar], body: graph.Graph) -> None:
+    """Have a block's body return the wires in `outputs:`; report those that are none, or cannot be returned."""
+    for item in names:
+        try:
+            value = _output_of_block(ctx, item.text, body)
+        except Fault as fault:
+            ctx.report(fault, item.span)
+            value = None
+        value = ctx.run.unknown() if value is None else value
+        body.exported[item.text] = value
+        if ctx.run.references is not None:
+            ctx.run.references.wire(item.text, item.span, value)
+
+
+def _output_of_block(ctx: Context, name: str, body: graph.Graph) -> int | None:
+    """Return the value of a wire in a block, or None if it is UNKNOWN. Raises Fault (E302, E318, E324)."""
+    block = f"block {ctx.callers[-1].name}"
+    if name == "input" or name in body.ports:
+        raise Fault("E318", f"{quote(name)} is an input of {block}", expected="a wire that a step of the block defines")
+    found = list(dict.fromkeys(_named(ctx.body, name)))
+    if not found and not ctx.body.incomplete:
+        raise _no_wire([ctx.body], name, block)
+    for value in found:
+        _check_reachable(body, value, f"`{name}` of {block}")
+    if len(found) > 1:
+        raise _several(ctx, block, name, found)
+    return found[0] if found and _pass_out(body, found[0]) else None
+
+
+def define_outputs(ctx: Context, node: graph.Node, exported: Mapping[str, int]) -> None:
+    """Define the wires `NAME.WIRE` for the outputs of a block that a step uses."""
+    run = ctx.run
+    for name, inside in exported.items():
+        label = f"{node.name}.{name}"
+        value = run.value(run.types[inside], label)
+        if inside in run.makers:
+            run.makers[value] = run.makers[inside]
+        node.exports[value] = inside
+        ctx.body.wires[label] = value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from seqblocks.analysis.scope.context import Body, Context
-from seqblocks.analysis.scope.layers import LayerWire, read_reference, wire_of_layer
+from seqblocks.analysis.scope.layers import LayerWire, is_left_out, read_reference, wire_of_layer
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
@@ -147,6 +147,8 @@ def _place(body: Body | None, name: str) -> Body | None:
 
 
 def wire_hint(ctx: Context, name: str) -> str:
+    if "." in name and (found := _hint_of_block(ctx, name)):
+        return found
     if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
         return "it is an output of this step; a step can only read outputs of steps above it"
     if any(name in step.defined_wires() for step in ctx.body.steps):
@@ -159,6 +161,17 @@ def wire_hint(ctx: Context, name: str) -> str:
         how = f"its step defines {' and '.join(map(quote, wires))}" if wires else f"add `as: {name}` to its step"
         return f"`name:` does not define a wire: {how} ({node.span})"
     return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
+
+
+def _hint_of_block(ctx: Context, name: str) -> str | None:
+    """Return a hint if something is read from a block that is not among its outputs."""
+    step, _, wire = name.partition(".")
+    body = _body_with(ctx.body, step)
+    node = body.nodes[step] if body else None
+    if node and node.kind == "block":
+        outputs = [f"{step}.{each}" for each in node.bodies[""].exported]
+        return did_you_mean(name, outputs) or f"add `outputs: [{wire}]` to block {node.verb}, if it has such a wire"
+    return f"{step} is left out: its condition is false" if is_left_out(ctx, step) else None
 
 
 def _body_with(body: Body | None, name: str) -> Body | None:

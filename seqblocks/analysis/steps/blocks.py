@@ -7,6 +7,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.reading import has_sizes, read_map
 from seqblocks.analysis.scope.context import Body, Context, Passed
+from seqblocks.analysis.scope.layers import define_outputs, read_block_outputs
 from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
@@ -68,7 +69,10 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     body = block_body(ctx, block, call, step.name, _note(block, step))
     inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **call.ports}.items()}
     wire = ctx.run.types[body.result]
-    return make_node(ctx, step, "block", inputs, wire, bodies={"": body}, checkpoint=body.checkpoint)
+    node = make_node(ctx, step, "block", inputs, wire, bodies={"": body}, checkpoint=body.checkpoint)
+    if body.exported:
+        define_outputs(ctx, node, body.exported)
+    return node
 
 
 def check_unused(ctx: Context, block: Block) -> None:
@@ -198,6 +202,8 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
         return inner, _copy(ctx, inner, block, original)
     before = run.steps
     body = lower_steps(inner, block.steps, entered, ports)
+    if block.outputs:
+        read_block_outputs(inner, block.outputs, body)
     compute_let(inner, block.let)
     check_unrun(inner)
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):

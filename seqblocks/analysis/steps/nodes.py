@@ -23,7 +23,8 @@ from seqblocks.widths import ids_have_no_features
 # tests/torch/test_module.py compares the list with both.
 RESERVED_NAMES = frozenset(
     (
-        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "sorted",
+        "sorted_reverse", "graph", "step", "init_state",
         "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
         "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
         "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",

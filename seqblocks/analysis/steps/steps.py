@@ -24,7 +24,7 @@ from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.files import bundled
-from seqblocks.language.spec import Argument
+from seqblocks.language.spec import Argument, Block
 from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
@@ -238,6 +238,9 @@ def _unknown_node(ctx: Context, step: Step) -> graph.Node:
         ctx.body.wires.setdefault(name, value)
     if ctx.run.references is not None:
         ctx.run.references.define(outputs, step.named_wires())
+    if step.found and isinstance(step.found.meaning, Block):
+        for item in step.found.meaning.outputs:
+            ctx.body.wires.setdefault(f"{step.name}.{item.text}", ctx.run.unknown())
     node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
     ctx.body.nodes.setdefault(step.name, node)
     return node

@@ -12,7 +12,7 @@ from seqblocks.analysis.steps.init_and_tie import with_initialisers
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
-from seqblocks.combinators.scan import Scan
+from seqblocks.combinators.scan import Scan, check_key
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
@@ -53,8 +53,20 @@ def _check_orders(arguments: Scan, wire: Wire | None) -> None:
     if wire and over_grid:
         first = over_grid[0]
         must_have_grid(wire, f"order {first}", at="order", instead="forward or reverse", entry=first)
+    _check_key(arguments, wire)
     if arguments.own not in ("none", []) and len(orders) < 2:
         raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
+
+
+def _check_key(arguments: Scan, wire: Wire | None) -> None:
+    """Raise Fault (E202, E210, and what expressions raise) unless the order sorted has a key, and only that."""
+    is_sorted = any(order.startswith("sorted") for order in arguments.orders)
+    if is_sorted and arguments.key is None:
+        raise Fault("E202", "the order sorted needs a `key`", hint='key: "row + column"')
+    if arguments.key is not None and not is_sorted:
+        raise Fault("E210", "`key` belongs to the order sorted", at="key", hint="add `order: sorted`")
+    if arguments.key is not None and wire and wire.grid:
+        check_key(arguments.key, wire.grid)
 
 
 def _check_length(wire: Wire | None, result: Wire | None) -> None:
@@ -71,10 +83,14 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
 
     Raises Fault (E407).
     """
-    order = next((order for order in arguments.orders if order.startswith("columns")), None)
+    order = next(filter(graph.moves_tokens, sorted(arguments.orders, reverse=True)), None)
     if order is None or wire is None:
         return
     for node in graph.walk(body):
+        if order.startswith("sorted") and node.type and _reads_grid(node):
+            message = f"{node.verb} reads rows and columns, but the order {order} has none"
+            notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
+            raise Fault("E407", message, at="order", entry=order, notes=notes, hint=hint)
         if node.type and (node.op.is_upright(*node.wires) if node.op else _is_on_grid(node)):
             message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
             notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
@@ -88,6 +104,13 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
 def _is_on_grid(node: graph.Node) -> bool:
     """Return whether a step cuts the rows and columns of an image into sequences."""
     return node.kind == "each" and bool(node.arguments.on_grid)
+
+
+def _reads_grid(node: graph.Node) -> bool:
+    """Return whether a step reads or makes rows and columns."""
+    if node.op:
+        return node.op.makes_grid() or node.op.is_upright(*node.wires)
+    return _is_on_grid(node) or (node.kind == "scan" and any(order in GRID_ORDERS for order in node.arguments.orders))
 
 
 def _other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:
