@@ -46,7 +46,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
             elif self.maybe(0.4):
                 self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
-            elif self.maybe(0.5):
+            elif self.maybe(0.7):
                 self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
@@ -55,7 +55,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             made = replace(now, length=half[0] * half[1], grid=half, rate=4 * now.rate)
             if self.maybe(0.3):
                 self.add(body, "pool2d", made, mode=mode)
-            elif self.maybe(0.5):
+            elif self.maybe(0.7):
                 self.add(body, "resize", made, factor=0.5, mode=self.chance.choice(["nearest", "bilinear"]))
             else:
                 size = self.chance.choice([{"kernel": 2, "padding": 0}, {"kernel": 3}])
