@@ -378,7 +378,8 @@ def _list(parser: Parser) -> None:
 
 
 def _lsp(parser: Parser) -> None:
-    parser.epilog = "examples:\n  seqblocks lsp\n  seqblocks lsp --import my_ops"
+    parser.add_argument("--log", metavar="FILE", help="append what the server does, and its faults, to a file")
+    parser.epilog = "examples:\n  seqblocks lsp\n  seqblocks lsp --import my_ops --log lsp.log"
 
 
 def _completion(parser: Parser) -> None:

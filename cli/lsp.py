@@ -6,13 +6,14 @@ import argparse
 import gc
 import os
 import sys
+from pathlib import Path
 
 from seqblocks.cli import output
 from seqblocks.errors import UnavailableError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve an editor until it ends the connection. Raises UnavailableError without pygls."""
+    """Serve an editor until it ends the connection. Raises UnavailableError without pygls or its log."""
     try:
         from seqblocks.editor.server import serve
     except ModuleNotFoundError as error:
@@ -21,5 +22,6 @@ def run(options: argparse.Namespace) -> int:
         raise UnavailableError("the language server needs pygls: pip install 'seqblocks[lsp]'") from None
     gc.enable()  # it runs for hours; the command turns it off for one that ends at once
     with open(os.dup(output.stdout().fileno()), "wb") as results:  # which pygls closes
-        serve(sys.stdin.buffer, results, options.allow_use)
+        log = Path(options.log) if options.log else None
+        serve(sys.stdin.buffer, results, options.allow_use, log)
     return 0

@@ -33,11 +33,12 @@ async function command() {
 
 async function start() {
   const [program, ...first] = await command();
-  const more = vscode.workspace.getConfiguration("seqblocks").get("arguments");
+  const settings = vscode.workspace.getConfiguration("seqblocks"), more = settings.get("arguments");
   const server = { command: program, args: [...first, "lsp", ...more] };
   client = new LanguageClient("seqblocks", "seqblocks", server, {
     documentSelector: [{ language: "yaml" }],
-    synchronize: { fileEvents: watcher }, // other specs may use a file that changes
+    initializationOptions: { hints: settings.get("hints") },
+    synchronize: { fileEvents: watcher, configurationSection: "seqblocks" }, // other specs may use a file that changes
     outputChannel: channel,
     revealOutputChannelOn: RevealOutputChannelOn.Never,
   });

@@ -11,6 +11,7 @@ from typing import Any
 from seqblocks.architect.compare import compare
 from seqblocks.architect.designs import find_design
 from seqblocks.architect.diff import diff
+from seqblocks.architect.grid import assignment
 from seqblocks.errors import UsageError, visible
 from seqblocks.markup import text
 from seqblocks.picture.drawing import drawing_of
@@ -128,6 +129,7 @@ def _about(run: Run, first: Run) -> str:
     parts = [f"<h2>{text(run.label)}</h2>"]
     settings = run.record.get("settings")
     facts = {"spec": run.record.get("spec"), "data": run.record.get("data"), "machine": run.record.get("machine")}
+    facts["sha256 of the data"] = str(run.record["digest"])[:16] if run.record.get("digest") else None
     facts |= settings if isinstance(settings, dict) else {}
     facts |= run.record["versions"] if isinstance(run.record.get("versions"), dict) else {}
     said = (f"{text(str(name))} {text(str(value))}" for name, value in facts.items() if value is not None)
@@ -139,7 +141,12 @@ def _about(run: Run, first: Run) -> str:
         if run is not first:
             found = text(str(diff(_spec(first), _spec(run))), lines=True)
             parts.append(f"<h3>Differences from {text(first.label)}</h3><pre>{found}</pre>")
-        parts.append(f"<figure>{drawing_of(find_design(_spec(run)).analyse(), 3).svg()}</figure>")
+        design = find_design(_spec(run))
+        parts.append(f"<figure>{drawing_of(design.analyse(), 3).svg()}</figure>")
+        changed = "".join(f" --set {text(assignment(path, value))}" for path, value in design.overrides.items())
+        heading = f"The spec, with{changed}" if changed else "The spec"
+        source = text(design.text, lines=True)
+        parts.append(f"<details><summary>{heading}</summary><pre>{source}</pre></details>")
     except Exception as error:
         parts.append(f"<p>There is no picture: {text(str(error))}</p>")
     return "\n".join(parts)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from seqblocks.analysis.step_list import LocatedStep
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
+
+PARTS = ("shapes", "params", "macs", "state")  # what a hint can show
+SHOWN = ("shapes", "params")  # what it shows by default; the others are often long
 
 
 class Hint(NamedTuple):
@@ -17,8 +21,10 @@ class Hint(NamedTuple):
     more: str
 
 
-def hints(opened: Opened, first: int = 1, last: int | None = None) -> list[Hint]:
+def hints(opened: Opened, first: int = 1, last: int | None = None, shown: Collection[str] = SHOWN) -> list[Hint]:
     """Return the hints of the steps in some lines. Steps whose type is unknown after a fault have none.
+
+    shown: some of PARTS; steps without any of them have no hint.
 
     A line with several steps shows its first one, and lists the others in the longer text.
     """
@@ -31,19 +37,20 @@ def hints(opened: Opened, first: int = 1, last: int | None = None) -> list[Hint]
     for line, steps in sorted(by_line.items()):
         steps.sort(key=lambda step: step.span.column)
         column = len(opened.source.line(line).rstrip()) + 1
-        more = "\n\n".join(f"{step.verb}: {facts(step, everything=True)}" for step in steps)
-        found.append(Hint(Spot(line, column), facts(steps[0]), more))
+        more = "\n\n".join(f"{step.verb}: {facts(step, PARTS)}" for step in steps)
+        if text := facts(steps[0], shown):
+            found.append(Hint(Spot(line, column), text, more))
     return found
 
 
-def facts(step: LocatedStep, everything: bool = False) -> str:
-    """Return shape and counts of a step in one line. everything: also the cost and the state, which are often long."""
-    parts = [step.type or "unknown"]
-    if step.params:
+def facts(step: LocatedStep, shown: Collection[str] = SHOWN) -> str:
+    """Return shape and counts of a step in one line. shown: some of PARTS."""
+    parts = [step.type or "unknown"] if "shapes" in shown else []
+    if step.params and "params" in shown:
         parts.append(f"{step.params:,} parameter{'s' * (step.params != 1)}")
-    if everything and step.macs:
+    if step.macs and "macs" in shown:
         parts.append(f"{step.macs:,.0f} multiply-accumulates per token")
-    if everything and step.state:
+    if step.state and "state" in shown:
         parts.append(f"a state of {step.state:,} numbers")
     times = f" × {step.times}" if step.times > 1 else ""
-    return " · ".join(parts) + times + (" (they differ)" if step.varies else "")
+    return " · ".join(parts) + times + (" (they differ)" if step.varies else "") if parts else ""

@@ -8,7 +8,7 @@ from seqblocks.analysis.passes.expectations import figures
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.editor import steps
 from seqblocks.editor.calls import block_of, key_at
-from seqblocks.editor.hints import facts
+from seqblocks.editor.hints import PARTS, facts
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.editor.values import type_of_wire, value_of
@@ -66,7 +66,7 @@ def _line(span: Span) -> str:
 def _here(opened: Opened, span: Span) -> str | None:
     """Return shape and counts of the step whose verb is at a span."""
     step = next((each for each in opened.steps if each.span == span), None)
-    return facts(step, everything=True) if step else None
+    return facts(step, PARTS) if step else None
 
 
 def _joined(parts: list[str | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +17,17 @@ from pygls.uris import from_fs_path, to_fs_path
 
 from seqblocks._version import __version__
 from seqblocks.analysis.analyse import Folders
-from seqblocks.editor import diagnostics, fixes, hints, lens, navigation, rename, symbols
+from seqblocks.editor import diagnostics, fixes, folding, hints, lens, navigation, rename, symbols
 from seqblocks.editor.completion import Completion, complete
 from seqblocks.editor.edits import Edit
 from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
-from seqblocks.errors import Diagnostic, Span
+from seqblocks.errors import Diagnostic, Span, UnavailableError
 from seqblocks.language.files import bundled
 
 REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
+LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 DELAY = 0.1  # seconds without a change before diagnostics are published
 KINDS = {
     "section": types.SymbolKind.Namespace,
@@ -55,6 +57,7 @@ class Server(LanguageServer):
         # Whole texts, not changes: pygls and YAML do not agree on what ends a line.
         super().__init__("seqblocks", __version__, text_document_sync_kind=types.TextDocumentSyncKind.Full)
         self.allow_use, self.delay = allow_use, delay
+        self.hints: tuple[str, ...] = hints.SHOWN  # a setting: what inlay hints show
         self.opened: dict[str, Opened] = {}
         self.newest: dict[str, int] = {}  # number of the last change of each file
         self.published: dict[str, dict[str, list[types.Diagnostic]]] = {}  # by file, then by the spec that caused them
@@ -168,6 +171,14 @@ class Server(LanguageServer):
         if uris:
             self.refresh()
 
+    def configure(self, settings: Any) -> bool:
+        """Take the user's settings, {"hints": ["shapes", …]}; return whether they changed. Others are ignored."""
+        wanted = settings.get("hints") if isinstance(settings, dict) else None
+        if not isinstance(wanted, list):
+            return False
+        before, self.hints = self.hints, tuple(each for each in hints.PARTS if each in wanted)
+        return before != self.hints
+
     def refresh(self) -> None:
         able = self.client_capabilities.workspace
         if able and able.inlay_hint and able.inlay_hint.refresh_support:
@@ -202,8 +213,14 @@ def server(allow_use: Folders = (), delay: float = DELAY) -> Server:
     return made
 
 
-def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = ()) -> None:
-    """Serve an editor until it ends the connection."""
+def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Path | None = None) -> None:
+    """Serve an editor until it ends the connection. log: a file for what pygls reports. Raises UnavailableError."""
+    if log is not None:
+        try:
+            logging.basicConfig(filename=log, encoding="utf-8", level=logging.INFO, format=LOG_LINE)
+        except OSError as error:
+            raise UnavailableError(f"{log} cannot be written: {error.strerror}") from None
+        logging.info("seqblocks %s", __version__)
     server(allow_use).start_io(reading, writing)
 
 
@@ -224,9 +241,15 @@ def _changes(server: Server) -> None:
     def did_change_files(params: types.DidChangeWatchedFilesParams) -> None:
         server.analyse_again(set(server.opened) - {each.uri for each in params.changes})
 
+    @server.feature(types.INITIALIZE)
+    def on_initialize(params: types.InitializeParams) -> None:
+        server.configure(params.initialization_options)
+
     @server.feature(types.WORKSPACE_DID_CHANGE_CONFIGURATION)
     def did_configure(params: types.DidChangeConfigurationParams) -> None:
-        """Take note of nothing: the command line has all settings. Without this, pygls logs a warning."""
+        settings = params.settings
+        if server.configure(settings.get("seqblocks") if isinstance(settings, dict) else None):
+            server.refresh()
 
     @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
     def did_close(params: types.DidCloseTextDocumentParams) -> None:
@@ -253,13 +276,25 @@ def _descriptions(server: Server) -> None:
                 server.position(opened, each.spot), each.text, padding_left=True,
                 tooltip=types.MarkupContent(types.MarkupKind.PlainText, each.more),
             )
-            for each in hints.hints(opened, first, last)
+            for each in hints.hints(opened, first, last, server.hints)
         ]  # fmt: skip
 
     @server.feature(types.TEXT_DOCUMENT_DOCUMENT_SYMBOL)
     def on_symbols(params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
         opened = server.spec(params.text_document.uri)
         return [_symbol(server, each) for each in symbols.symbols(opened)] if opened else []
+
+    @server.feature(types.TEXT_DOCUMENT_FOLDING_RANGE)
+    def on_folds(params: types.FoldingRangeParams) -> list[types.FoldingRange]:
+        opened = server.spec(params.text_document.uri)
+        found = folding.folds(opened) if opened else []
+        lines = [[server.position(opened, Spot(line, 1)).line for line in each] for each in found] if opened else []
+        return [types.FoldingRange(first, last) for first, last in lines]
+
+    @server.feature(types.TEXT_DOCUMENT_SELECTION_RANGE)
+    def on_selection(params: types.SelectionRangeParams) -> list[types.SelectionRange] | None:
+        opened = server.spec(params.text_document.uri)
+        return [_selection(server, opened, each) for each in params.positions] if opened else None
 
     @server.feature(types.TEXT_DOCUMENT_CODE_LENS)
     def on_lens(params: types.CodeLensParams) -> list[types.CodeLens]:
@@ -275,6 +310,13 @@ def _descriptions(server: Server) -> None:
             return []
         found = ((span, server.uri(uri, opened, file.source.name)) for span, file in navigation.links(opened))
         return [types.DocumentLink(server.range(span), target) for span, target in found]
+
+
+def _selection(server: Server, opened: Opened, position: types.Position) -> types.SelectionRange:
+    found: types.SelectionRange | None = None
+    for span in reversed(folding.around(opened, server.spot(opened, position))):
+        found = types.SelectionRange(server.range(span), found)
+    return found or types.SelectionRange(types.Range(position, position))  # one for each position
 
 
 def _symbol(server: Server, each: symbols.Symbol) -> types.DocumentSymbol:

@@ -121,6 +121,38 @@ def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize("S", [1, 7, 600])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("others", [True, False])
+def test_a_bias_and_segments_in_any_order(S: int, backend: str, others: bool) -> None:
+    """Weights are computed here for each segment by itself. 600 queries are more than a block has."""
+    x = inputs(S, H=4, G=2, D=2)
+    q, k, v = x
+    bias, segments = draw(4, S, S).double().requires_grad_(), torch.arange(2 * S).view(2, S) * 5 % 3
+    options: dict[str, Any] = {"soft_cap": 2.0, "sinks": draw(4).double()} if others else {}
+    found = attention(q, k, v, causal=False, bias=bias, segments=segments, backend=backend, **options)
+    scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(2, 2)) / math.sqrt(2)
+    scores = (2 * torch.tanh(scores / 2) if others else scores) + bias
+    apart = segments.unsqueeze(1) != segments.unsqueeze(2)
+    odds = scores.exp().masked_fill(apart.unsqueeze(1), 0)
+    total = odds.sum(-1, keepdim=True) + (options["sinks"].exp()[:, None, None] if others else 0)
+    expected = torch.einsum("bhst,bthd->bshd", odds / total, v.repeat_interleave(2, 2))
+    weights = draw(*found.shape).double()
+    near(*([y, *torch.autograd.grad((y * weights).sum(), [*x, bias])] for y in (found, expected)))
+
+
+def test_errors_of_a_bias_and_segments() -> None:
+    q, k, v = inputs(6, H=2, G=2)
+    bias, segments = draw(2, 6, 6), torch.zeros(2, 6, dtype=torch.long)
+    for options in ({"causal": True}, {"causal": False, "window": 3}, {"causal": False, "resets": segments > 0}):
+        with pytest.raises(ValueError, match="bias and segments need causal=False"):
+            attention(q, k, v, segments=segments, **options)
+    with pytest.raises(ValueError, match="bias"):
+        attention(q, k, v, causal=False, bias=bias[:1])
+    with pytest.raises(ValueError, match="segments"):
+        attention(q, k, v, causal=False, segments=segments[:, :3])
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("past", [0, 1, 900])

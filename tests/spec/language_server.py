@@ -28,8 +28,9 @@ class Client:
     """Run one server over its standard streams. settings: what it may ask for."""
 
     def __init__(
-        self, command: Sequence[str], root: Path, settings: dict[str, Any], capabilities: dict[str, Any] | None = None
-    ) -> None:
+        self, command: Sequence[str], root: Path, settings: dict[str, Any],
+        capabilities: dict[str, Any] | None = None, options: Any = None,
+    ) -> None:  # fmt: skip
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.settings = settings
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -40,6 +41,7 @@ class Client:
         self.listener.start()
         try:
             about = {"processId": None, "rootUri": root.as_uri(), "capabilities": capabilities or {}}
+            about |= {"initializationOptions": options} if options is not None else {}
             self.capabilities = self.request("initialize", about)["capabilities"]
             self.notify("initialized", {})
             self.notify("workspace/didChangeConfiguration", {"settings": self.settings})

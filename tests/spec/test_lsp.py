@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,93 @@ def test_the_lens_and_the_links(client: Client) -> None:
     assert link["range"]["start"] == {"line": 1, "character": 6}
 
 
+FOLDED = """\
+seqblocks: 1
+let:
+  dim: 64   # a comment
+
+  wide: 128
+
+model:
+  input: {features: dim}
+  steps:
+    - residual:
+        steps:
+          - linear: {features: wide,
+                     bias: false}
+          - linear: {features: dim}
+    - silu
+expect: {output: features}
+"""
+
+
+def test_folding(client: Client) -> None:
+    """Lines count from 0. A list ends with its last line of text, not where the next key begins."""
+    uri = "file:///folded.yaml"
+    client.open(uri, FOLDED)
+    found = client.request("textDocument/foldingRange", {"textDocument": {"uri": uri}})
+    lines = [(each["startLine"], each["endLine"]) for each in found]
+    assert lines == [(1, 4), (6, 14), (8, 14), (9, 13), (10, 13), (11, 12)]
+
+
+def test_selection_grows_from_a_word_to_the_file(client: Client) -> None:
+    uri = "file:///selected.yaml"
+    client.open(uri, FOLDED)
+    place = at(uri, FOLDED, "bias")
+    request = {"textDocument": {"uri": uri}, "positions": [place["position"], {"line": 900, "character": 0}]}
+    found, outside = client.request("textDocument/selectionRange", request)
+    texts, lines = [], FOLDED.split("\n")
+    while found:
+        start, end = found["range"]["start"], found["range"]["end"]
+        inside = lines[start["line"] : end["line"] + 1]
+        inside[-1] = inside[-1][: end["character"]]
+        inside[0] = inside[0][start["character"] :]
+        texts.append("\n".join(inside))
+        found = found.get("parent")
+    assert texts[:3] == ["bias", "bias: false", "{features: wide,\n                     bias: false}"]
+    assert all(inner in outer and inner != outer for inner, outer in pairwise(texts))
+    assert texts[-1].startswith("seqblocks: 1")
+    assert "parent" not in outside
+
+
+def test_settings_choose_what_hints_show(tmp_path: Path) -> None:
+    able = {"workspace": {"inlayHint": {"refreshSupport": True}}}
+    client = Client(COMMAND, tmp_path, {"seqblocks": None}, able, {"hints": ["params", "macs"]})
+    uri = "file:///settings.yaml"
+    client.open(uri, TEXT)
+
+    def labels() -> list[str]:
+        return [each["label"] for each in client.request("textDocument/inlayHint", whole(uri))]
+
+    assert labels()[0] == "8,320 parameters · 8,192 multiply-accumulates per token"
+    client.notify("workspace/didChangeConfiguration", {"settings": {"seqblocks": {"hints": []}}})
+    assert labels() == []
+    assert "workspace/inlayHint/refresh" in client.asked
+    for other in ({"seqblocks": {"hints": "all"}}, {"seqblocks": 3}, {}, None, []):
+        client.notify("workspace/didChangeConfiguration", {"settings": other})
+    assert labels() == []
+    client.notify("workspace/didChangeConfiguration", {"settings": {"seqblocks": {"hints": ["shapes", "other"]}}})
+    assert labels()[0] == "[batch, seq, 128]"
+    client.close()
+
+
+def test_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "lsp.log"
+    client = Client([*COMMAND, "--log", str(log)], tmp_path, {})
+    client.open("file:///a.yaml", TEXT)
+    client.request("shutdown", None)
+    client.notify("exit", None)
+    assert client.process.wait(timeout=20) == 0
+    client.close()
+    text = log.read_text("utf-8")
+    assert f"seqblocks {seqblocks.__version__}" in text
+    assert "pygls" in text
+    command = [*COMMAND, "--log", str(tmp_path / "none" / "lsp.log")]
+    done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 4
+    assert "lsp.log cannot be written" in done.stderr
+
+
 BROKEN = ["    - {", "    - linear: {from: [x", '    - "', "    - linear:\n\t- x", "*a", "\0", "- - -"]
 
 
@@ -254,7 +342,8 @@ def test_every_request_has_an_answer_in_a_broken_text(client: Client, tail: str)
     for method in ("hover", "completion", "definition", "documentHighlight"):
         client.request(f"textDocument/{method}", place)
     client.request("textDocument/references", {**place, "context": {"includeDeclaration": True}})
-    for method in ("documentSymbol", "codeLens", "documentLink"):
+    client.request("textDocument/selectionRange", {"textDocument": {"uri": uri}, "positions": [end]})
+    for method in ("documentSymbol", "codeLens", "documentLink", "foldingRange"):
         client.request(f"textDocument/{method}", {"textDocument": {"uri": uri}})
     client.request("textDocument/codeAction", {**whole(uri), "context": {"diagnostics": []}})
     assert [each["position"]["line"] for each in client.request("textDocument/inlayHint", whole(uri))] == [6, 7, 8]

@@ -254,3 +254,23 @@ def test_patchtst_against_transformers() -> None:
     with torch.no_grad():
         expected = theirs(past_values=x).prediction_outputs
         torch.testing.assert_close(ours(x), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_relative_positions_in_a_sequence_and_on_a_grid_of_another_size() -> None:
+    """Row i - j + L - 1 of the table is added to the score of query i and key j."""
+    steps = "{attention: {q: input, k: input, v: input, heads: 2, causal: false, bias: relative}}"
+    model = built(steps, "{features: 6, length: 5}")
+    table = model.attention.relative
+    assert table.shape == (9, 2)
+    with torch.no_grad():
+        table.normal_()
+    x = draw(2, 5, 6)
+    bias = torch.stack([torch.stack([table[i - j + 4] for j in range(5)]) for i in range(5)]).permute(2, 0, 1)
+    heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
+    expected = scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    steps = "{patch_embed: {patch: 2, features: 6, as: x}}, " + steps.replace("input", "x")
+    image = built(steps, "{image: {size: 8, channels: 1}}")
+    assert image(draw(1, 1, 8, 8)).shape == (1, 16, 6)
+    with pytest.raises(RunError, match="attention has 49 relative positions, and these 8 tokens have others"):
+        image(draw(1, 1, 8, 4))

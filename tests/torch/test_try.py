@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -343,6 +344,11 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert text.count("<h3>Before</h3>") == text.count("<h3>After</h3>") == 2
     assert f"{rows(folder / 'second')[-1]['loss']:.3f}" in text
     assert "Differences from" in text
+    assert text.count("<summary>The spec") == 2
+    assert "<summary>The spec, with --set dim=8</summary>" in text
+    assert (folder / "second" / "checkpoint" / "spec.yaml").read_text().splitlines()[0] in text
+    data = (folder / "text.txt").read_bytes()
+    assert text.count(f"sha256 of the data {hashlib.sha256(data).hexdigest()[:16]}") == 2
     assert run_main("report", "second", cwd=folder).returncode == 0
     assert (folder / "second" / "report.html").exists()
     assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
