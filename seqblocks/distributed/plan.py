@@ -152,7 +152,8 @@ class _Planner:
         for body in node.bodies.values():
             outer = (node.reads[0], *body.captures) if is_separate else node.reads
             for value, inner in zip(outer, body.reads, strict=True):
-                self._pass(value, inner)
+                if value in self.parts:  # otherwise an earlier layer exports it, which is planned below, and whole
+                    self._pass(value, inner)
         bodies = {label: self._body(body, graph.join(path, label)) for label, body in node.bodies.items()}
         result = next(reversed(node.bodies.values())).result
         self._check_result(node, result)
