@@ -18,7 +18,7 @@ import pytest
 import seqblocks
 from seqblocks.editor.opened import is_spec
 from seqblocks.errors import Span
-from tests.spec.language_server import Client, ServerError
+from tests.spec.language_server import Client, ServerError, executable
 
 ROOT = Path(__file__).parents[2]
 FAULTS = sorted((Path(__file__).parents[1] / "golden" / "faults").glob("*.yaml"))
@@ -433,3 +433,24 @@ def test_check_loads_no_part_of_the_server() -> None:
         "assert not {'pygls', 'lsprotocol', 'seqblocks.editor', 'torch'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(executable() is None, reason="needs yaml-language-server")
+def test_beside_the_server_for_all_yaml(client: Client, tmp_path: Path) -> None:
+    """An editor may run yaml-language-server too. Without a schema for the file nothing is offered or shown twice."""
+    text = (ROOT / "README.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0]
+    settings = {**dict.fromkeys(("validate", "completion", "hover"), True), "schemaStore": {"enable": False}}
+    other = Client([str(executable()), "--stdio"], tmp_path, {"yaml": settings})
+    uri = "file:///beside.yaml"
+    assert (client.open(uri, text), other.open(uri, text)) == ([], [])
+    counts = [0, 0]
+    for line, words in enumerate(text.split("\n")):
+        for column in (each.start() for each in re.finditer(r"\b|$", words)):
+            place = {"textDocument": {"uri": uri}, "position": {"line": line, "character": column}}
+            ours, theirs = (each.complete(uri, line, column) for each in (client, other))
+            assert not {*ours} & {*theirs}, (line, column)
+            shown = [each.request("textDocument/hover", place) for each in (client, other)]
+            assert not all(shown), (line, column, shown)
+            counts = [counts[0] + bool(ours), counts[1] + bool(shown[0])]
+    other.close()
+    assert min(counts) > 50  # positions with completions, and with descriptions
