@@ -58,7 +58,7 @@ def owner_of(own: str, source: Source) -> str:
 
 
 # unknown: after a fault
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "unknown"]
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "cell", "unknown"]
 
 
 class Node(Record):
@@ -158,12 +158,13 @@ class Graph(Record):
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
-    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, or a model's further inputs
+    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, a model's inputs, a cell's states
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
     like: Graph | None = None  # the body of which this is a copy with other initial values
+    carried: dict[str, int] = field(default_factory=dict)  # a cell's: the new value of each state; `ports` has the old
 
     def __repr__(self) -> str:
         names = listing((node.name for node in self.nodes), 6)
@@ -182,8 +183,8 @@ class Graph(Record):
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The values that the body returns: one, except for a model with `outputs:` and for exports."""
-        return (*(self.outputs.values() or (self.result,)), *self.exports)
+        """The values that the body returns: one, except for a model with `outputs:`, for exports, and for a cell."""
+        return (*(self.outputs.values() or (self.result,)), *self.exports, *self.carried.values())
 
 
 class SpecSource(NamedTuple):
@@ -547,8 +548,8 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def is_exact(body: Graph) -> bool:
-    """Return whether some steps return float32 in a 16-bit model."""
-    return any(node.op and node.op.exact for node in walk(body))
+    """Return whether some steps return float32 in a 16-bit model, or read a state in float32."""
+    return any(node.kind == "cell" or (node.op and node.op.exact) for node in walk(body))
 
 
 def frame_size(graph: Graph) -> int:

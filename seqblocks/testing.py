@@ -25,6 +25,7 @@ from seqblocks.model.random_inputs import dtype_of as dtype_of
 from seqblocks.model.random_inputs import random_context as random_context
 from seqblocks.model.random_inputs import random_input as random_input
 from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
@@ -211,11 +212,11 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             counts = [lane for lane in wire.lanes if isinstance(lane, int)]
             count = batch * prod(counts) if len(counts) == len(wire.lanes) else y.shape[0]  # of sequences inside `each`
             expected = [count, *axes]
-            if name.startswith(experts):  # an expert gets a varying number of tokens
+            if name.startswith(inside):  # an expert gets a varying number of tokens, a step of a cell one or several
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
-            if given["call"].return_state and isinstance(step, Primitive) and not wire.context:
+            if given["call"].return_state and isinstance(step, Primitive | Cell) and not wire.context:
                 carried = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
                 own = {key: item._replace(shape=item.shape[len(counts) :]) for key, item in carried.items()}
                 _assert_state(name, given["call"].made, own, count)
@@ -225,7 +226,8 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     with all_primitives(model):
         steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
         routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
-        experts = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
+        inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
+        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell))
         hooks = [watch(name, step, step._type) for name, step in steps if step._type]
         try:
             with torch.no_grad():

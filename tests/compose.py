@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.compose_cells import Cells
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_sequences import Sequences
@@ -21,7 +22,7 @@ from tests.compose_tokens import INITS
 from tests.composed import SIZES, Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates, Sequences):
+class Composer(Cells, Mixers, Rates, Sequences):
     """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -45,7 +46,7 @@ class Composer(Mixers, Rates, Sequences):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
             elif self.maybe(0.4):
                 self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
-            elif self.maybe(0.5):
+            elif self.maybe(0.7):
                 self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
@@ -54,7 +55,7 @@ class Composer(Mixers, Rates, Sequences):
             made = replace(now, length=half[0] * half[1], grid=half, rate=4 * now.rate)
             if self.maybe(0.3):
                 self.add(body, "pool2d", made, mode=mode)
-            elif self.maybe(0.5):
+            elif self.maybe(0.7):
                 self.add(body, "resize", made, factor=0.5, mode=self.chance.choice(["nearest", "bilinear"]))
             else:
                 size = self.chance.choice([{"kernel": 2, "padding": 0}, {"kernel": 3}])
@@ -428,7 +429,7 @@ class Composer(Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2], *([] if deep else [self.cell]),
         ]  # fmt: skip
         moves += [] if deep or body.now.prefix else [self.each]
         moves += [self.windows, self.side_by_side]

@@ -48,6 +48,7 @@ ROOMS = """
     ops/*
     graph
     cost
+    cells
     analysis/scope/*
     analysis/checkpoint_maps/*
     analysis/steps/*

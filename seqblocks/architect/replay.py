@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
+from seqblocks.cells import Parts, parts_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op, may_be_matrix
@@ -16,6 +17,7 @@ from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
 from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
+from seqblocks.workspace import associative_scan
 
 LARGE_OUTPUT = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
 ID = 8  # bytes of a token id
@@ -45,6 +47,7 @@ class Replay:
         self.held: list[Value] = []  # by the model, after its call
         self.kept_at = 0  # the number of events of the forward pass and the loss
         self.inside_layer = False
+        self.part: int | None = None  # the tokens of a part of a cell
         self.exports: dict[int, Value] = {}  # of the body that was run last
         self._own_parameters()
 
@@ -287,6 +290,77 @@ class Replay:
         tape.function([copies], [y], [order])
         return y
 
+    def _cell(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run a cell in parts. Those of its loop are as large for all tokens at once as token by token."""
+        tape, body = self.tape, node.bodies[""]
+        parts = parts_of(body, self.spec.types)
+        batch, tokens = inputs[0].shape[:2]
+        size = parts.chunk(tokens, node.arguments.chunk)
+        starts = [self._parameter(name, paths) for name in node.parameters]
+        if size >= tokens:
+            return self._part_of_cell(node, parts, inputs, starts, paths)
+        results = []
+        for at in range(0, tokens, size):
+            count = min(size, tokens - at)
+            own = [tape.slice(x, (batch, count, *x.shape[2:])) if len(x.shape) == 3 else x for x in inputs]
+            results.append(tape.layer(lambda own=own: self._part_of_cell(node, parts, own, starts, paths)))  # type: ignore[misc]
+            del own
+        tape.step = paths[-1]
+        return tape.cat(results, 1)
+
+    def _part_of_cell(
+        self, node: Node, parts: Parts, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
+    ) -> Value:
+        tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
+        values = dict(zip((body.input, *body.captures), inputs, strict=True))
+        batch, tokens = inputs[0].shape[:2]
+        sizes = {v: (batch, tokens, wire.features) for v in body.ports.values() if (wire := self.spec.types[v])}
+        self._nodes(parts.before, values, paths)
+        if parts.groups:
+            self._scanned(body, parts, values, sizes, paths)
+            self._nodes(parts.from_states, values, paths)
+        else:
+            for value, shape in sizes.items():  # the memory of the new state, which is made in the loop
+                first = tape.new((batch, 1, shape[-1]), max(self.item, 4))
+                for start in starts:
+                    tape.function([start], [first])
+                values[value] = tape.expand(first, shape)
+            self._nodes(parts.loop, values, paths)
+            for value in parts.out_of_loop:
+                values[value] = tape.copy(values[value])
+            self._nodes(parts.after, values, paths)
+        self.part = None
+        return values[body.result]
+
+    def _scanned(
+        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
+    ) -> None:
+        """Record the associative scan of states that are set by linear formulas."""
+        tape, item = self.tape, max(self.item, 4)
+        tape.step = paths[-1]
+        for group in parts.groups or ():
+            shape = sizes[body.ports[group[0]]]
+            read = [v for node in parts.loop for v in node.reads if v in values and values[v].shape[-1] == shape[-1]]
+            leaves = []
+            for at in range(len(group) * (len(group) + 1)):
+                leaf = tape.new(shape, item)
+                if read:
+                    tape.function([values[read[at % len(read)]]], [leaf])
+                leaves.append(leaf)
+            found = associative_scan.scan(tape, leaves, associative_scan.affine(len(group)))
+            del leaves
+            for name, state in zip(group, found[len(group) ** 2 :], strict=True):
+                values[body.carried[name]] = state
+                values[body.ports[name]] = tape.copy(state)
+
+    def _nodes(self, nodes: Sequence[Node], values: dict[int, Value], paths: tuple[str, ...]) -> None:
+        """Run some steps of a body, and add their outputs to the values."""
+        for node in nodes:
+            y = self.node(node, [values[value] for value in node.reads], tuple(graph.join(p, node.name) for p in paths))
+            if not isinstance(y, list):
+                y = self.tape.split(y, node.split, -1) if node.split else [y]
+            values.update(zip(node.outputs, y, strict=True))
+
     # --- primitives -----------------------------------------------------------------------------------------------
 
     def _op(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
@@ -294,6 +368,8 @@ class Replay:
         p = {name: self._parameter(name, paths) for name in node.parameters}
         inputs = self._at_ports(node, self._narrowed(node, inputs))
         self.tape.out = self.sizes.shape(node.type) if node.type else ()
+        if self.part is not None:
+            self.tape.out = (self.tape.out[0], self.part, *self.tape.out[2:])
         if type(node.op).memory is Op.memory:
             self.undeclared.add(node.verb)
         if node.split and self._is_costly_split(node, inputs):
@@ -411,7 +487,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each")
+        node.kind not in ("scan", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

@@ -16,7 +16,15 @@ from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.ops.rate import PartOfWindow
-from seqblocks.runtime import arguments, each, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
+from seqblocks.runtime import (  # noqa: F401 - they register their modules
+    arguments,
+    cell,
+    each,
+    parallel,
+    repeat,
+    residual,
+    scan,
+)
 from seqblocks.runtime.agreement import check_inputs
 from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay

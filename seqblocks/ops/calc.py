@@ -54,7 +54,7 @@ class Calc(Op):
         return made
 
     def facts(self, *wires: Wire) -> Facts:
-        return _bounds(_program(self.formula), dict(zip(self.wires(), wires, strict=True)))
+        return _bounds(program_of(self.formula), dict(zip(self.wires(), wires, strict=True)))
 
     def parameters(self, *wires: Wire) -> dict[str, Parameter]:
         return {name: Parameter((1,), _initialiser(value), decay=False) for name, value in self.learned.items()}
@@ -69,14 +69,14 @@ class Calc(Op):
         return [Split(self, tuple(wide))] if width > 1 else []
 
     def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
-        return _computed(_program(self.formula), self._values(p, inputs), partial(_recorded, tape))
+        return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
 
     def prepare_step(self, p: Any) -> Any:
-        program = _program(self.formula)
-        return lambda *inputs: _computed(program, self._values(p, inputs), _applied)
+        program = program_of(self.formula)
+        return lambda *inputs: computed(program, self._values(p, inputs), applied)
 
     def forward(self, p: Any, call: Any, *inputs: Any) -> Any:
-        return _computed(_program(self.formula), self._values(p, inputs), _applied)
+        return computed(program_of(self.formula), self._values(p, inputs), applied)
 
     def _values(self, p: Mapping[str, Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
         """Return the tensors by name."""
@@ -103,12 +103,12 @@ def _names(formula: str) -> tuple[str, ...]:
     return _parsed(formula)[0]
 
 
-def _program(formula: str) -> Program:
+def program_of(formula: str) -> Program:
     return _parsed(formula)[1]
 
 
 _names._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers call it instead of tracing the parser
-_program._dynamo_marked_constant = True  # type: ignore[attr-defined]
+program_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -216,14 +216,14 @@ def _bounds(program: Program, wires: Mapping[str, Wire]) -> Facts:
 # --- computation ------------------------------------------------------------------------------------------------------
 
 
-def _computed(program: Program, values: Mapping[str, Any], apply: Callable[..., Any]) -> Any:
+def computed(program: Program, values: Mapping[str, Any], apply: Callable[..., Any]) -> Any:
     """Compute a part of a formula. apply: computes an operator or function of its name and operands."""
     name, *parts = program
     if name == "name":
         return values[parts[0]]
     if name == "number":
         return parts[0]
-    return apply(name, *[_computed(part, values, apply) for part in parts])
+    return apply(name, *[computed(part, values, apply) for part in parts])
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -231,7 +231,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _applied(name: str, a: Any, *others: Any) -> Any:
+def applied(name: str, a: Any, *others: Any) -> Any:
     import torch
 
     if name in _ARITHMETIC:

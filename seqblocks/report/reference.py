@@ -17,7 +17,10 @@ from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, field_infos, fields_of
 
 Verb = type[Op] | type[Combinator]
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-TYPES = {"flag": "true or false", "words": "word, or list of words", "mapping": "mapping", "formula": "expression"}
+TYPES = {
+    "flag": "true or false", "words": "word, or list of words", "formula": "expression", "mapping": "mapping",
+    "value": "mapping",
+}  # fmt: skip
 
 
 class Argument(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 from seqblocks.analysis import check
 from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
+from seqblocks.combinators.cell import CellState
 from seqblocks.language.files import bundled
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
@@ -318,6 +319,11 @@ def _combinator(verb: type[Combinator], out: Schema) -> Schema:
         branch = {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": STEPS}
         description = properties["branches"]["description"]
         properties["branches"] = {"type": "array", "description": description, "items": branch}
+    if "state" in properties:
+        entries = {each.name: _entry(each, None) | {"description": each.about} for each in arguments(CellState)}
+        entries["start"]["type"] = NUMBER["type"]
+        state = {"anyOf": [NUMBER, _object(entries, ["features"])]}
+        properties["state"] |= {"type": "object", "minProperties": 1, "additionalProperties": state}
     items = properties[verb.holds[0]].get("items", STEP)
     out |= {"additionalProperties": STEPS if verb.open_keys else False}
     if not {*out.get("required", ())} <= {verb.holds[0]}:

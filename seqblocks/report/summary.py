@@ -440,6 +440,9 @@ def _notes(node: Node) -> list[str]:
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
+    if node.kind == "cell":
+        states = [*node.bodies[""].carried]
+        notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")
     if node.owner:
         notes.append(f"parameters of {node.owner_name}")
     if graph.is_context(node):

@@ -55,12 +55,12 @@ class Group(NamedTuple):
 
 def _plan(body: Graph, place: Place) -> list[Group]:
     reads = [node.reads for node in body.nodes]
-    steps = [_planned(*each, place) for each in zip(body.nodes, reads, _spent(body, reads), strict=True)]
+    steps = [planned(*each, place) for each in zip(body.nodes, reads, spent_values(body, reads), strict=True)]
     fused = {at: found for at, found in fusion.find(body, place.types).items() if not steps[at].once}
     return list(_grouped(steps, fused))
 
 
-def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
+def planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
     axis = node.type.feature_axis if node.split and node.type else -1
     split_map = bool(node.split) and axis == -1 and node.op is not None and may_be_matrix(node.op)
     return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node), split_map)
@@ -75,7 +75,7 @@ def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
         at = end
 
 
-def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
+def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     """Return for each node the values that no later node reads."""
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
@@ -212,8 +212,8 @@ class Body(StepModule):
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:
                     states[step.name] = state
-                _add_exports(step, values, inner)
-                _store(step, y, values)
+                add_exports(step, values, inner)
+                store(step, y, values)
         return self._results(values, call), states
 
     def _results(self, values: dict[int, Any], call: Call) -> Any:
@@ -248,7 +248,7 @@ class Body(StepModule):
             assert call.state is not None
             states[step.name] = kept = call.state[step.name]
             values.update((value, kept[part]) for part, value in step.node.kept_exports.items())
-            _store(step, kept["output"], values)
+            store(step, kept["output"], values)
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
@@ -256,11 +256,11 @@ class Body(StepModule):
         inputs = [values[v] for v in step.reads]
         inner = call.for_context()
         y, _ = call_child(self._modules[step.name], inputs, inner, step.name, step.node)
-        _add_exports(step, values, inner)
+        add_exports(step, values, inner)
         if step.node.kept and call.phase:
             parts = {"output": y} | {part: values[value] for part, value in step.node.kept_exports.items()}
             states[step.name] = {part: compact(x) for part, x in parts.items()}
-        _store(step, y, values)
+        store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
         """Return whether the steps of a group are unmodified and have no hooks."""
@@ -292,19 +292,19 @@ class Body(StepModule):
         if state:
             states[first.name] = state
         for step in group.steps:
-            _store(step, y, values)
+            store(step, y, values)
 
     def _get_name(self) -> str:
         return self._label
 
 
-def _add_exports(step: Planned, values: dict[int, Any], call: Call) -> None:
+def add_exports(step: Planned, values: dict[int, Any], call: Call) -> None:
     """Add the values inside a step that later steps read. call: the one that the step has just had."""
     if step.node.exports:
         values.update(take_exports(call, step.node.exports, step.name))
 
 
-def _store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
+def store(step: Planned, y: Any, values: dict[int, Tensor]) -> None:
     """Store the output of a step, or the list of its parts, and delete the values that no later step reads."""
     node = step.node
     if node.split and y is None:  # not yet computed

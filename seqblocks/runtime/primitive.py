@@ -6,7 +6,7 @@ has what `Primitive.__init__` sets, such as its op, but none of the methods. So 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -31,21 +31,18 @@ from seqblocks.runtime.modules import (
     present,
     vectors_of,
 )
+from seqblocks.runtime.owner import Owner
 from seqblocks.runtime.residual_sums import Sum, added_up
-from seqblocks.runtime.shards import replicated
-from seqblocks.runtime.shared_parameters import Holder, shared_parameters
 from seqblocks.state import States, compact
 
 
-class Primitive(StepModule, Holder):
+class Primitive(StepModule, Owner):
     """Hold the parameters that an op declares, and call the op."""
-
-    _reduction: str | None = None  # in a sharded model: how gradients of replicated parameters are reduced
 
     def __init__(self, node: Node, place: Place) -> None:
         nn.Module.__init__(self)  # a subclass may have a class of torch among its bases
         assert node.op is not None
-        self.op, self._path = node.op, place.path
+        self.op = node.op
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
         self._drops_samples = f"{node.name} ({node.span})" if node.op.drops_samples() else ""
         self._stateful = type(node.op).state is not Op.state  # a stateful op returns (output, state)
@@ -59,13 +56,7 @@ class Primitive(StepModule, Holder):
         wires = [wire for wire in node.wires if wire]
         self._sized_input = wires[0] if wires and node.op.turns_length_into_width(*wires) else None
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
-        self._own, self._elsewhere = list(node.parameters), list[str]()
-        if place.held_elsewhere:
-            self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
-            self._own = [name for name in self._own if name not in self._elsewhere]
-        for name in self._own:
-            declared = node.parameters[name]
-            self.register_parameter(name, nn.Parameter(torch.empty(declared.shape), declared.trained))
+        self._declare(node, place)
         self._kept = node.op.buffers(*node.wires)
         for name, buffer in self._kept.items():
             kind = None if buffer.dtype == "model" else getattr(torch, buffer.dtype)
@@ -77,26 +68,9 @@ class Primitive(StepModule, Holder):
             getattr(self, name).fill_(buffer.fill)
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
-        """Return the op's parameters, including those that another step or the current direction of a scan holds.
-
-        They are read as attributes, since parametrizations, pruning and sharding replace registered parameters.
-        """
-        found: dict[str, Any] = {name: getattr(self, name) for name in self._own}
-        if self._elsewhere:
-            found |= self._held_elsewhere(call)
-        if self._reduction:
-            found = {name: replicated(x, self._reduction) for name, x in found.items()}
+        """Return the op's parameters and buffers; see `Owner.parameters_by_name`."""
+        found = super().parameters_by_name(call)
         return found | self._buffers if self._kept else found
-
-    def _held_elsewhere(self, call: Call) -> dict[str, Any]:
-        found = shared_parameters(self)
-        if call.directed and self._path in call.directed:
-            holder = call.directed[self._path]
-            found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
-            found |= shared_parameters(holder)
-        if missing := next((name for name in self._elsewhere if name not in found), None):
-            raise RunError(f"{self._path} has a {missing} for each direction of its scan: call the scan")
-        return found
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         parameters, inputs = _arguments(self, tensors, call)
@@ -185,6 +159,19 @@ def compute(step: Any, tensors: Sequence[Tensor], call: Call, sizes: Sequence[in
         if weight is not None and weight.dtype == x.dtype and not blocks:
             return products.split_linear(x, weight, bias, sizes)
     return [*step.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
+
+
+def bound(step: Any, call: Call) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return a function of the inputs of a step without state or hooks, which reads its parameters only once."""
+    parameters, own = parameters_of(step, call), call.in_mode(step.training)
+    kind = None if step._converts_to is None else parameters[step._converts_to].dtype
+
+    def run(tensors: Sequence[Tensor]) -> Tensor:
+        given = tuple(tensors) if kind is None else tuple(narrowed(x, kind) for x in tensors)
+        y: Tensor = step.op.forward(parameters, own, *_at_ports(step, given, own))
+        return y
+
+    return run
 
 
 def _arguments(step: Any, tensors: tuple[Tensor, ...], call: Call) -> tuple[dict[str, Any], list[Any]]:

@@ -25,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqblocks.cells import STARTED
 from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
+from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.modules import call_child, is_hooked, take_exports
 from seqblocks.runtime.parallel import Parallel, merged
@@ -190,6 +192,8 @@ class Stepper:
                 values |= self._first_of(module, nodes[at:], values, path)
             values |= {here: self._exports[inside] for here, inside in node.exports.items()}
         self._exports |= {value: values[value] for value in body.exports}
+        for name, value in body.carried.items():  # memory of its own: it may be the input, or a part of another value
+            self._source.keep((*path, name), f"{values[value]}.clone()")
         return self._result(body, values)
 
     def _reader(
@@ -466,6 +470,24 @@ class Stepper:
         """Run a scan in token order as a block; other scans are not supported."""
         return self._body(module, node.bodies[""], inputs, path) if node.arguments.orders == ("forward",) else None
 
+    def _cell(self, module: Cell, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        """Run the steps of a cell on one token, with its states as variables."""
+        if self._frames.have_several_tokens:
+            return None
+        self._source.splits = False
+        body, source = node.bodies[""], self._source
+        before = {name: source.given((*path, name)) for name in body.ports}
+        if STARTED in node.state:
+            started = source.assign(f"{source.given((*path, STARTED))} != 0")
+            choose, parameters = source.constant(torch.where), module.parameters_by_name(self._call)
+            for name, state in before.items():
+                if (own := f"start_{name}") in parameters:
+                    before[name] = source.assign(f"{choose}({started}, {state}, {source.constant(parameters[own])})")
+            source.keep((*path, STARTED), f"{source.constant(torch.ones_like)}({source.given((*path, STARTED))})")
+        read = dict(zip(node.reads, inputs, strict=True))
+        values = [inputs[0], *before.values(), *(read[value] for value in body.captures)]
+        return self._body(module, body, values, path)
+
     def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
@@ -527,6 +549,7 @@ class Stepper:
 PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
     **dict.fromkeys([*PRIMITIVES, nn.Linear], Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
     Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
+    Cell: Stepper._cell,
 }  # fmt: skip
 
 

@@ -159,6 +159,14 @@ class StepperSource:
         self._made[path] = self._given[path]
         return self._given[path]
 
+    def given(self, path: Path) -> str:
+        """Return the variable of a part of the given state."""
+        return self._given[path]
+
+    def keep(self, path: Path, expression: str) -> None:
+        """Set a part of the returned state."""
+        self._made[path] = self.assign(expression)
+
     def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port: several wires are concatenated, a port without wires gets None."""
         assert node.op is not None

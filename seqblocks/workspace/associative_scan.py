@@ -1,7 +1,8 @@
-"""The mLSTM by an associative scan, whose operations autograd records (kernels/mlstm/memoroid.py)."""
+"""Associative scans, whose operations autograd records: of the mLSTM (kernels/mlstm/memoroid.py), and of cells."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from seqblocks.tape import Tape, Value
@@ -29,7 +30,7 @@ def mlstm(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value) -> Value
     given = Element(tape.view(gates, (B, S, 2 * H)), outer, k)
     del gates
     joined = Element(*(tape.cat([a, b], 1) for a, b in zip(first, given, strict=True)))
-    found = scan(tape, joined)
+    found = Element(*scan(tape, joined, combined))
     del joined, outer
     last = [tape.copy(tape.slice(x, (B, 1, *x.shape[2:]))) for x in found]
     states = Element(*(tape.slice(x, (B, S, *x.shape[2:])) for x in found))
@@ -44,22 +45,27 @@ def mlstm(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value) -> Value
     return tape.cast(h, out)
 
 
-def scan(tape: Tape, x: Element) -> Element:
-    """Record `associative_scan.torch.run`."""
-    S = x.C.shape[1]
+Leaves = Sequence[Value]
+Combine = Callable[[Tape, Leaves, Leaves], Leaves]
+
+
+def scan(tape: Tape, x: Leaves, combine: Combine) -> list[Value]:
+    """Record `associative_scan.torch.run` on leaves [B, S, ...]."""
+    S = x[0].shape[1]
     if S == 1:
-        return x
+        return [*x]
     half = S // 2
-    odd = scan(tape, combined(tape, _part(tape, x, half), _part(tape, x, half)))
+    odd = scan(tape, combine(tape, _part(tape, x, half), _part(tape, x, half)), combine)
     if S == 2:
-        return Element(*(tape.cat([_tokens(tape, a, 1), b], 1) for a, b in zip(x, odd, strict=True)))
+        return [tape.cat([_tokens(tape, a, 1), b], 1) for a, b in zip(x, odd, strict=True)]
     count = (S - 1) // 2
-    even = combined(tape, _part(tape, odd, count), _part(tape, x, count))
-    return Element(*(_interleaved(tape, *each) for each in zip(x, even, odd, strict=True)))
+    even = combine(tape, _part(tape, odd, count), _part(tape, x, count))
+    return [_interleaved(tape, *each) for each in zip(x, even, odd, strict=True)]
 
 
-def combined(tape: Tape, a: Element, b: Element) -> Element:
-    """Record the operator."""
+def combined(tape: Tape, earlier: Leaves, later: Leaves) -> Element:
+    """Record the operator of the mLSTM."""
+    a, b = Element(*earlier), Element(*later)
     gates = tape.pointwise(a.gates, b.gates, keeps=[a.gates, b.gates])
     weights = (*a.C.shape[:3],)
     old, new = (tape.unary(tape.slice(gates, weights), ["output"]) for _ in range(2))
@@ -70,12 +76,33 @@ def combined(tape: Tape, a: Element, b: Element) -> Element:
     return Element(gates, C, n)
 
 
+def affine(size: int) -> Combine:
+    """Return the operator of `size` states that are linear in each other: a matrix by rows, then a vector."""
+
+    def combine(tape: Tape, earlier: Leaves, later: Leaves) -> list[Value]:
+        columns = [earlier[at : size * size : size] for at in range(size)]
+        rows = [later[at * size : (at + 1) * size] for at in range(size)]
+        matrix = [product(tape, row, column) for row in rows for column in columns]
+        before, added = earlier[size * size :], later[size * size :]
+        return [*matrix, *(tape.add(product(tape, row, before), x) for row, x in zip(rows, added, strict=True))]
+
+    return combine
+
+
+def product(tape: Tape, row: Leaves, column: Leaves) -> Value:
+    """Record the sum of products."""
+    total = tape.multiply(row[0], column[0])
+    for x, y in zip(row[1:], column[1:], strict=True):
+        total = tape.add(total, tape.multiply(x, y))
+    return total
+
+
 def _tokens(tape: Tape, x: Value, count: int) -> Value:
     return tape.slice(x, (x.shape[0], count, *x.shape[2:]))
 
 
-def _part(tape: Tape, x: Element, count: int) -> Element:
-    return Element(*(_tokens(tape, leaf, count) for leaf in x))
+def _part(tape: Tape, x: Leaves, count: int) -> list[Value]:
+    return [_tokens(tape, leaf, count) for leaf in x]
 
 
 def _interleaved(tape: Tape, elements: Value, even: Value, odd: Value) -> Value:

@@ -297,28 +297,28 @@ def test_unused_steps(steps: str, found: list[str]) -> None:
 
 BLOCK = """
 blocks:
-  cell:
+  unit:
     args: {other: wire, order: forward}
     steps: [{scan: {order: order, steps: [causal_conv]}}, %s]
 model:
   input: {features: 8}
   steps:
     - linear: {features: 8, as: a}
-    - cell: {from: input, other: a}
-    - cell: {other: a, name: again}
+    - unit: {from: input, other: a}
+    - unit: {other: a, name: again}
 """
 
 
 def test_a_port_is_used_if_the_block_reads_it() -> None:
     assert unused(BLOCK % "{gate: {by: other}}") == []
     assert unused(BLOCK % "silu") == ["linear 'a'"]
-    assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "cell"]
+    assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "unit"]
 
 
 def test_an_unused_block_is_checked_too() -> None:
     text = """
 blocks:
-  cell:
+  unit:
     args: {dim: int, order: word}
     steps: [{linear: {features: dim, as: a}}, {layer_norm: {gain: none, bias: false, as: b}}, {silu: {from: input}}]
   unknown:

@@ -50,6 +50,16 @@ OPS: dict[str, list[str]] = {
     ],
     "learnable_skip": [Z, "learnable_skip: {from: x, with: z}"],
     "join_heads": [Z, "join_heads: {from: x, with: z, heads: 4}"],
+    "outer_product": [Z, "outer_product: {from: x, with: z, heads: 16}"],
+    "matrix_product": [
+        "linear: {features: 128, as: m}", "matrix_product: {from: x, matrix: m, heads: 32}",
+        "matrix_product: {matrix: m, heads: 32, transposed: true}",
+    ],
+    "cell, linear": [Z, 'cell: {from: x, state: {s: 64}, steps: [{calc: {s: "sigmoid(z) * s + x"}}]}'],
+    "cell, pair": [
+        Z, 'cell: {from: x, state: {s: 64, t: 64}, steps: [{calc: {s: "tanh(z) * s + x - 0.1 * t", t: "t + s / 9"}}]}',
+    ],
+    "cell, loop": ["cell: {state: {s: 64}, steps: [{linear: {from: [input, s], features: 64}}, {tanh: {as: s}}]}"],
     "shift": ["shift: 3"],
     "causal_conv, silu": ["causal_conv: {activation: silu}"],
     "causal_conv, mixing": ["causal_conv: {mixing: true}"],

@@ -264,21 +264,21 @@ def test_official_layouts_are_read_through_the_map() -> None:
 NESTED = """
 seqblocks: 1
 blocks:
-  cell:
+  unit:
     steps: [linear: {features: 4, bias: false, name: first}, linear: {features: 4, bias: false, name: out}]
     checkpoint: {first: inside, out.weight: {split: fused, parts: 2, part: 1}}
   plain:
-    steps: [cell]
+    steps: [unit]
   around:
-    steps: [residual: {name: r, steps: [rms_norm: {name: norm}, cell: {name: c}]}]
+    steps: [residual: {name: r, steps: [rms_norm: {name: norm}, unit: {name: c}]}]
     checkpoint: {r: ""}
 model:
   input: {features: 4}
   steps:
-    - cell
+    - unit
     - residual: {steps: [around: {name: a}]}
-    - scan: {order: [forward, reverse], own: all, merge: sum, steps: [cell: {name: s}]}
-    - parallel: {merge: sum, branches: [left: [plain: {name: p}], right: [{cell: {name: p}}, {linear: {features: 4}}]]}
+    - scan: {order: [forward, reverse], own: all, merge: sum, steps: [unit: {name: s}]}
+    - parallel: {merge: sum, branches: [left: [plain: {name: p}], right: [{unit: {name: p}}, {linear: {features: 4}}]]}
     - repeat: {name: layers, times: 2, steps: [around: {name: a}]}
 """
 
@@ -286,14 +286,14 @@ model:
 @pytest.mark.parametrize(
     ("name", "table", "official"),
     [
-        ("cell.first.weight", "", "cell.inside.weight"),
+        ("unit.first.weight", "", "unit.inside.weight"),
         ("residual.a.r.norm.weight", "", "residual.a.norm.weight"),
         ("residual.a.r.c.first.weight", "", "residual.a.c.inside.weight"),
         ("residual.a.r.c.out.weight", "", {"split": "residual.a.c.fused", "parts": 2, "part": 1}),
         ("scan.fwd.s.first.weight", "", "scan.fwd.s.inside.weight"),
         ("scan.rev.s.first.weight", "scan.rev: back", "back.s.inside.weight"),
-        ("parallel.left.p.cell.first.weight", "", "parallel.left.p.cell.inside.weight"),
-        ("parallel.left.p.cell.first.weight", "parallel.left: one", "one.p.cell.inside.weight"),
+        ("parallel.left.p.unit.first.weight", "", "parallel.left.p.unit.inside.weight"),
+        ("parallel.left.p.unit.first.weight", "parallel.left: one", "one.p.unit.inside.weight"),
         ("parallel.right.p.first.weight", "parallel: two", "two.right.p.inside.weight"),
         ("parallel.right.linear.weight", "parallel: two", "two.right.linear.weight"),
         ("layers.1.a.r.c.first.weight", '"layers.{i}.a": "l.{i}"', "l.1.c.inside.weight"),

@@ -123,7 +123,7 @@ class _Liveness:
         return self._known[id(body)]
 
     def _walk(self, body: Graph, later: Collection[int]) -> Idle:
-        live = {body.result, *body.outputs.values(), *(value for value in body.exports if value in later)}
+        live = _results(body, later)
         waiting: set[int] = set()  # inputs of idle steps, idle only because of these
         idle = Idle([], [])
         for node in reversed(body.nodes):
@@ -193,6 +193,24 @@ class _Liveness:
             _add(idle, inside)
             is_read = body.input in inside.used
         return read | set(node.inputs["x"]) if is_read else read
+
+
+def _results(body: Graph, later: Collection[int]) -> set[int]:
+    """Return the values that a body returns and that are used: states only if its output depends on them.
+
+    later: values that steps outside read.
+    """
+    live = {body.result, *body.outputs.values(), *(value for value in body.exports if value in later)}
+    if not body.carried:
+        return live
+    results, found = set(live), 0
+    while found < len(live):
+        found = len(live)
+        live |= {body.carried[name] for name, value in body.ports.items() if value in live}
+        for node in reversed(body.nodes):
+            if not live.isdisjoint(node.made):
+                live.update(node.reads)
+    return results | {value for value in body.carried.values() if value in live}
 
 
 def _add(idle: Idle, more: Idle) -> None:

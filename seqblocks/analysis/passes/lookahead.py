@@ -171,8 +171,20 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         at_ports = {port: known[v] for port, (v,) in node.inputs.items()}
         inside = {number: at_ports[port] for port, number in body.ports.items()}
         return _run(body, {body.input: at_ports["x"], **inside}, path, walk)
+    if node.kind == "cell":
+        return _cell(node, known, path, walk)
     results = [_run(body, known, graph.join(path, label), walk) for label, body in node.bodies.items()]
     return _most([*(read if node.kind == "residual" else []), *results])
+
+
+def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of a cell, which reads all earlier tokens: in reverse, all later ones."""
+    body = node.bodies[""]
+    most = _most([known[value] for value in node.reads])._replace(mixes=True)
+    if walk.backwards:
+        most = Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), True, later=WHOLE)
+    _run(body, {**known, body.input: most, **dict.fromkeys(body.ports.values(), most)}, path, walk)
+    return most
 
 
 def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:

@@ -40,11 +40,21 @@ class Body(Record):
     conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
     named: dict[str, Step] = field(default_factory=dict)  # its steps by name, filled on first use
     numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
+    states: dict[str, int] = field(default_factory=dict)  # of a cell: the values after the previous token
     formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
     inner: list[Body] = field(default_factory=list)  # the lists of steps of its combinators, so far
     layers: dict[str, Layers] = field(default_factory=dict)  # that can be read here, by the word for them
     hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` cannot read
     place: Body | None = None  # for the steps of an argument: the body in which they are written
+
+    def may_set(self, name: str) -> bool:
+        """Return whether a wire is a state of this cell that no step has set yet."""
+        return name in self.states and self.wires.get(name) == self.states[name]
+
+    def set_wire(self, name: str, value: int) -> None:
+        """Define a wire, unless there is one with this name, or set a state."""
+        if name not in self.wires or self.may_set(name):
+            self.wires[name] = value
 
 
 class Layers(Record):

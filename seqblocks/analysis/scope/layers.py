@@ -220,6 +220,8 @@ def _obstacle(node: graph.Node) -> str | None:
         return "an expert computes only the tokens that are routed to it"
     if node.kind == "each":
         return "the steps of `each` compute parts of the sequence"
+    if node.kind == "cell":
+        return "the steps of a cell run token by token"
     if node.kind == "repeat":
         return "it belongs to a layer of a repeat inside the layer"
     if node.kind == "scan" and node.arguments.orders != ("forward",):

@@ -36,6 +36,8 @@ def leave_out(ctx: Context, step: Step) -> None:
         value = ctx.run.unknown()
     for name, span in step.named_wires():
         define_wire(ctx, name, step.value_span("as"))
+        if name in ctx.body.states:  # it keeps its value
+            continue
         passed = ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
         if ctx.run.references is not None:
             ctx.run.references.define([passed], [(name, span)])

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_left_out
-from seqblocks.analysis.scope.values import explain_name
+from seqblocks.analysis.scope.values import explain_name, number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
-from seqblocks.language.expressions import NameFault
+from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, NameFault
 from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint
 from seqblocks.op import Op, fields_of
-from seqblocks.parameters import DEFAULT, Init, Parameter, names_read, read_init
+from seqblocks.parameters import DEFAULT, INITIALISERS, Init, Parameter, names_read, read_init
 from seqblocks.record import Record
 from seqblocks.types import Wire
 
@@ -139,6 +140,23 @@ def read_initialiser(ctx: Context, node: Node) -> Init | None:
     except Fault as fault:
         ctx.report(fault, node)
     return None
+
+
+def read_initial(ctx: Context, node: Node) -> Any:
+    """Return the initial value of a single parameter: a number, an Init, or UNKNOWN."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str) or not _is_initialiser(ctx, node.value):
+        value = number(ctx, node)
+        return value if value is UNKNOWN else float(value)
+    init = read_initialiser(ctx, node)
+    return UNKNOWN if init is None else init
+
+
+def _is_initialiser(ctx: Context, text: str) -> bool:
+    """Return whether a text is an initialiser, perhaps misspelt, or a choice of several, and no expression."""
+    first = re.match(r"\s*([A-Za-z_]\w*)\s*\(", text)
+    words = re.findall(r"[A-Za-z_]\w*", text)
+    named = any(word in INITIALISERS and word not in ctx.names for word in words)
+    return named or bool(first and first[1] not in FUNCTIONS)
 
 
 # --- tied parameters --------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def make_node(
         run.references.define(values, step.named_wires())
     if "as" in step.common:
         for label, value in zip(labels, values, strict=True):
-            body.wires.setdefault(label, value)
+            body.set_wire(label, value)
     made.outputs, made.split = values, split
     if name not in body.nodes or body.nodes[name].kind == "unknown":
         body.nodes[name] = made
@@ -254,8 +254,14 @@ def define_wire(ctx: Context, name: str, span: Span) -> str:
     """Define a wire; report its name if it is invalid or already used."""
     if not may_be_name(ctx, name, span):
         ctx.body.incomplete = True
-    elif name in ctx.body.wires:
+    elif name in ctx.body.wires and not ctx.body.may_set(name):
         maker = ctx.run.makers.get(ctx.body.wires[name])
-        notes = [Note("it is defined here", maker.span)] if maker and maker.span else []
-        ctx.report(Fault("E305", f"there is already a wire {quote(name)}", notes=notes), span)
+        is_state = name in ctx.body.states
+        notes = [Note(f"it is {'set' if is_state else 'defined'} here", maker.span)] if maker and maker.span else []
+        message = f"the state {quote(name)} is set twice" if is_state else f"there is already a wire {quote(name)}"
+        around = ctx.body.outer if not is_state else None
+        while around and name not in around.states:
+            around = around.outer
+        hint = "only a step of the cell's own list can set its state: give this wire another name" if around else None
+        ctx.report(Fault("E305", message, notes=notes, hint=hint), span)
     return name

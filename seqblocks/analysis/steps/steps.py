@@ -66,22 +66,26 @@ def _lowering(meaning: Any) -> Lowering:
 
 def lower_inside(
     ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None,
-    layers: dict[str, Layers] | None = None,
+    layers: dict[str, Layers] | None = None, states: dict[str, int] | None = None, incomplete: bool = False,
 ) -> graph.Graph:
     """Lower the steps of a combinator, which read value `x`. Outer wires stay visible.
 
     labels: parts of the names of parameters, after that of the combinator. names: the scope of the body, if separate.
-    layers: those that its steps can read besides the ones that are visible outside.
+    layers: those that its steps can read besides the ones that are visible outside. states: the state wires of a cell
+    after the previous token. incomplete: whether some of its wires are UNKNOWN.
     """
     outer = ctx.body
     spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps has a cost too
     assert outer.current
     path = (*outer.path, outer.current.name, *labels)
-    body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
+    states = states or {}
+    body = Body({**outer.wires, "input": x, **states}, path, outer, outer.incomplete or incomplete, states=states)
     body.layers = {**outer.layers, **(layers or {})}
     outer.inner.append(body)
     names = ctx.names if names is None else names
-    return lower_steps(ctx._replace(names=names, body=body, depth=ctx.depth + 1), steps, x)
+    made = lower_steps(ctx._replace(names=names, body=body, depth=ctx.depth + 1), steps, x, ports=states)
+    made.carried = {name: body.wires[name] for name in states}
+    return made
 
 
 def lower_steps(

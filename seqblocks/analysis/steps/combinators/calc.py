@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.scope.values import number
 from seqblocks.analysis.scope.wires import read_port, read_wires, wire_hint
-from seqblocks.analysis.steps.init_and_tie import find_ties, initialised, read_initialiser
+from seqblocks.analysis.steps.init_and_tie import find_ties, initialised, read_initial
 from seqblocks.analysis.steps.nodes import make_node, may_be_name
 from seqblocks.analysis.steps.steps import lowers
 from seqblocks.errors import Fault, listing, quote
@@ -22,7 +21,7 @@ from seqblocks.language.formulas import PartFault, fold, names_in, parse
 from seqblocks.language.spec import DEPTH
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.ops.calc import FLOATS, Calc, X, result
-from seqblocks.parameters import INITIALISERS
+from seqblocks.parameters import Init
 
 
 class _Formulas(NamedTuple):
@@ -206,21 +205,10 @@ def _read_learned(ctx: Context, step: Step) -> dict[str, Any] | None:
 
 def _read_initial(ctx: Context, node: Node) -> Any:
     """Return a number, an initialiser as text with its numbers, or UNKNOWN."""
-    if not isinstance(node, Scalar) or not isinstance(node.value, str) or not _is_initialiser(ctx, node.value):
-        value = number(ctx, node)
-        return value if value is UNKNOWN else float(value)
-    init = read_initialiser(ctx, node)
-    if init is None:
-        return UNKNOWN
+    init = read_initial(ctx, node)
+    if not isinstance(init, Init):
+        return init
     return f"{init.name}({', '.join(map(repr, init.values))})" if init.values else init.name
-
-
-def _is_initialiser(ctx: Context, text: str) -> bool:
-    """Return whether a text is an initialiser, perhaps misspelt, or a choice of several, and no expression."""
-    first = re.match(r"\s*([A-Za-z_]\w*)\s*\(", text)
-    words = re.findall(r"[A-Za-z_]\w*", text)
-    named = any(word in INITIALISERS and word not in ctx.names for word in words)
-    return named or bool(first and first[1] not in FUNCTIONS)
 
 
 def _report_no_formula(ctx: Context, step: Step, node: Node | None) -> None:

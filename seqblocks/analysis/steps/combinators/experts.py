@@ -5,7 +5,7 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.combinators.common import combines, mixes_tokens
 from seqblocks.analysis.steps.init_and_tie import with_initialisers
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import count_steps, lower_inside
@@ -100,29 +100,11 @@ def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
 def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
     """Report the first step of an expert that cannot process tokens one by one."""
     for node in graph.walk(body):
-        if why := _mixes_tokens(node, x):
+        if why := mixes_tokens(node, x):
             notes = [Note("the experts are here", step.span)]
             hint = "move the step out of the experts, which process tokens one by one"
             ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=notes, hint=hint), node.span)
             return
-
-
-def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
-    """Return why a step cannot process tokens one by one, or None if it can."""
-    if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
-        return "reads earlier tokens"
-    if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
-        return f"changes the tokens: {x} becomes {node.type}"
-    if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
-    if node.type and node.type.context and not x.context:
-        return "does not depend on its token"
-    if node.op is None or x.kind == "vector":
-        return None
-    op, wires = node.op, node.wires
-    if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
-        return "reads other tokens"
-    return None
 
 
 def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:

@@ -1,0 +1,239 @@
+"""Lower `cell`: steps for one token, with state wires that they read and set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.values import argument, number
+from seqblocks.analysis.steps.combinators.common import combines, mixes_tokens
+from seqblocks.analysis.steps.init_and_tie import read_initial
+from seqblocks.analysis.steps.nodes import make_node, may_be_name
+from seqblocks.analysis.steps.steps import lower_inside
+from seqblocks.cells import STARTED
+from seqblocks.combinators.cell import Cell, CellState
+from seqblocks.errors import Fault, Note, Span, quote
+from seqblocks.language.document import Mapping, Node, kind_of
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import known_keys
+from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.op import fields_of
+from seqblocks.parameters import Init, Parameter
+from seqblocks.record import Record
+from seqblocks.state_layout import State
+from seqblocks.types import Origin, Wire
+
+KEYS = tuple(fields_of(CellState))
+FIXED = ("zeros", "ones", "constant")  # initialisers that draw one number
+
+
+class _Declared(Record):
+    """A state wire as written. features: its width, or UNKNOWN; start: a number or an Init, or UNKNOWN."""
+
+    span: Span
+    features: Any
+    start: Any = 0.0
+    learned: Any = False
+
+    @property
+    def is_known(self) -> bool:
+        return UNKNOWN not in (self.features, self.start, self.learned)
+
+
+def _check_inside(ctx: Context, node: Node, x: int) -> None:
+    """Report the faults of the steps, of which any wire may be a state."""
+    lower_inside(ctx, node, x, incomplete=True)
+
+
+@combines(Cell, check=_check_inside)
+def lower_cell(ctx: Context, step: Step, arguments: Cell, x: int) -> graph.Node | None:
+    """Return the node. Raises Fault if `state` is no mapping; reports faulty states, and steps that mix tokens."""
+    wire = ctx.run.types[x]
+    if not isinstance(arguments.state, Mapping) or not (arguments.state.entries or arguments.state.incomplete):
+        hint = "name each state with its width: `state: {s: 64}`"
+        raise Fault("E203", "`state` maps names to widths", at="state", found=kind_of(arguments.state), hint=hint)
+    declared = _read_states(ctx, arguments.state)
+    states = {name: _value(ctx, name, each, wire) for name, each in declared.items()}
+    incomplete = arguments.state.incomplete or len(declared) < len(arguments.state.entries)
+    body = lower_inside(ctx, arguments.steps, x, states=states, incomplete=incomplete)
+    if ctx.run.full:  # already reported
+        return None
+    if not incomplete:
+        _check_use(ctx, body, declared)
+    made = _result(ctx, step, body, wire, declared)
+    if incomplete or not all(each.is_known for each in declared.values()):
+        return None
+    return make_node(
+        ctx, step, "cell", {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
+        parameters=_parameters(ctx, body, declared), state=_states(declared),
+    )  # fmt: skip
+
+
+# --- the states -------------------------------------------------------------------------------------------------------
+
+
+def _read_states(ctx: Context, node: Mapping) -> dict[str, _Declared]:
+    found: dict[str, _Declared] = {}
+    for name, span, value in node:
+        if not may_be_name(ctx, name, span):
+            continue
+        if name == STARTED:
+            hint = "a stream keeps a part with this name: choose another one"
+            ctx.report(Fault("E311", f"{quote(name)} is reserved for the states of cells", hint=hint), span)
+            continue
+        if name in ctx.body.wires:
+            maker = ctx.run.makers.get(ctx.body.wires[name])
+            notes = [Note("it is defined here", maker.span)] if maker and maker.span else []
+            message, hint = f"there is already a wire {quote(name)}", "choose another name for the state"
+            ctx.report(Fault("E305", message, notes=notes, hint=hint), span)
+            continue
+        found[name] = _read_state(ctx, span, value)
+    return found
+
+
+def _read_state(ctx: Context, span: Span, node: Node) -> _Declared:
+    """Return a state that is written as its width, or as a mapping."""
+    kinds = fields_of(CellState)
+    if not isinstance(node, Mapping):
+        return _Declared(span, _width(ctx, node))
+    known_keys(ctx.run.report, node, KEYS, "a state")
+    width, start, learned = node.get("features"), node.get("start"), node.get("learned")
+    if width is None and not node.incomplete:
+        ctx.report(Fault("E202", "a state needs 'features', its width", hint="{features: 64}"), span)
+    made = _Declared(
+        span,
+        UNKNOWN if width is None else _width(ctx, width),
+        0.0 if start is None else read_initial(ctx, start),
+        False if learned is None else argument(ctx, learned, kinds["learned"]),
+    )
+    if isinstance(made.start, Init) and made.learned is False:
+        if made.start.name not in FIXED:
+            message = f"the start {made.start} is drawn, so it must be learned"
+            ctx.report(Fault("E209", message, hint="add `learned: true`, or write a number"), start)
+        made = made._replace(start={"zeros": 0.0, "ones": 1.0}.get(made.start.name, _first(made.start)))
+    return made if not node.incomplete else made._replace(features=UNKNOWN)
+
+
+def _first(init: Init) -> float:
+    return float(init.values[0]) if init.values else 0.0
+
+
+def _width(ctx: Context, node: Node) -> Any:
+    value = number(ctx, node, whole=True)
+    if value is UNKNOWN or value >= 1:
+        return value
+    ctx.report(Fault("E209", "the width of a state must be at least 1", found=f"{value}"), node)
+    return UNKNOWN
+
+
+def _value(ctx: Context, name: str, declared: _Declared, x: Wire | None) -> int:
+    """Return the value of a state after the previous token. For the steps, it is a sequence as long as the input."""
+    origin = Origin("state", declared.span)
+    wire = x.with_features(declared.features)._replace(origin=origin) if x and declared.is_known else None
+    value = ctx.run.value(wire, name)
+    ctx.run.makers[value] = origin
+    if ctx.run.references is not None:
+        ctx.run.references.define([value], [(name, declared.span)])
+    return value
+
+
+def _parameters(ctx: Context, body: graph.Graph, declared: dict[str, _Declared]) -> dict[str, Parameter]:
+    """Return the starts that are learned. Reports steps with the same name as one (E304)."""
+    found: dict[str, Parameter] = {}
+    for name, each in declared.items():
+        if each.learned:
+            own = f"start_{name}"
+            init = each.start if isinstance(each.start, Init) else Init("constant", (each.start,))
+            found[own] = Parameter((each.features,), init, decay=False)
+            if clash := next((node for node in body.nodes if node.name == own), None):
+                notes = [Note("it is the learned start of this state", each.span)]
+                message, hint = f"a step of the cell has the name {quote(own)}", "give the step another `name:`"
+                ctx.report(Fault("E304", message, notes=notes, hint=hint), clash.span)
+    return found
+
+
+def _states(declared: dict[str, _Declared]) -> dict[str, State]:
+    """Return the declarations of the state of a stream."""
+    found = {
+        name: State((each.features,), fill=0.0 if each.learned else each.start) for name, each in declared.items()
+    }
+    return found | ({STARTED: State((1,), "int64")} if any(each.learned for each in declared.values()) else {})
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_use(ctx: Context, body: graph.Graph, declared: dict[str, _Declared]) -> None:
+    """Report states that no step sets, and states that no step reads (E315)."""
+    known = all(node.kind != "unknown" for node in graph.walk(body))
+    read = {value for node in body.nodes for value in node.reads} | {body.result}
+    may_be_absent = {name for each in ctx.body.steps for name in each.defined_wires()} if body.absent else set()
+    for name, each in declared.items():
+        old, new = body.ports[name], body.carried[name]
+        if old == new and known and name not in may_be_absent and not body.absent:
+            names = [label for label in map(ctx.run.labels.__getitem__, _outputs(body)) if label not in declared]
+            hint = did_you_mean(name, names) or f"name the output of a step in the cell `as: {name}`"
+            ctx.report(Fault("E315", f"no step sets the state {quote(name)}", hint=hint), each.span)
+        elif known and read.isdisjoint((old, new)) and not body.absent:
+            hint = f"read it in a step of the cell: `from: {name}`, or by a port; or remove it"
+            ctx.report(Fault("E315", f"no step reads the state {quote(name)}", hint=hint), each.span)
+
+
+def _outputs(body: graph.Graph) -> list[int]:
+    return [value for node in body.nodes for value in node.outputs]
+
+
+def _result(
+    ctx: Context, step: Step, body: graph.Graph, x: Wire | None, declared: dict[str, _Declared]
+) -> Wire | None:
+    """Return the type of the output. Reports what does not process tokens one by one, or changes a state's width."""
+    result = ctx.run.types[body.result]
+    if x is None:
+        return None
+    if _can_read(ctx, step, body, x):
+        _check_steps(ctx, step, body, x)
+    for name, each in declared.items():
+        new = ctx.run.types[body.carried[name]]
+        if new and each.is_known and (new.kind, new.places) == (x.kind, x.places) and new.features != each.features:
+            note, maker = new.origin_note(f"the new `{name}`"), ctx.run.makers.get(body.carried[name])
+            message = f"the state {quote(name)} must keep its width"
+            fault = Fault(
+                "E402", message, expected=f"{each.features}", found=f"{new.features}",
+                notes=[Note("the state is declared here", each.span), *([note] if note else [])],
+            )  # fmt: skip
+            ctx.report(fault, maker.span if maker and maker.span else each.span)
+    return x.with_features(result.features) if result and result.kind == x.kind else None
+
+
+def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
+    """Report the first step that cannot process tokens one by one (E417)."""
+    types = ctx.run.types
+    fixed = {value for value in body.captures if (wire := types[value]) and wire.kind == "vector"}
+    for node in graph.walk(body):
+        if why := mixes_tokens(node, x, fixed):
+            notes = [Note("the cell is here", step.span)]
+            hint = "move the step out of the cell, whose steps run token by token, and read its output by name"
+            ctx.report(Fault("E417", f"{node.name} in a cell {why}", notes=notes, hint=hint), node.span)
+            return
+
+
+def _can_read(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
+    """Check that wires from outside have the same tokens as the input; report others (E418)."""
+    for value in body.captures:
+        wire, label = ctx.run.types[value], ctx.run.labels[value]
+        same = wire and ((wire.kind, wire.places) == (x.kind, x.places) or (wire.kind == "vector" and wire.context))
+        if wire and not same:
+            message = f"a cell reads the wire {quote(label)}, whose tokens are not those of its input"
+            expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
+            hint = "this vector depends on the whole sequence: combine it with a sequence in a step above the cell"
+            ctx.report(
+                Fault(
+                    "E418", message, at="steps", expected=expected, found=f"{wire}", notes=[note] if note else [],
+                    hint=hint if wire.kind == "vector" else None,
+                ),
+                step,
+            )  # fmt: skip
+            return False
+    return True
