@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import scaled_dot_product_attention
 
 import seqblocks
+from seqblocks.distributed import sequence_parallel
 from seqblocks.errors import RunError
 from seqblocks.testing import check_law, check_shapes
 from tests.draws import draw
@@ -274,3 +275,13 @@ def test_relative_positions_in_a_sequence_and_on_a_grid_of_another_size() -> Non
     assert image(draw(1, 1, 8, 8)).shape == (1, 16, 6)
     with pytest.raises(RunError, match="attention has 49 relative positions, and these 8 tokens have others"):
         image(draw(1, 1, 8, 4))
+
+
+def test_states_of_several_sequences_are_not_handed_on_between_ranks() -> None:
+    model = built("{each: {axis: features, steps: [causal_conv]}}")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RunError, match=r"each .* carries the states of several sequences"):
+            sequence_parallel(model)
+    finally:
+        distributed.destroy_process_group()
