@@ -1,15 +1,18 @@
 """Measure time and memory of whole language models on a CPU, against other packages with the same weights.
 
     pip install 'seqblocks[peers]'        # missing packages are listed as not installed
+    pip install llama-cpp-python gguf     # for llama.cpp, which it compiles for ten minutes
     python benchmarks/models.py [--case mamba_128] [--threads 1] [--out benchmarks/results]
 
 A candidate is measured only if its logits are right: their error against the same model in float64 is at most MARGIN
-times that of ours in float32. Candidates take turns, and medians of the ratios of adjacent runs are reported. On one
-thread, times are CPU times of the process, which do not include other programs; on several threads, elapsed times.
+times that of ours in float32. The page states the error of those that round weights to 16 or 8 bits. llama.cpp reads a
+GGUF file of the same weights, whose f32 form is checked. Candidates take turns, and medians of the ratios of adjacent
+runs are reported. On one thread, times are CPU times of the process, which do not include other programs; on several
+threads, elapsed times.
 
 Lower bounds are measured in the same run: the multiply-accumulates of the model at the speed of a large matrix product
-(three times as many for a training step); reading the weights once at the speed of memory; and, if benchmarks/steps.py
-has the model, a token written by hand in torch.
+(three times as many for a training step); reading the weights once at the speed of memory, or of torch's fastest
+product of one token if that reads faster; and, if benchmarks/steps.py has the model, a token written by hand in torch.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import seqblocks
+from seqblocks.kernels.products import PROCESSOR
 
-PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy")
+PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy", "llama_cpp_python")
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
 BUDGET = 5.0  # seconds that all runs of a candidate may take for one kind of work
 ROUNDS = 15
@@ -59,6 +63,8 @@ class Candidate(NamedTuple):
     generate: Callable[[Tensor, int], Tensor] | None = None
     streams_only: bool = False  # it computes logits token by token only, so whole sequences are not measured
     batches: bool = False  # it generates for several prompts together
+    trains: bool = True
+    rounds: bool = False  # its weights, so that logits and tokens differ
 
 
 class Case(NamedTuple):
@@ -106,6 +112,42 @@ def of_transformers(model: Any, generating: Any = None) -> Candidate:
     )  # fmt: skip
 
 
+def of_llama(model: seqblocks.SequenceModel, kind: str) -> Candidate:
+    """llama.cpp with matrices of this type in its file."""
+    import llama_cpp
+    import numpy
+
+    from seqblocks.checkpoint import to_gguf
+
+    threads, vocabulary = torch.get_num_threads(), model.spec.input.features
+    options = {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    with tempfile.TemporaryDirectory() as folder:
+        seqblocks.save(model, Path(folder) / "model")
+        to_gguf(Path(folder) / "model", file := Path(folder) / "model.gguf", dtype=kind)
+        every, last = (llama_cpp.Llama(str(file), logits_all=each, **options) for each in (True, False))
+
+    def read(engine: Any, ids: Tensor) -> None:
+        engine.reset()
+        engine.eval(ids[0].tolist())
+
+    def logits(ids: Tensor) -> Tensor:
+        read(every, ids)
+        return torch.from_numpy(every.scores[: ids.shape[1]].copy())[None]
+
+    def generate(ids: Tensor, count: int) -> Tensor:
+        read(last, ids)
+        found: list[int] = []
+        for _ in range(count):
+            row = numpy.ctypeslib.as_array(last._ctx.get_logits_ith(-1), shape=(vocabulary,))
+            found.append(int(row.argmax()))
+            last.eval(found[-1:])
+        return torch.tensor(found)
+
+    return Candidate(
+        nn.Module(), logits, lambda ids: read(last, ids), generate, trains=False, rounds=kind != "f32"
+    )  # fmt: skip
+
+
 def spec_and_model(peer: Any) -> seqblocks.SequenceModel:
     """Return our model with the configuration and weights of a transformers model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +160,8 @@ def mamba(dim: int, depth: int, vocabulary: int, kind: str = "Mamba") -> Callabl
         import transformers
 
         config = {"vocab_size": vocabulary, "hidden_size": dim, "num_hidden_layers": depth}
+        if kind == "Mamba2":
+            config |= {"num_heads": dim // 32, "head_dim": 64, "n_groups": 1}
         cls = getattr(transformers, f"{kind}ForCausalLM")
         torch.manual_seed(0)
         peer = cls(getattr(transformers, f"{kind}Config")(**config)).eval()
@@ -131,7 +175,11 @@ def mamba(dim: int, depth: int, vocabulary: int, kind: str = "Mamba") -> Callabl
             return of_transformers(other)._replace(generate=None)
 
         made = {OURS: lambda: ours(model), "transformers": lambda: of_transformers(peer)}
-        made["transformers, mambapy's scan"] = with_scan_of_mambapy
+        if kind != "Mamba2":
+            made["transformers, mambapy's scan"] = with_scan_of_mambapy
+        if kind in ("Mamba", "Mamba2"):
+            made |= {f"llama.cpp {name}": lambda name=name: of_llama(model, name) for name in ("f32", "f16", "q8_0")}
+            made["seqblocks int8"] = lambda: ours(seqblocks.quantize(model))._replace(trains=False, rounds=True)
         if kind == "Mamba":
             made |= {"mambapy": lambda: of_mambapy(model), "by hand": lambda: by_hand(model)}
         return model, made
@@ -229,6 +277,7 @@ CASES = {
     "mamba_128": Case("Mamba, width 128, 5 layers, 256 tokens", mamba(128, 5, 256), (8, 128), 64),
     "mamba_512": Case("Mamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256), (2, 128), 48),
     "mamba_130m": Case("mamba-130m: width 768, 24 layers, 50,280 tokens", mamba(768, 24, 50280), (1, 128), 16),
+    "mamba2": Case("Mamba-2, width 512, 8 layers, 256 tokens", mamba(512, 8, 256, "Mamba2"), (2, 128), 48),
     "falcon_mamba": Case(
         "FalconMamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256, "FalconMamba"), (2, 128), 48
     ),
@@ -274,7 +323,8 @@ def works(candidate: Candidate, case: Case, vocabulary: int) -> dict[str, tuple[
     found: dict[str, tuple[Callable[[int], Any], int]] = {}
     if not candidate.streams_only:
         found["forward"] = (lambda seq: run(candidate.logits, drawn(vocabulary, 1, seq)), 512)
-        found["training"] = (trained, case.training[1])
+        if candidate.trains:
+            found["training"] = (trained, case.training[1])
     if prefill := candidate.prefill:
         found["prefill"] = (lambda seq: run(prefill, drawn(vocabulary, 1, seq)), 512)
     if generate := candidate.generate:
@@ -376,11 +426,14 @@ def measure(key: str) -> list[dict[str, Any]]:
         expected = copy.deepcopy(model).double()(ids)
         tokens = seqblocks.generate(model, ids[:, :8], max_new_tokens=8)[0]
     allowed = MARGIN * own_error(model, expected, ids)
-    candidates, records = {}, []
+    candidates, errors, records = {}, {}, []
     for name, make in makers.items():
         try:
             candidate = make()
-            problem = checked(candidate, expected, allowed, tokens, ids)
+            if candidate.rounds:
+                with torch.inference_mode():
+                    errors[name] = relative_error(candidate.logits(ids), expected)
+            problem = "" if candidate.rounds else checked(candidate, expected, allowed, tokens, ids)
         except ImportError as error:
             problem = f"{error.name} is not installed"
         if problem:
@@ -389,6 +442,7 @@ def measure(key: str) -> list[dict[str, Any]]:
             candidates[name] = candidate
     for name, found in measured(candidates, case, vocabulary).items():
         records.append({"case": key, "candidate": name, "work": found, "peak_mb": peak(key, name)})
+        records[-1] |= {"error": errors[name]} if name in errors else {}
     return records + floors(key, model, case)
 
 
@@ -412,9 +466,13 @@ def product_rate() -> float:
 
 
 def reading_rate() -> float:
-    """Return the bytes per second at which a sum reads memory once."""
-    x = torch.ones(1 << 26)
-    return x.numel() * 4 / min(seconds(x.sum) for _ in range(9))
+    """Return the bytes per second at which memory is read once: by a sum, or by one of torch's products of a token."""
+    weight, x = torch.ones(1 << 14, 1 << 12), torch.ones(1, 1 << 12)
+    reads = [weight.sum, lambda: nn.functional.linear(x, weight)]
+    if torch.backends.mkldnn.is_available():
+        reads.append(lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+    with torch.inference_mode():
+        return max(weight.numel() * 4 / min(seconds(read) for _ in range(9)) for read in reads)
 
 
 def peak(key: str, name: str) -> float | None:
@@ -447,7 +505,8 @@ KINDS = ("forward", "training", "prefill", *(of_batch(batch) for batch in (1, *B
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the records as a page."""
-    where = f"{platform.machine()}, {torch.get_num_threads()} thread(s), Python {platform.python_version()}"
+    where = f"{PROCESSOR} ({platform.machine()}), {torch.get_num_threads()} thread(s)"
+    where += f", Python {platform.python_version()}"
     lines = [
         f"# Whole models on a CPU, {datetime.date.today()}",
         "",
@@ -474,7 +533,8 @@ def row(r: dict[str, Any], case: Case) -> str:
     found = r.get("work") or r["floor"]
     memory = r.get("peak_mb")
     cells = [cell(found.get(kind), kind, case) for kind in KINDS]
-    return f"| {r['candidate']} | {' | '.join(cells)} | {'' if memory is None else f'{memory:,.0f}'} |"
+    name = f"{r['candidate']}, logits off by {r['error']:.0e}" if "error" in r else r["candidate"]
+    return f"| {name} | {' | '.join(cells)} | {'' if memory is None else f'{memory:,.0f}'} |"
 
 
 def cell(found: dict[str, Any] | None, kind: str, case: Case) -> str:

@@ -133,13 +133,16 @@ def test_whole_models_are_compared_where_they_compute_the_same(
         other = made["transformers"]().model
         torch.nn.init.normal_(other.lm_head.weight)
         wrong = models.of_transformers(other)
-        return model, {models.OURS: made[models.OURS], "wrong": lambda: wrong}
+        rounded = wrong._replace(rounds=True, trains=False)
+        return model, {models.OURS: made[models.OURS], "wrong": lambda: wrong, "rounded": lambda: rounded}
 
     monkeypatch.setattr(models, "CASES", {"small": models.Case("a small Mamba", make, (1, 8), 2)})
     for name, value in {"ROUNDS": 1, "peak": lambda key, name: None, "reading_rate": lambda: 1.0}.items():
         monkeypatch.setattr(models, name, value)
     text = models.table(models.measure("small"))
     assert "| wrong | other logits" in text
+    row = next(line for line in text.splitlines() if line.startswith("| rounded, logits off by "))
+    assert [bool(cell.strip()) for cell in row.split("|")[2:5]] == [True, False, True]  # it does not train
     assert "| seqblocks | " in text
     assert "| floor: weights read once | " in text
 
