@@ -429,7 +429,8 @@ class Composer(Cells, Mixers, Rates, Sequences):
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.formulas,
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
-            self.attention, self.latent_attention, self.positions, *nested, *nested[:2], *([] if deep else [self.cell]),
+            self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
+            *([] if deep or body.in_each else [self.cell]),
         ]  # fmt: skip
         moves += [] if deep or body.now.prefix else [self.each]
         moves += [self.windows, self.side_by_side]

@@ -35,6 +35,8 @@ Run = Callable[[Values], None]
 class _AsOp:
     """The steps of a cell as an op, for a sequence whose parts are on several ranks."""
 
+    summary_cost = 0.0
+
     def __init__(self, run: Callable[..., tuple[Tensor, States]]) -> None:
         self.forward = run
 

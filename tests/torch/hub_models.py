@@ -291,6 +291,15 @@ def minimax(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rwkv(chance: random.Random) -> dict[str, Any]:
+    return {
+        "hidden_size": 12, "num_hidden_layers": chance.choice((2, 3, 4)), "vocab_size": chance.randint(20, 40),
+        "attention_hidden_size": chance.choice((None, 8)), "intermediate_size": chance.choice((None, 20)),
+        "rescale_every": chance.choice((0, 1, 2, 6)), "layer_norm_epsilon": chance.choice((1e-5, 1e-3)),
+        "tie_word_embeddings": chance.random() < 0.5, **NO_TOKENS,
+    }  # fmt: skip
+
+
 def gpt_oss(chance: random.Random) -> dict[str, Any]:
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 16}  # fmt: skip
@@ -358,6 +367,7 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "deepseek_v3": ("DeepseekV3", deepseek_v3, "official"),
     "gpt_neox": ("GPTNeoX", gpt_neox, "official"),
     "minimax": ("MiniMax", minimax, "official"),
+    "rwkv": ("Rwkv", rwkv, "official"),
     "gpt_oss": ("GptOss", gpt_oss, "official"),
 }
 

@@ -32,6 +32,7 @@ NEMOTRON = {
     "dim": 16, "layers": "m f m a f", "heads": 4, "kv_heads": 2, "head": 6, "ssm": 24, "ssm_head": 4, "groups": 2,
     "state": 4, "hidden": 20, "vocabulary": 11,
 }  # fmt: skip
+RWKV = {"dim": 12, "depth": 3, "hidden": 20, "vocabulary": 11}
 YARN = {
     "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
     "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 10000.0,
@@ -87,12 +88,20 @@ def nemotron_h() -> Any:
     return transformers.NemotronHForCausalLM(config)
 
 
+def rwkv() -> Any:
+    config = transformers.RwkvConfig(
+        vocab_size=11, hidden_size=12, intermediate_size=20, num_hidden_layers=3, rescale_every=0
+    )
+    return transformers.RwkvForCausalLM(config)
+
+
 CASES = {
     "gemma2_2b": (gemma2, GEMMA),
     "deepseek_v2_lite": (deepseek_v2, DEEPSEEK),
     "falcon_h1_0_5b": (falcon_h1, FALCON),
     "lfm2_350m": (lfm2, LFM2),
     "nemotron_h_4b": (nemotron_h, NEMOTRON),
+    "rwkv4_169m": (rwkv, RWKV),
 }
 
 

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {**GPT_OSS, **OTHER}),
     "qwen3_5_text": ("Qwen3_5", {**QWEN35, **OTHER}),
     "minimax": ("MiniMax", {**HEADS, **MIXED, **OTHER, "num_local_experts": 4}),
+    "rwkv": ("Rwkv", {**SIZES, "attention_hidden_size": 48, "rescale_every": 2}),
     "zamba": ("Zamba", FIRST_ZAMBA),
     "zamba_other": ("Zamba", {**FIRST_ZAMBA, **OTHER, **STEPS}),
     "zamba2": ("Zamba2", ZAMBA),

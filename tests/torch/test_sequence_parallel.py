@@ -31,6 +31,7 @@ FAMILIES = (  # kinds of state, and of inputs that a step may read besides its t
     "xlstm_125m_7_1", "xlstm_7b", "mamba_130m", "mamba2_130m", "gla_1_3b", "qwen3_next_small", "rwkv6_1_4b",
     "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
     "memoroid_agent", "captioner", "caduceus_small", "turned",
+    "cells",
 )  # fmt: skip
 QUICK = ("xlstm_125m_7_1", "mamba2_130m", "gla_1_3b", "centaurus_denoiser", "captioner", "turned")
 EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence on each rank
@@ -53,6 +54,19 @@ model:
           - scan: {order: [forward, reverse], own: all, merge: sum, steps: [{causal_conv: {kernel: 3}}]}
           - sinusoids
 """
+# A loop, and an associative scan, with learned starts.
+CELLS = """
+seqblocks: 1
+model:
+  input: {features: 8}
+  steps:
+    - cell:
+        state: {h: {features: 8, start: "normal(0, 1)", learned: true}}
+        steps: [{linear: {from: [input, h], features: 8}}, {tanh: {as: h}}]
+    - scan:
+        order: reverse
+        steps: [{cell: {state: {s: {features: 8, start: 0.5, learned: true}}, steps: [{calc: {s: "0.9 * s + input"}}]}}]
+"""
 # Full attention over more tokens than a stream caches, and other kinds of steps, also at another rate.
 SHORT_CACHE = """
 seqblocks: 1
@@ -72,6 +86,8 @@ Found = dict[str, Errors]
 
 
 def built(name: str) -> SequenceModel:
+    if name == "cells":
+        return seqblocks.build_text(CELLS, dtype="float64", device="cpu", seed=0)
     if name == "turned":
         return seqblocks.build_text(TURNED, dtype="float64", device="cpu", seed=0)
     return seqblocks.build(name, set=SMALL[name], dtype="float64", device="cpu", seed=0)

@@ -23,6 +23,7 @@ from seqblocks.checkpoint.families import (
     nemotron,
     olmo,
     qwen,
+    rwkv,
     zamba,
 )
 from seqblocks.checkpoint.families.unread import check_all_read, check_not_quantized
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "nemotron_h": nemotron.nemotron_h,
     "zamba": zamba.zamba,
     "zamba2": zamba.zamba2,
+    "rwkv": rwkv.rwkv,
     "linear_attn": fla.linear_attention,
     "gla": fla.gla,
     "retnet": fla.retnet,
@@ -117,6 +119,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "gpt_oss": {"num_experts": "num_local_experts"},
     "minimax": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "rwkv": {"max_position_embeddings": "context_length"},
     "zamba": {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"},
     "zamba2": {"layer_types": "layers_block_type"},
 }

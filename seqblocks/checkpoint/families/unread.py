@@ -122,6 +122,7 @@ IDLE = {
     "retnet": "conv_size share_conv_kernel",
     "hgrn2": "conv_size num_heads share_conv_kernel",
     "kda": "safe_gate",
+    "rwkv": "context_length",
     "rwkv7": "num_heads",
 }
 
