@@ -222,8 +222,6 @@ def _obstacle(node: graph.Node) -> str | None:
         return "the steps of a cell compute one token at a time"
     if node.kind == "each":
         return "the steps of `each` compute parts of the sequence"
-    if node.kind == "cell":
-        return "the steps of a cell run token by token"
     if node.kind == "repeat":
         return "it belongs to a layer of a repeat inside the layer"
     if node.kind == "scan" and node.arguments.orders != ("forward",):
