@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from seqblocks.analysis import check, layers
+from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Scalar, plain
 from seqblocks.language.overrides import as_text
-from seqblocks.language.spec import Argument, Block
+from seqblocks.language.spec import Block
 
 TARGET = Path(__file__).resolve().parent / "blocks.md"
 PART = re.compile(r"(?<=<!-- begin blocks -->\n).*(?=<!-- end blocks -->)", re.S)

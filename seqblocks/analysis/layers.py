@@ -17,9 +17,10 @@ from seqblocks.analysis.passes.kept_context import mark_kept
 from seqblocks.errors import Fault, Report, Source, SourceKind, SpecError, UsageError, in_order, listing, quote
 from seqblocks.graph import ModelSpec, Node
 from seqblocks.language import document
+from seqblocks.language.arguments import STEP_KEYS
 from seqblocks.language.files import bundled, locate, looks_like_path, read_text
 from seqblocks.language.overrides import as_text
-from seqblocks.language.spec import STEP_KEYS, Block, Reader, SpecFile, read_file, verbs_in
+from seqblocks.language.spec import Block, Reader, SpecFile, read_file, verbs_in
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import has_plugin
 

@@ -21,7 +21,8 @@ from seqblocks.analysis.steps.steps import lower_steps
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Report
 from seqblocks.language.document import Mapping, Node
-from seqblocks.language.spec import SpecFile, required
+from seqblocks.language.keys import required
+from seqblocks.language.spec import SpecFile
 from seqblocks.op import builtin_verbs
 
 if TYPE_CHECKING:

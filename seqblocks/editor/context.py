@@ -10,18 +10,16 @@ from seqblocks.combinators import Combinator
 from seqblocks.editor.cursor import HOLE
 from seqblocks.editor.steps import Part, Written, as_step
 from seqblocks.errors import Span
+from seqblocks.language.arguments import ARGUMENT_KEYS, ARGUMENT_TYPES, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import has_syntax
 from seqblocks.language.spec import (
-    ARGUMENT_KEYS,
-    ARGUMENT_TYPES,
     BLOCK_KEYS,
     BUDGET_KEYS,
     EXPECT_KEYS,
     FIGURES,
     FILE_KEYS,
     MODEL_KEYS,
-    Argument,
     Block,
     SpecFile,
 )

@@ -7,15 +7,11 @@ analysed in `seqblocks/analysis`, once the numbers are known.
 from __future__ import annotations
 
 import copy
-import keyword
 import os
 import re
-from collections.abc import Callable, Collection, Container, Iterable
-from collections.abc import Mapping as Table
+from collections.abc import Callable, Iterable
 from dataclasses import field
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from seqblocks.errors import (
     Diagnostic,
@@ -25,15 +21,15 @@ from seqblocks.errors import (
     Source,
     SourceKind,
     Span,
-    Suggestion,
     listing,
     quote,
 )
 from seqblocks.language import document
+from seqblocks.language.arguments import Argument, plain_default, read_argument, read_bound, typed_default
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import has_syntax, parse
 from seqblocks.language.files import ENDINGS, bundled, cannot_be_read, looks_like_path, read_text, specs_beside
-from seqblocks.messages.suggestions import did_you_mean, key_hint, missing_colon, nearest
+from seqblocks.language.keys import is_name, known_keys, required, text_of
+from seqblocks.messages.suggestions import did_you_mean, missing_colon, nearest
 from seqblocks.record import Record
 
 VERSION = 1
@@ -47,42 +43,8 @@ EXPECT_KEYS = (
 )  # fmt: skip
 FIGURES = ("params", "active_params", "state_bytes", "flops_per_token", "latency_ms")  # keys of `expect` with limits
 BUDGET_KEYS = ("about", "at_most", "at_least", "tolerance")
-DEPTH = "depth"  # in a step and in a default: the number of layers of the enclosing `repeat`s, multiplied
 FAN_IN = "fan_in"  # in a rule of `init:`: the inputs of the matrix that it initialises
-ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
-ARGUMENT_KEYS = ("type", "default", "about", "at_least", "at_most")  # of the long form of an argument
-_TYPES_ELSEWHERE = {  # not in vocabulary.yaml, which is slow to read and not needed for a valid spec
-    "integer": "int", "double": "float", "boolean": "bool", "str": "word", "string": "word", "tensor": "wire",
-    **dict.fromkeys(("layers", "modules", "body", "network"), "steps"),
-}  # fmt: skip
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
-
-
-class Argument(Record):
-    """An argument of a block: its type, and its default node unless it is required."""
-
-    name: str
-    type: str  # one of ARGUMENT_TYPES, or "any" if the default is a list, a mapping or empty
-    span: Span
-    default: Node | None
-    is_valid: bool = True  # whether the default can be used
-    by_depth: bool = False  # whether the default is an expression of `depth` or of earlier arguments
-    about: str = ""
-    at_least: float | None = None
-    at_most: float | None = None
-
-    def meaning(self) -> str:
-        """Return its `about`, or the comment in its line if that has no other argument, and its bounds."""
-        line = self.span.source.line(self.span.line)
-        comment = re.fullmatch(rf"\s*{re.escape(self.name)}: [^#{{]*#\s*(.*)", line)
-        return "; ".join(filter(None, [self.about or (comment[1] if comment else ""), self.bounds()]))
-
-    def bounds(self) -> str:
-        """Return the bounds of its values, for a reader: "", "at least 1", "1 to 8"."""
-        low, high = self.at_least, self.at_most
-        if low is not None and high is not None:
-            return f"{low:g} to {high:g}"
-        return f"at least {low:g}" if low is not None else f"at most {high:g}" if high is not None else ""
 
 
 class Block(Record):
@@ -118,61 +80,6 @@ class SpecFile(Record):
     incomplete: bool = False  # whether some verbs of `use:` or `blocks:` could not be read
     warnings: tuple[Diagnostic, ...] = ()  # set by the analysis
     dropped: int = 0  # number of warnings over the limit
-
-
-# --- checks shared by all sections of a spec -------------------------------------------------------------------------
-
-
-def known_keys(
-    report: Report, node: Mapping, known: Iterable[str], what: str, elsewhere: Container[str] = (), place: str = ""
-) -> None:
-    """Report unknown keys (E201) and mark a mapping that has any as incomplete.
-
-    elsewhere: keys that belong in another place of a spec, which `place` describes.
-    """
-    words = tuple(known)
-    for key, span, _ in node:
-        if key not in words:
-            node.incomplete = True
-            hint = f"move `{key}:` {place}" if key in elsewhere else partial(key_hint, key, words)
-            message = f"unknown key {quote(key)} in {what}"
-            report.fault(Fault("E201", message, expected=f"one of {listing(words)}", hint=hint), span)
-
-
-class Holder(Protocol):
-    """A mapping, or a step with its arguments."""
-
-    incomplete: bool
-
-    def get(self, key: str) -> Node | None: ...
-
-
-def required(
-    report: Callable[[Fault, Span | None], object],
-    holder: Holder,
-    key: str,
-    missing: Fault,
-    where: Span | None,
-) -> Node | None:
-    """Return the value of a key. If it is absent, report `missing`, unless the holder is incomplete."""
-    node = holder.get(key)
-    if node is None and not holder.incomplete:
-        report(missing, where)
-    return node
-
-
-def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
-    """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
-    if keyword.iskeyword(name):
-        fault = Fault("E311", f"{quote(name)} is a reserved word in expressions", hint="choose another name")
-        report.fault(fault, span)
-    elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
-        message = f"{quote(name)} is not a valid name"
-        expected = "letters, digits and _, not beginning with a digit"
-        report.fault(Fault("E207", message, expected=expected, hint=missing_colon(name) if key else None), span)
-    else:
-        return True
-    return False
 
 
 # --- reading a file ---------------------------------------------------------------------------------------------------
@@ -230,7 +137,7 @@ class Reader:
         file = SpecFile(source, root)
         known_keys(self.report, root, FILE_KEYS, "a spec", MODEL_KEYS, "into `model:`")
         self._version(root)
-        file.about = self._text(root, "about")
+        file.about = text_of(self.report, root, "about")
         file.let = self._mapping(root, "let")
         file.expect = self._mapping(root, "expect")
         if file.expect:
@@ -273,15 +180,6 @@ class Reader:
             file.let = file.let or Mapping(file.root.span, 1, 1, {})
             file.let.incomplete = True
         file.incomplete |= "use" in found or "blocks" in found
-
-    def _text(self, root: Mapping, key: str) -> str:
-        node = root.get(key)
-        if node is None:
-            return ""
-        if isinstance(node, Scalar):
-            return node.text
-        self.report.fault(Fault("E203", f"{key} must be text", found=kind_of(node)), node.span)
-        return ""
 
     def _version(self, root: Mapping) -> None:
         start = root.span._replace(end_line=root.span.line, end_column=root.span.column + 1)
@@ -465,17 +363,17 @@ class Reader:
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}", FILE_KEYS, TO_THE_TOP)
         file.incomplete |= "use" in node.entries or "blocks" in node.entries
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
-        args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
+        args = {a.name: a for k, s, n in given or () if (a := read_argument(self.report, k, s, n))}
         let = self._no_argument_again(let, args)
         names_in_block = {*args, *(let.entries if let else ())}
         earlier: dict[str, Argument] = {}
         for argument in args.values():
-            self._plain_default(argument, names_in_block, earlier, args)
-            self._typed_default(argument)
+            plain_default(self.report, argument, names_in_block, earlier, args)
+            typed_default(self.report, argument)
             written = given.get(argument.name) if given else None
             if isinstance(written, Mapping) and ("type" in written.entries or "default" in written.entries):
-                argument.at_least = self._bound(written, "at_least", argument)
-                argument.at_most = self._bound(written, "at_most", argument)
+                argument.at_least = read_bound(self.report, written, "at_least", argument)
+                argument.at_most = read_bound(self.report, written, "at_most", argument)
             if argument.type not in ("wire", "steps"):
                 earlier[argument.name] = argument
         steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
@@ -485,7 +383,7 @@ class Reader:
             argument.type = "steps" if argument.name in run else "any"
         names, init = self._mapping(node, "checkpoint"), self._mapping(node, "init")
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
-        about, outputs = self._text(node, "about"), self._outputs(node, name)
+        about, outputs = text_of(self.report, node, "about"), self._outputs(node, name)
         block = Block(name, span, file, about, args, let, steps, names, init, incomplete, outputs)
         file.blocks[name] = file.visible[name] = block
 
@@ -537,113 +435,6 @@ class Reader:
                 hint = f"add the step `- {name}`, or remove the argument"
                 self.report.fault(Fault("E323", message, hint=hint), argument.span)
 
-    def _plain_default(
-        self, argument: Argument, names: Collection[str], earlier: Table[str, Argument], arguments: Container[str]
-    ) -> None:
-        """Note a default that is an expression of earlier arguments, and report one of other names in the block."""
-        node = argument.default
-        if not isinstance(node, Scalar) or not isinstance(node.value, str):
-            return
-        if node.value in earlier and argument.type in ("word", earlier[node.value].type):
-            argument.type, argument.by_depth = earlier[node.value].type, True
-            return
-        if node.value.isidentifier() or not has_syntax(node.value):
-            return
-        try:
-            needed = {name for name, _ in parse(node.value).names}
-        except Fault:  # not an expression, so a plain word
-            return
-        is_typed = argument.type in ("int", "float", "bool")
-        if (needed or is_typed) and needed <= {*earlier, DEPTH}:
-            argument.type, argument.by_depth = argument.type if is_typed else "float", True
-        elif needed.intersection(names) and needed <= {*names, DEPTH}:
-            later = next(name for name in sorted(needed) if name not in earlier and name != DEPTH)
-            hint = f"move `{later}` before it" if later in arguments else f"compute `{argument.name}` in `let:` too"
-            message = f"a default may use earlier arguments and `depth`, but {quote(later)} is neither"
-            self.report.fault(Fault("E203", message, hint=hint), node.span)
-            argument.is_valid = False
-
-    def _typed_default(self, argument: Argument) -> None:
-        """Report a word that is the default of a number or a flag."""
-        node, numbers = argument.default, ("int", "float", "bool")
-        if argument.by_depth or not argument.is_valid or argument.type not in numbers:
-            return
-        if isinstance(node, Scalar) and isinstance(node.value, str):
-            message = f"the default of {quote(argument.name)} is not of its type"
-            self.report.fault(Fault("E208", message, expected=argument.type, found=quote(node.value)), node.span)
-            argument.is_valid = False
-
-    def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
-        if name in STEP_KEYS:
-            message = f"{quote(name)} is a reserved key of every step"
-            self.report.fault(Fault("E311", message, hint="give the argument another name"), span)
-            return None
-        if not is_name(self.report, name, span, key=True):
-            return None
-        if isinstance(node, Mapping) and ("type" in node.entries or "default" in node.entries):
-            return self._long_argument(name, span, node)
-        if not isinstance(node, Scalar) or node.value is None:
-            return Argument(name, "any", span, node)
-        return self._short_argument(name, span, node)
-
-    def _long_argument(self, name: str, span: Span, node: Mapping) -> Argument | None:
-        """Read `{type: int, default: 4, about: "…", at_least: 1, at_most: 8}`."""
-        known_keys(self.report, node, ARGUMENT_KEYS, f"argument {name}")
-        default, kind = node.get("default"), node.get("type")
-        found = Argument(name, "any", span, default)
-        if isinstance(default, Scalar) and default.value is not None:
-            found = self._short_argument(name, span, default)
-            found.default = default  # also a word that is the name of a type
-        if kind is not None:
-            declared = self._short_argument(name, span, kind) if isinstance(kind, Scalar) else found
-            if not isinstance(kind, Scalar) or declared.default is not None:
-                expected = f"one of {listing(ARGUMENT_TYPES)}"
-                self.report.fault(Fault("E208", "this is not an argument type", expected=expected), kind.span)
-                return found
-            if default is not None and not _suits(found, declared.type):
-                message = f"the default of {quote(name)} is not of its type"
-                self.report.fault(Fault("E208", message, expected=declared.type, found=kind_of(default)), default.span)
-                found.is_valid = False
-            found.type = declared.type
-        found.about = self._text(node, "about")
-        return found
-
-    def _bound(self, node: Mapping, key: str, argument: Argument) -> float | None:
-        bound = node.get(key)
-        if bound is None:
-            return None
-        value = bound.value if isinstance(bound, Scalar) else None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.report.fault(Fault("E203", f"{key} must be a number", found=kind_of(bound)), bound.span)
-            return None
-        if argument.type not in ("int", "float"):
-            message = f"{key} is for numbers, but {quote(argument.name)} is of type {argument.type}"
-            self.report.fault(Fault("E208", message), bound.span)
-            return None
-        return value
-
-    def _short_argument(self, name: str, span: Span, node: Scalar) -> Argument:
-        match node.value:
-            case str() if node.value in ARGUMENT_TYPES:
-                return Argument(name, node.value, span, None)
-            case str() if suggestion := _nearest_type(node.value):
-                message = f"{quote(node.value)} is not an argument type"
-                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
-                hint = Suggestion.of(f"did you mean '{suggestion}'?", node.text, suggestion)
-                fault = Fault("E208", message, expected=expected, hint=hint)
-                self.report.fault(fault, node.span)
-                return Argument(name, suggestion, span, None)
-            case str() if _is_by_depth(node.value):
-                return Argument(name, "int" if node.value == DEPTH else "float", span, node, by_depth=True)
-            case bool():
-                return Argument(name, "bool", span, node)
-            case int():
-                return Argument(name, "int", span, node)
-            case float():
-                return Argument(name, "float", span, node)
-        return Argument(name, "word", span, node)
-
-
 def _named_like_verb(name: str, block: Block | None) -> Fault:
     """Return the fault of an argument of type `steps`. block: with the same name; None if the verb is built in."""
     what = "a block" if block else "a built-in verb"
@@ -673,35 +464,6 @@ def _plugin_hint(name: str) -> str:
     if os.path.isfile(file):
         return f"if you trust it: `--import {file}`, in Python `import {name}`"
     return f"install the package that contains it, then import it: `--import {name}`, in Python `import {name}`"
-
-
-def _suits(default: Argument, kind: str) -> bool:
-    """Return whether a default, read as a value by itself, may be one of a type. A text may be an expression."""
-    node = default.default
-    if kind == "steps":
-        return isinstance(node, Sequence)
-    if isinstance(node, Scalar) and isinstance(node.value, str):
-        return kind != "wire"
-    return kind == default.type or (kind, default.type) == ("float", "int")
-
-
-def _is_by_depth(text: str) -> bool:
-    """Return whether a default is an expression whose only name is `depth`."""
-    if DEPTH not in text or not has_syntax(text):
-        return False
-    try:
-        return {name for name, _ in parse(text).names} == {DEPTH}
-    except Fault:
-        return False
-
-
-STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
-
-
-def _nearest_type(word: str) -> str | None:
-    """Return the argument type that corresponds to a name from another language, such as `str`."""
-    word = word.lower()
-    return word if word in ARGUMENT_TYPES else _TYPES_ELSEWHERE.get(word)
 
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:

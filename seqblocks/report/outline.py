@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, plain
-from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.language.spec import Block, SpecFile
 
 PARTS = ("expect", "checkpoint", "init")
 

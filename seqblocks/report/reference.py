@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
-from seqblocks.language.spec import DEPTH
+from seqblocks.language.arguments import DEPTH
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, field_infos, fields_of, load_builtin, load_plugins
 
 Verb = type[Op] | type[Combinator]

@@ -16,9 +16,9 @@ from seqblocks.analysis import check
 from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.combinators.cell import CellState
+from seqblocks.language.arguments import ARGUMENT_TYPES, Argument
 from seqblocks.language.files import bundled
 from seqblocks.language.spec import (
-    ARGUMENT_TYPES,
     BLOCK_KEYS,
     BUDGET_KEYS,
     EXPECT_KEYS,
@@ -26,7 +26,6 @@ from seqblocks.language.spec import (
     FILE_KEYS,
     MODEL_KEYS,
     VERSION,
-    Argument,
     Block,
     SpecFile,
 )

@@ -134,10 +134,10 @@ def call_child(
     if not takes_call:
         tensors = _for_linear(child, tensors)
     y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
-    if call.made is not None:
+    if call.made is not None or is_linear(child):
         if not isinstance(y, Tensor) and call.phase != "context":
             raise RunError(f"{name}: a hook or a wrapper returned {type(y).__name__}, and a step returns a tensor")
-        return y, call.made
+        return y, call.made or {}
     if takes_call and isinstance(y, tuple):  # a replacement with states of its own
         return y
     if (call.streaming or call.relay) and not (node is not None and node.op is not None and node.op.reads == "token"):

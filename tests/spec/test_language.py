@@ -12,8 +12,8 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import ExpectationError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
+from seqblocks.language.arguments import ARGUMENT_TYPES
 from seqblocks.language.files import bundled
-from seqblocks.language.spec import ARGUMENT_TYPES
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 from tests.spec.invariants import verify

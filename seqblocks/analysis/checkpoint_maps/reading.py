@@ -47,7 +47,7 @@ from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Entry
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse
-from seqblocks.language.spec import is_name, known_keys, required
+from seqblocks.language.keys import is_name, known_keys, required
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
 
 

@@ -14,7 +14,8 @@ from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import BUDGET_KEYS, known_keys
+from seqblocks.language.keys import known_keys
+from seqblocks.language.spec import BUDGET_KEYS
 from seqblocks.messages.suggestions import did_you_mean
 
 COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model of 7B parameters"

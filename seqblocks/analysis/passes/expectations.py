@@ -15,7 +15,8 @@ from seqblocks.errors import ExpectationError, Fault, Report, SpecError, in_orde
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import SpecFile, known_keys
+from seqblocks.language.keys import known_keys
+from seqblocks.language.spec import SpecFile
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:

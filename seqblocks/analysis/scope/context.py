@@ -11,9 +11,10 @@ from seqblocks.analysis.scope.names import Names, names_in, names_inside, shown_
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, Span
+from seqblocks.language.arguments import DEPTH, Argument
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN, parse
-from seqblocks.language.spec import DEPTH, Argument, Block, SpecFile
+from seqblocks.language.spec import Block, SpecFile
 from seqblocks.record import Record
 
 MAX_WRITTEN = 4  # notes on where a value was written

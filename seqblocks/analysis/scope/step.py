@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
+from seqblocks.language.arguments import STEP_KEYS, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
+from seqblocks.language.spec import Block, SpecFile
 from seqblocks.op import Op, field_infos, find_primitive
 from seqblocks.record import Record
 

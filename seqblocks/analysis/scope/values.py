@@ -20,9 +20,11 @@ from seqblocks.analysis.scope.names import Compute, Names, shown_value
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
-from seqblocks.language.spec import DEPTH, SpecFile, is_name
+from seqblocks.language.keys import is_name
+from seqblocks.language.spec import SpecFile
 from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 

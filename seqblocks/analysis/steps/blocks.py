@@ -38,9 +38,10 @@ from seqblocks.analysis.steps.step_arguments import (
 )
 from seqblocks.analysis.steps.steps import count_steps, lower_steps, lowers, spend
 from seqblocks.errors import Fault, Note, quote
+from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Argument, Block
+from seqblocks.language.spec import Block
 from seqblocks.op import FieldKind
 from seqblocks.record import Record
 

@@ -15,9 +15,10 @@ from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.steps.init_and_tie import read_initialiser
 from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import Mapping, Node
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import DEPTH, FAN_IN
+from seqblocks.language.spec import FAN_IN
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import DEFAULT, Init, Parameter
 from seqblocks.record import Record

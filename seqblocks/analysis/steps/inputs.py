@@ -13,7 +13,7 @@ from seqblocks.analysis.steps.nodes import may_be_name
 from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import known_keys, required
+from seqblocks.language.keys import known_keys, required
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.types import Origin, Wire
 

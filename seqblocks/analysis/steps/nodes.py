@@ -13,7 +13,7 @@ from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import is_name
+from seqblocks.language.keys import is_name
 from seqblocks.op import Op, find_primitive
 from seqblocks.state_layout import State
 from seqblocks.types import Origin, Wire

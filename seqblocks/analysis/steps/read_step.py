@@ -12,8 +12,9 @@ from seqblocks.analysis.scope.step import Entries, Step, Verb, find_verb, passed
 from seqblocks.analysis.scope.values import effort
 from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.language.arguments import STEP_KEYS, Argument
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.spec import STEP_KEYS, Argument, Block
+from seqblocks.language.spec import Block
 from seqblocks.messages.suggestions import key_hint, missing_colon, nearest, why_needless
 from seqblocks.op import Op
 

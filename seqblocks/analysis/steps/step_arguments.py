@@ -16,8 +16,9 @@ from seqblocks.analysis.steps.copies import words_in
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_steps, lowers, spend
 from seqblocks.errors import Fault, Note, quote
+from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
-from seqblocks.language.spec import Argument, Block
+from seqblocks.language.spec import Block
 from seqblocks.op import Port
 
 ANY_KIND = Port("", main=True)  # a body captures what its steps can read

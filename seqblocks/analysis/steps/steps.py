@@ -21,10 +21,11 @@ from seqblocks.analysis.steps.conditions import is_absent, is_known, leave_out
 from seqblocks.analysis.steps.read_step import InLine, Items, all_steps, read_items
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.files import bundled
-from seqblocks.language.spec import Argument, Block
+from seqblocks.language.spec import Block
 from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 

@@ -15,10 +15,10 @@ from seqblocks.analysis.steps.init_and_tie import find_ties, initialised, read_i
 from seqblocks.analysis.steps.nodes import make_node, may_be_name
 from seqblocks.analysis.steps.steps import lowers
 from seqblocks.errors import Fault, listing, quote
+from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, byte_to_character
 from seqblocks.language.formulas import PartFault, fold, names_in, parse
-from seqblocks.language.spec import DEPTH
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.ops.calc import FLOATS, Calc, X, result
 from seqblocks.parameters import Init

@@ -17,7 +17,7 @@ from seqblocks.combinators.cell import Cell, CellState
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Node, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import known_keys
+from seqblocks.language.keys import known_keys
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
 from seqblocks.parameters import Init, Parameter

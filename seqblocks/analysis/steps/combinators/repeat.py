@@ -17,7 +17,7 @@ from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import is_name
+from seqblocks.language.keys import is_name
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
 

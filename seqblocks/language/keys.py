@@ -1,0 +1,75 @@
+"""Checks that all sections of a spec share: known and required keys, names, texts."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from typing import Protocol
+
+from seqblocks.errors import Fault, Report, Span, listing, quote
+from seqblocks.language.document import Mapping, Node, Scalar, kind_of
+from seqblocks.messages.suggestions import key_hint, missing_colon
+
+
+def known_keys(
+    report: Report, node: Mapping, known: Iterable[str], what: str, elsewhere: Container[str] = (), place: str = ""
+) -> None:
+    """Report unknown keys (E201) and mark a mapping that has any as incomplete.
+
+    elsewhere: keys that belong in another place of a spec, which `place` describes.
+    """
+    words = tuple(known)
+    for key, span, _ in node:
+        if key not in words:
+            node.incomplete = True
+            hint = f"move `{key}:` {place}" if key in elsewhere else partial(key_hint, key, words)
+            message = f"unknown key {quote(key)} in {what}"
+            report.fault(Fault("E201", message, expected=f"one of {listing(words)}", hint=hint), span)
+
+
+class Holder(Protocol):
+    """A mapping, or a step with its arguments."""
+
+    incomplete: bool
+
+    def get(self, key: str) -> Node | None: ...
+
+
+def required(
+    report: Callable[[Fault, Span | None], object],
+    holder: Holder,
+    key: str,
+    missing: Fault,
+    where: Span | None,
+) -> Node | None:
+    """Return the value of a key. If it is absent, report `missing`, unless the holder is incomplete."""
+    node = holder.get(key)
+    if node is None and not holder.incomplete:
+        report(missing, where)
+    return node
+
+
+def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
+    """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
+    if keyword.iskeyword(name):
+        fault = Fault("E311", f"{quote(name)} is a reserved word in expressions", hint="choose another name")
+        report.fault(fault, span)
+    elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
+        message = f"{quote(name)} is not a valid name"
+        expected = "letters, digits and _, not beginning with a digit"
+        report.fault(Fault("E207", message, expected=expected, hint=missing_colon(name) if key else None), span)
+    else:
+        return True
+    return False
+
+
+def text_of(report: Report, root: Mapping, key: str) -> str:
+    """Return the text at a key, or "" if there is none."""
+    node = root.get(key)
+    if node is None:
+        return ""
+    if isinstance(node, Scalar):
+        return node.text
+    report.fault(Fault("E203", f"{key} must be text", found=kind_of(node)), node.span)
+    return ""
