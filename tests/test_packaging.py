@@ -104,7 +104,7 @@ def test_every_file_arrives(site_packages):
     expected = {"py.typed"}
     code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
     data = [("seqblocks", "messages/*.yaml"), ("seqblocks", "*.schema.json"), ("specs", "*.yaml")]
-    pages = [("seqblocks", f"*.{ending}") for ending in ("css", "html", "js")]
+    pages = [("seqblocks", f"*.{ending}") for ending in ("css", "html", "js", "mjs")]
     for folder, pattern in (*code, *data, *pages):
         for path in (ROOT / folder).rglob(pattern):
             expected.add(path.relative_to(ROOT / "seqblocks" if folder == "seqblocks" else ROOT).as_posix())

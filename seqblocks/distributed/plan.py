@@ -116,6 +116,11 @@ class _Planner:
     def _need_whole(self, *values: int) -> None:
         self.whole |= {value for value in values if self.parts.get(value)}
 
+    def _note_whole(self, *values: int) -> None:
+        """Take values as whole on every rank."""
+        for value in values:
+            self.parts[value], self.types[value], self.origins[value] = False, self.spec.types[value], frozenset()
+
     def _pass(self, outer: int, inner: int) -> None:
         """Give a body's input the layout of its argument."""
         is_part = self.parts[outer]
@@ -145,13 +150,16 @@ class _Planner:
             self.whole |= {body.result for body in node.bodies.values()}
         if is_separate:
             self._need_whole(*node.reads)
+            for body in node.bodies.values():
+                self.whole |= {*body.carried.values()}
+                self._note_whole(*body.ports.values())  # the states of a cell
         self.whole |= {value for body in node.bodies.values() for value in body.exports}
         if not node.bodies:  # a repeat without layers
             self._note_outputs(node, False, frozenset())
             return node
         for body in node.bodies.values():
             outer = (node.reads[0], *body.captures) if is_separate else node.reads
-            for value, inner in zip(outer, body.reads, strict=True):
+            for value, inner in zip(outer, (body.input, *body.captures) if is_separate else body.reads, strict=True):
                 if value in self.parts:  # otherwise an earlier layer exports it, which is planned below, and whole
                     self._pass(value, inner)
         bodies = {label: self._body(body, graph.join(path, label)) for label, body in node.bodies.items()}
@@ -159,8 +167,7 @@ class _Planner:
         self._check_result(node, result)
         is_part = self.parts[result] and not is_separate
         self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
-        for value in node.exports:
-            self.parts[value], self.types[value], self.origins[value] = False, self.spec.types[value], frozenset()
+        self._note_whole(*node.exports)
         return node._replace(bodies=bodies, type=self._local(node.type, is_part))
 
     def _check_result(self, node: Node, result: int) -> None:

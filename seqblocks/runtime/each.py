@@ -73,7 +73,7 @@ class Each(Body):
     def _inner(self, call: Call, lanes: int) -> Call:
         """Return the call of the steps, whose states are those of all sequences."""
         if not self._carries:
-            return Call(call.training, directed=call.directed, phase=call.phase, routed=call.routed)
+            return Call(call.training, directed=call.directed, routed=call.routed)  # whole sequences, also in a stream
         state = map_state(lambda x: x.flatten(0, 1), call.state) if call.state else call.state
         resets = None if call.resets is None else call.resets.repeat_interleave(lanes, 0)
         grid = call.grid if self._axis == "features" else None
@@ -94,8 +94,8 @@ class Each(Body):
         windows = rearrange(image, f"{before} -> {after}", p=side, q=side)
         del image  # so that its memory is free
         segments = _segments(size, side, moved, x.device).repeat(x.shape[0], 1) if any(moved) else None
-        inner = Call(call.training, grid=Grid((side, side)), directed=call.directed, phase=call.phase,
-                     routed=call.routed, segments=segments)
+        inner = Call(call.training, grid=Grid((side, side)), directed=call.directed, routed=call.routed,
+                     segments=segments)
         y, _ = super()._compute(windows, call=inner)
         counts = {"rows": rows // side, "columns": columns // side}
         image = rearrange(y, f"{after} -> {before}", batch=x.shape[0], **counts, p=side, q=side)

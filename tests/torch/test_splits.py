@@ -52,6 +52,8 @@ model:
     - linear: {from: queries, features: 5, as: low, name: low}
     - linear: {from: queries, features: 2, as: common, name: common}
     - latent_attention: {q: queries, c: low, r: common, heads: 2, value: 3}
+    - outer_product: {with: queries, heads: 2, as: matrices}
+    - matrix_product: {from: queries, matrix: matrices, heads: 2}
 """
 
 

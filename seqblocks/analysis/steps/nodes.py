@@ -52,8 +52,9 @@ def make_node(
     run.has_context |= fixed
     if wire and run.has_context and wire.context != (fixed or _is_context(run, inputs, more.get("bodies", {}))):
         wire = wire._replace(context=not wire.context)
-    if wire and kind != "each" and (lanes := _lanes(run, inputs)) != wire.lanes:  # an op may have made a new type
-        wire = wire._replace(lanes=lanes)
+    folded = [read.lanes for values in inputs.values() for value in values if (read := run.types[value]) and read.lanes]
+    if wire and kind != "each" and (lanes := folded[0] if folded else ()) != wire.lanes:
+        wire = wire._replace(lanes=lanes)  # axes that an enclosing `each` folded into the batch
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
     if wire and wire.lanes and (state := more.get("state")):
@@ -82,12 +83,6 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
     at_ports = [value for values in inputs.values() for value in values]
     captured = [value for body in bodies.values() for value in body.captures]
     return all((each := run.types[value]) and each.context for value in (*at_ports, *captured))
-
-
-def _lanes(run: Run, inputs: dict[str, tuple[int, ...]]) -> tuple[int | str, ...]:
-    """Return the axes that `each` folded into the batch of a node's inputs."""
-    wires = (run.types[value] for values in inputs.values() for value in values)
-    return next((wire.lanes for wire in wires if wire and wire.lanes), ())
 
 
 def _in_lanes(state: dict[str, State], lanes: tuple[int | str, ...]) -> dict[str, State]:
