@@ -219,6 +219,13 @@ def test_dynamic_quantisation_of_torch_ao(model: seqblocks.SequenceModel) -> Non
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_symbolic_trace_fails_and_export_works(model: seqblocks.SequenceModel) -> None:
+    with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):
+        torch.fx.symbolic_trace(model)
+    exported = torch.export.export(model, (IDS,)).module()
+    torch.testing.assert_close(exported(IDS), model(IDS))
+
+
 def test_a_linear_map_whose_forward_is_replaced(model: seqblocks.SequenceModel) -> None:
     """Torch's class does not report an assignment to `forward`, and a stream has to notice it."""
     whole = model(IDS)
