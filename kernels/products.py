@@ -3,8 +3,9 @@
 Which of the two depends only on the operands' dtypes and sizes and on what torch reports about the processor. Their
 results differ by rounding. `benchmarks/products.py` compares their speed.
 
-A CPU without instructions for products in a 16-bit dtype takes 2 to 4 times as long for them as in float32. There,
-matrices and tokens are converted to float32 for each product of several tokens, and the result is rounded once.
+A CPU without instructions for products in a 16-bit dtype takes 2 to 4 times as long for them as in float32 (float16 on
+an AMD Zen 4, bfloat16 on one whose instructions for it were switched off). There, matrices and tokens are converted to
+float32 for each product of several tokens, and the result is rounded once.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument, number
-from seqblocks.analysis.steps.combinators.common import combines, mixes_tokens
+from seqblocks.analysis.steps.combinators.by_token import check_by_token
+from seqblocks.analysis.steps.combinators.common import combines
 from seqblocks.analysis.steps.init_and_tie import read_initial
 from seqblocks.analysis.steps.nodes import make_node, may_be_name
 from seqblocks.analysis.steps.steps import lower_inside
@@ -192,8 +193,8 @@ def _result(
     result = ctx.run.types[body.result]
     if x is None:
         return None
-    if _can_read(ctx, step, body, x):
-        _check_steps(ctx, step, body, x)
+    hint = "move the step out of the cell, whose steps run token by token, and read its output by name"
+    check_by_token(ctx, step, body, x, "a cell", "the cell is here", hint, vectors=True)
     for name, each in declared.items():
         new = ctx.run.types[body.carried[name]]
         if new and each.is_known and (new.kind, new.places) == (x.kind, x.places) and new.features != each.features:
@@ -205,35 +206,3 @@ def _result(
             )  # fmt: skip
             ctx.report(fault, maker.span if maker and maker.span else each.span)
     return x.with_features(result.features) if result and result.kind == x.kind else None
-
-
-def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
-    """Report the first step that cannot process tokens one by one (E417)."""
-    types = ctx.run.types
-    fixed = {value for value in body.captures if (wire := types[value]) and wire.kind == "vector"}
-    for node in graph.walk(body):
-        if why := mixes_tokens(node, x, fixed):
-            notes = [Note("the cell is here", step.span)]
-            hint = "move the step out of the cell, whose steps run token by token, and read its output by name"
-            ctx.report(Fault("E417", f"{node.name} in a cell {why}", notes=notes, hint=hint), node.span)
-            return
-
-
-def _can_read(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
-    """Check that wires from outside have the same tokens as the input; report others (E418)."""
-    for value in body.captures:
-        wire, label = ctx.run.types[value], ctx.run.labels[value]
-        same = wire and ((wire.kind, wire.places) == (x.kind, x.places) or (wire.kind == "vector" and wire.context))
-        if wire and not same:
-            message = f"a cell reads the wire {quote(label)}, whose tokens are not those of its input"
-            expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
-            hint = "this vector depends on the whole sequence: combine it with a sequence in a step above the cell"
-            ctx.report(
-                Fault(
-                    "E418", message, at="steps", expected=expected, found=f"{wire}", notes=[note] if note else [],
-                    hint=hint if wire.kind == "vector" else None,
-                ),
-                step,
-            )  # fmt: skip
-            return False
-    return True

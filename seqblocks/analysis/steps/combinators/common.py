@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 from seqblocks import graph
@@ -17,7 +17,6 @@ from seqblocks.combinators import Combinator
 from seqblocks.language.document import Node, Sequence
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.op import Port
-from seqblocks.types import Wire
 
 Combine = Callable[[Context, Step, Any, int], graph.Node | None]
 Check = Callable[[Context, Node, int], object]
@@ -76,28 +75,3 @@ def _check_steps(ctx: Context, step: Step, cls: type[Combinator], check: Check, 
         is_list, is_word = isinstance(node, Sequence), cls.open_keys and key not in cls.model_fields
         if (key in cls.holds and not only_lists) or (is_list and (key in cls.holds or is_word)):
             check(ctx, node, x)
-
-
-def mixes_tokens(node: graph.Node, x: Wire, fixed: Container[int] = frozenset()) -> str | None:
-    """Return why a step cannot process tokens one by one, or None if it can.
-
-    fixed: vectors that are the same for all tokens of all calls, which a step may therefore read.
-    """
-    if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
-        return "reads earlier tokens"
-    if node.kind == "cell":
-        return "carries a state from token to token"
-    if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
-        return f"changes the tokens: {x} becomes {node.type}"
-    if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
-    if node.type and node.type.context and not x.context:
-        return "does not depend on its token"
-    if node.op is None or x.kind == "vector":
-        return None
-    op, wires = node.op, node.wires
-    if any(value not in fixed for value in node.whole_inputs) or op.looks_ahead(*wires):
-        return "reads other tokens"
-    if op.cannot_stream(*wires) or op.ignores_resets(*wires):
-        return "reads other tokens"
-    return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.steps.combinators.common import combines, mixes_tokens
+from seqblocks.analysis.steps.combinators.by_token import check_by_token
+from seqblocks.analysis.steps.combinators.common import combines
 from seqblocks.analysis.steps.init_and_tie import with_initialisers
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import count_steps, lower_inside
 from seqblocks.combinators.experts import Experts
-from seqblocks.errors import Fault, Note, quote
+from seqblocks.errors import Fault
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
@@ -27,8 +28,9 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
     bodies = _bodies(ctx, arguments, x)
     if ctx.run.full:  # already reported
         return None
-    if wire and _can_send(ctx, step, bodies["0"], wire):
-        _check_steps(ctx, step, bodies["0"], wire)
+    if wire:
+        hint = "move the step out of the experts, which process tokens one by one"
+        check_by_token(ctx, step, bodies["0"], wire, "an expert", "the experts are here", hint)
     result = ctx.run.types[bodies["0"].result]
     result = wire.with_features(result.features) if wire and result else None
     return make_node(
@@ -95,26 +97,3 @@ def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
         count_steps(ctx, len(others) * (run.steps - steps))
         return {"0": first, **dict.fromkeys(others, first)}
     return {"0": first, **{name: lower_inside(ctx, arguments.steps, x, name) for name in others}}
-
-
-def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
-    """Report the first step of an expert that cannot process tokens one by one."""
-    for node in graph.walk(body):
-        if why := mixes_tokens(node, x):
-            notes = [Note("the experts are here", step.span)]
-            hint = "move the step out of the experts, which process tokens one by one"
-            ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=notes, hint=hint), node.span)
-            return
-
-
-def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
-    """Check that wires from outside that an expert reads have the same tokens as its input; report others."""
-    for value in body.captures:
-        wire, label = ctx.run.types[value], ctx.run.labels[value]
-        if wire and (wire.kind, wire.places) != (x.kind, x.places):
-            message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
-            expected, note = f"{x.with_features(wire.features)}", wire.origin_note(f"`{label}`")
-            notes = [note] if note else []
-            ctx.report(Fault("E418", message, at="steps", expected=expected, found=f"{wire}", notes=notes), step)
-            return False
-    return True
