@@ -8,8 +8,8 @@ from seqblocks.analysis.scope.step import Verb, find_verb, passed_verb
 from seqblocks.analysis.steps.inputs import ALLOWED
 from seqblocks.combinators import Combinator
 from seqblocks.editor.cursor import HOLE
+from seqblocks.editor.defined import Wires, defined, formulas_of, in_layers, name_of, names_results
 from seqblocks.editor.steps import Part, Written, as_step
-from seqblocks.errors import Span
 from seqblocks.language.arguments import ARGUMENT_KEYS, ARGUMENT_TYPES, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import has_syntax
@@ -26,7 +26,7 @@ from seqblocks.language.spec import (
 
 _INPUT_KEYS = tuple(dict.fromkeys(key for keys in ALLOWED.values() for key in keys))
 Kind = Literal[
-    "key", "word", "use", "verb", "argument", "value", "names", "wire", "step", "parameter", "initialiser"
+    "key", "word", "use", "verb", "argument", "value", "names", "wire", "formula", "step", "parameter", "initialiser"
 ]  # fmt: skip
 
 
@@ -43,30 +43,36 @@ _KINDS: dict[str, Name] = {
 }  # fmt: skip
 
 
+class Layers(NamedTuple):
+    """The wires that layers of a `repeat` define. above: whether they are those above the step, not of a repeat."""
+
+    wires: Wires
+    above: bool
+
+
 class Scope:
     """What a step can refer to: names of values, wires with the verbs that make them, steps, steps passed to a block.
+
+    layers: by the words for the layers of a `repeat`.
     """
 
-    def __init__(self, names: Names, wires: dict[str, Span | None], passed: dict[str, Argument]) -> None:
+    def __init__(self, names: Names, wires: Wires, passed: dict[str, Argument]) -> None:
         self.names, self.wires, self.passed = names, wires, passed
         self.steps: list[str] = []
+        self.layers: dict[str, Layers] = {}
 
     def inside(self, wires: bool = True, names: Names | None = None) -> Scope:
         """Return the scope of steps inside a step; those passed to a block read no wires from outside."""
-        return Scope({**self.names, **(names or {})}, dict(self.wires) if wires else {"input": None}, self.passed)
+        found = Scope({**self.names, **(names or {})}, dict(self.wires) if wires else {"input": None}, self.passed)
+        found.layers = dict(self.layers) if wires else {}
+        return found
 
-    def add(self, step: Written) -> None:
+    def add(self, step: Written, file: SpecFile) -> None:
         """Add what a step defines for those below it."""
-        name = step.get("name")
-        match step.get("as"):
-            case Scalar(text=text):
-                self.wires[text] = step.span
-                name = name or step.get("as")
-            case Sequence(items=items):
-                self.wires |= {item.text: step.span for item in items if isinstance(item, Scalar)}
-            case Mapping(entries=entries):
-                self.wires |= dict.fromkeys(entries, step.span)
-        self.steps.append(name.text if isinstance(name, Scalar) else step.verb)
+        self.wires |= defined(step, file)
+        self.steps.append(name_of(step))
+        if step.verb == "repeat":
+            self.layers[name_of(step)] = Layers(in_layers(step, file), above=False)
 
 
 class Context(NamedTuple):
@@ -161,7 +167,7 @@ def _block(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
         return _key(BLOCK_KEYS, node, scope)
     block = file.visible.get(path[0].key or "")
     args = block.args if block else {}
-    wires: dict[str, Span | None] = {name: None for name, each in args.items() if each.type == "wire"}
+    wires: Wires = {name: None for name, each in args.items() if each.type == "wire"}
     passed = {name: each for name, each in args.items() if each.type == "steps"}
     values = {
         name: _KINDS.get(each.type, Name("", ""))._replace(about=each.about)
@@ -211,7 +217,7 @@ def _model(path: list[Part], node: Node, file: SpecFile, scope: Scope) -> Contex
         case "outputs":
             for item in steps.items if isinstance(steps, Sequence) else ():
                 if step := as_step(item):
-                    inner.add(step)
+                    inner.add(step, file)
             return None if path[-1].on_key else Context("wire", inner)
     return None
 
@@ -232,7 +238,7 @@ def _steps(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
         if above is item:
             break
         if step := as_step(above):
-            scope.add(step)
+            scope.add(step, file)
     if isinstance(item, Scalar):
         return Context("verb", scope) if item.text == HOLE else None
     written = as_step(item)
@@ -278,12 +284,22 @@ def holds_steps(verb: Verb, key: str) -> bool:
 def _inner_steps(path: list[Part], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     if isinstance(verb.meaning, Block):
         return _steps(path, file, scope.inside(wires=False))
-    names: Names = {}
-    if step.verb == "repeat":
-        index = step.get("index")
-        name = index.text if isinstance(index, Scalar) else "layer"
-        names = {name: Name("number", "the index of the layer"), f"{name}s": Name("number", "the number of layers")}
-    return _steps(path, file, scope.inside(names=names))
+    inner = scope.inside(wires=step.verb != "each")
+    match step.verb:
+        case "repeat":
+            index = step.get("index")
+            name = index.text if isinstance(index, Scalar) else "layer"
+            inner.names[name] = Name("number", "the index of the layer")
+            inner.names[f"{name}s"] = Name("number", "the number of layers")
+            inner.layers[f"{name}s"] = Layers(in_layers(step, file), above=True)
+        case "cell":
+            states = step.get("state")
+            inner.wires |= {key: span for key, span, _ in states} if isinstance(states, Mapping) else {}
+        case "parallel":
+            if len(path) < 3 or path[2].on_key or not isinstance(path[1].node, Mapping):
+                return None
+            path = path[2:]  # from the steps of a branch on
+    return _steps(path, file, inner)
 
 
 def _argument(path: list[Part], step: Written, verb: Verb, key: str, scope: Scope) -> Context | None:
@@ -295,6 +311,10 @@ def _argument(path: list[Part], step: Written, verb: Verb, key: str, scope: Scop
         return Context("initialiser", scope)
     if key == "as" and len(path) > 1 and not path[-1].on_key and isinstance(path[0].node, Mapping):
         return Context("names", scope)  # the widths of the parts
+    if names_results(verb) and (key == "formula" or key not in verb.keys) and len(path) == 1:
+        return _formula(step, verb, key, scope)
+    if key == "learned" and names_results(verb) and len(path) > 1 and not path[-1].on_key:
+        return Context("initialiser", scope)
     if path[-1].on_key or key in ("as", "name"):
         return None
     is_port = isinstance(verb.meaning, Block) and key in verb.wires
@@ -304,6 +324,16 @@ def _argument(path: list[Part], step: Written, verb: Verb, key: str, scope: Scop
         return Context("step", scope)
     if key == "tie":
         return Context("step", scope)
-    if key == "when":
+    if key == "when" or (step.verb == "cell" and key == "state" and len(path) > 1):
         return Context("names", scope)
     return Context("value", scope, verb=verb, step=step, key=key)
+
+
+def _formula(step: Written, verb: Verb, key: str, scope: Scope) -> Context:
+    """Return what a formula can read: also results of the formulas before it, `x`, and learned scalars."""
+    keys = formulas_of(step, verb)
+    scope.wires |= dict.fromkeys(keys[: keys.index(key)] if key in keys else (), step.span)
+    learned = step.get("learned")
+    scope.wires |= {name: span for name, span, _ in learned} if isinstance(learned, Mapping) else {}
+    scope.wires.setdefault("x", None)
+    return Context("formula", scope)
