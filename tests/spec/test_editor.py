@@ -455,6 +455,22 @@ def test_a_name_is_renamed_in_expressions_and_expectations() -> None:
     assert renamed(TWO, "dim: 8", "size") == TWO.replace("dim", "size")
 
 
+def test_a_state_is_renamed_with_the_step_that_sets_it() -> None:
+    cell = "    - cell: {state: {s: dim}, steps: [{calc: {s: a * s + x, learned: {a: 1}}}, {silu: {from: s}}]}\n"
+    text = TWO.replace("expect:", cell + "expect:")
+    changed = cell.replace("{s: dim}", "{sum: dim}").replace("{s: a * s", "{name: s, sum: a * sum")
+    changed = changed.replace(": s}", ": sum}")
+    for word in ("s: dim}, steps", "s + x"):
+        assert renamed(text, word, "sum") == text.replace(cell, changed)
+
+
+def test_a_formula_keeps_the_name_of_its_scalars() -> None:
+    old = "    - calc: {y: a * x, learned: {a: 1}}\n    - add: {with: y}\n"
+    new = "    - calc: {name: y, z: a * x, learned: {a: 1}}\n    - add: {with: z}\n"
+    text = TWO.replace("expect:", old + "expect:")
+    assert renamed(text, "y}\nexpect", "z") == text.replace(old, new)
+
+
 def test_an_argument_is_renamed_in_calls() -> None:
     assert renamed(TWO, "width: int", "size") == TWO.replace("width", "size")
 
