@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Literal, NamedTuple
 
 from seqblocks.analysis.scope.step import Verb, find_verb, passed_verb
@@ -10,9 +11,10 @@ from seqblocks.combinators import Combinator
 from seqblocks.editor.cursor import HOLE
 from seqblocks.editor.defined import Wires, defined, formulas_of, in_layers, name_of, names_results
 from seqblocks.editor.steps import Part, Written, as_step
+from seqblocks.errors import Fault
 from seqblocks.language.arguments import ARGUMENT_KEYS, ARGUMENT_TYPES, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.expressions import has_syntax
+from seqblocks.language.expressions import has_syntax, parse
 from seqblocks.language.spec import (
     BLOCK_KEYS,
     BUDGET_KEYS,
@@ -126,19 +128,26 @@ def _names(let: Node | None, outer: Names | None = None) -> Names:
     for key, _, node in let if isinstance(let, Mapping) else ():
         found[key] = Name("", "")
         if isinstance(node, Scalar):
-            kind = found[node.text].kind if node.text in found else _kind_of(node)
+            kind = found[node.text].kind if node.text in found else _kind_of(node, found)
             found[key] = Name(kind, node.text)
     return found
 
 
-def _kind_of(node: Scalar) -> Literal["number", "flag", "word", ""]:
+def _kind_of(node: Scalar, names: Names) -> Literal["number", "flag", "word", ""]:
     if isinstance(node.value, bool):
         return "flag"
     if isinstance(node.value, int | float):
         return "number"
     if not isinstance(node.value, str):
         return ""
-    return "word" if node.value.isidentifier() or not has_syntax(node.value) else ""
+    if node.value.isidentifier() or not has_syntax(node.value):
+        return "word"
+    try:
+        expression = parse(node.value)
+    except Fault:
+        return ""
+    is_sum = isinstance(expression.tree, ast.BinOp | ast.Call) and all(name in names for name, _ in expression.names)
+    return "number" if is_sum else ""  # others may be words, lists, or the patterns of layers
 
 
 def _let(path: list[Part], scope: Scope) -> Context | None:
