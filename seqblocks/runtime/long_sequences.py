@@ -22,9 +22,9 @@ from seqblocks.state import States
 from seqblocks.types import Wire
 
 REUSED_BYTES = 1 << 25  # of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
-ROWS = 64  # a chunk has a multiple of this many tokens, as kernels process this many at a time
-MIN_CHUNKS_OF_ROWS = 4  # Up to this many times ROWS, operations take longer in chunks than memory for all tokens.
-STATES = 8  # a chunk has at least this many times the numbers of the states, which each chunk reads and writes
+CHUNK_MULTIPLE = 64  # a chunk has a multiple of this many tokens, as kernels process this many at a time
+MIN_MULTIPLES = 4  # Up to this many times CHUNK_MULTIPLE, operations take longer in chunks than memory for all tokens.
+MIN_STATES = 8  # a chunk has at least this many times the numbers of the states, which each chunk reads and writes
 
 
 class Chunks:
@@ -46,8 +46,8 @@ class Chunks:
         if per_token * tokens <= REUSED_BYTES or not self._is_plain(call) or is_seen((x,)):
             return 0
         count = math.ceil(per_token * tokens / (REUSED_BYTES * 3 // 4))
-        size = math.ceil(tokens / count / ROWS) * ROWS
-        return 0 if size < MIN_CHUNKS_OF_ROWS * ROWS or size * self._widest < STATES * self._states else size
+        size = math.ceil(tokens / count / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+        return 0 if size < MIN_MULTIPLES * CHUNK_MULTIPLE or size * self._widest < MIN_STATES * self._states else size
 
     def _is_plain(self, call: Call) -> bool:
         """Return whether a call runs all steps of the body from left to right, on this process only."""

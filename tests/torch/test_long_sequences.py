@@ -57,7 +57,7 @@ def test_chunks_equal_the_whole(text: str, batch: int, sizes: list[int]) -> None
         y, state = model(x, return_state=True)
         later, _ = model(x, state=state, return_state=True)
     assert len(sizes) == 2
-    assert sizes[0] % long_sequences.ROWS == 0
+    assert sizes[0] % long_sequences.CHUNK_MULTIPLE == 0
     assert sizes[0] < TOKENS
     expected, expected_state = at_once(model, x, return_state=True)  # type: ignore[misc]
     torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
