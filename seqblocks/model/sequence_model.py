@@ -33,7 +33,7 @@ from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.shards import Parts
+from seqblocks.runtime.shards import TensorShards
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
@@ -53,7 +53,7 @@ class SequenceModel(Body):
     once: 1 unless the spec changes the rate of its tokens.
     """
 
-    _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
+    tensor_shards: TensorShards | None = None  # set if each rank computes a part of the model (`tensor_parallel`)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
     _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
@@ -112,8 +112,8 @@ class SequenceModel(Body):
         """
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
-        if self._parts:
-            check_inputs(self._parts.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         if grid is not None:
             arguments.check_grid(self.spec.input, x, grid)
@@ -138,8 +138,8 @@ class SequenceModel(Body):
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
         if self.training or observed or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
-        if self._parts:
-            check_inputs(self._parts.group, {"x": x, "resets": resets})
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
@@ -289,8 +289,8 @@ class SequenceModel(Body):
         self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None if the state does not match the stepper's declaration."""
-        if self._parts:
-            check_inputs(self._parts.group, {"x": x, "resets": resets})
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
         if self._has_experts:
             self._routed = None
         if state is None:
@@ -400,8 +400,8 @@ class SequenceModel(Body):
         self._start_stream()
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
-        if self._parts:
-            check_inputs(self._parts.group, inputs)
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         arguments.check_same_lengths(self.spec.inputs, inputs)
@@ -441,9 +441,9 @@ class SequenceModel(Body):
         return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
 
     @property
-    def _whole_spec(self) -> ModelSpec:
+    def whole_spec(self) -> ModelSpec:
         """Spec of the whole model: `spec`, unless this is a rank's part of it."""
-        return self._parts.spec if self._parts else self.spec
+        return self.tensor_shards.spec if self.tensor_shards else self.spec
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:
@@ -453,7 +453,7 @@ class SequenceModel(Body):
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        draw_all(self, self._whole_spec.graph, seed, self._parts)
+        draw_all(self, self.whole_spec.graph, seed, self.tensor_shards)
         for step in self.modules():
             if isinstance(step, Primitive):
                 step.reset_buffers()
