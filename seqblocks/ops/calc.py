@@ -15,6 +15,7 @@ from seqblocks.language.keys import namespace_of
 from seqblocks.op import Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.tape import broadcast
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
@@ -73,9 +74,9 @@ class Calc(Op):
     def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
         return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         program = program_of(self.formula)
-        return lambda *inputs: computed(program, self._values(p, inputs), applied)
+        return TokenFunction(lambda *inputs: computed(program, self._values(p, inputs), applied))
 
     def forward(self, p: Any, call: Any, *inputs: Any) -> Any:
         return computed(program_of(self.formula), self._values(p, inputs), applied)
