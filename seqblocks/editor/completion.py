@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.analysis.scope.step import Verb
+from seqblocks.combinators import Combinator
 from seqblocks.editor.context import Context, context_of, holds_steps
 from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
 from seqblocks.editor.hover import COMMON, about_argument, about_block, about_verb
@@ -192,7 +193,7 @@ class _Maker:
         abouts = _abouts(verb)
         ordered = [*verb.required, *(key for key in verb.own if key not in verb.required)]
         for key in (*ordered, *(key for key in verb.common if key not in verb.own)):
-            if key not in context.taken:
+            if key not in context.taken and not (key in ("init", "tie") and _has_no_parameters(verb)):
                 needed = "required" if key in verb.required else ""
                 value = "[$1]" if holds_steps(verb, key) else "{$1}" if key == "init" else "$1"
                 yield self.key(key, abouts.get(key, COMMON.get(key, "")), value, needed)
@@ -200,6 +201,7 @@ class _Maker:
     def values(self, context: Context) -> Iterator[Item]:
         verb = context.verb
         assert verb
+        found = None
         if isinstance(verb.meaning, Block):
             argument = verb.meaning.args.get(context.key)
             kind = argument.type if argument else ""
@@ -214,11 +216,15 @@ class _Maker:
                 return
         else:
             return
-        yield from self.names(context, _VALUES.get(kind, ""))
+        allowed = found.kind.choices if found else ()
+        for item in self.names(context, _VALUES.get(kind, "")):
+            written = context.scope.names[item.label] if item.kind == "name" else None
+            if not (allowed and written and written.word and written.word not in allowed):
+                yield item
 
     def names(self, context: Context, kind: str = "number") -> Iterator[Item]:
         """Yield the names of values of a kind, or of any kind if it is "", and of those that may be of it."""
-        for name, (own, about) in context.scope.names.items():
+        for name, (own, about, _) in context.scope.names.items():
             if not kind or own in (kind, ""):
                 yield Item(name, "name", name, about)
         if kind in ("number", ""):
@@ -241,7 +247,7 @@ class _Maker:
     def formula(self, context: Context) -> Iterator[Item]:
         yield from (item for item in self.wires(context) if item.label.isidentifier() and item.label != "input")
         yield from (Item(name, "function", f"{name}($1)", "function") for name in OF_WIRES)
-        yield from (Item(name, "name", name, about) for name, (_, about) in context.scope.names.items())
+        yield from (Item(name, "name", name, about) for name, (_, about, _) in context.scope.names.items())
 
     @cached_property
     def types(self) -> dict[tuple[int, ...], str | None]:
@@ -269,6 +275,14 @@ _VALUES = {
     "number": "number", "int": "number", "float": "number", "flag": "flag", "bool": "flag", "word": "word",
     "words": "word",
 }  # fmt: skip
+
+
+def _has_no_parameters(verb: Verb) -> bool:
+    """Return whether no step of a verb has parameters of its own."""
+    meaning = verb.meaning
+    if isinstance(meaning, type) and issubclass(meaning, Combinator):
+        return not meaning.takes_init
+    return isinstance(meaning, type) and issubclass(meaning, Op) and meaning.parameters is Op.parameters
 
 
 def _words(words: tuple[str, ...]) -> Iterator[Item]:

@@ -33,10 +33,14 @@ Kind = Literal[
 
 
 class Name(NamedTuple):
-    """The name of a value. kind: of the value, "" if it is not known. about: what it is, or its value as written."""
+    """The name of a value. kind: of the value, "" if it is not known. about: what it is, or its value as written.
+
+    word: the value, if it is a word that `let:` gives.
+    """
 
     kind: Literal["number", "flag", "word", ""]
     about: str
+    word: str = ""
 
 
 Names = dict[str, Name]
@@ -129,7 +133,7 @@ def _names(let: Node | None, outer: Names | None = None) -> Names:
         found[key] = Name("", "")
         if isinstance(node, Scalar):
             kind = found[node.text].kind if node.text in found else _kind_of(node, found)
-            found[key] = Name(kind, node.text)
+            found[key] = Name(kind, node.text, node.text if kind == "word" else "")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What an editor and a picture promise for all bundled specs and many edits. docs/workbench.md lists each promise."""
+"""What an editor and a picture promise for all bundled specs and many edits. benchmarks/results lists each promise."""
 
 from __future__ import annotations
 
@@ -123,15 +123,15 @@ TAILS = (
     "- causal_conv: {|}", "- mlstm: {q: |", "- mlstm: {q: x, k: |", "- add: {with: |", "- gate: {by: x, |",
     "- experts: {count: |", "- linear: {features: 3, when: |", "- dropout: |", "- dropout: {|", "- prenorm: {mixer: [|",
     "- prenorm:\n        mixer:\n          - |", "- linear: {features: wide, as: |",
-    "- repeat: {times: 2, steps: [{silu: {as: a}}, {silu: {from: layers.|",
-    "- repeat: {times: 2, steps: [{silu: {as: a}}, {silu: {from: layers.0.|",
-    '- repeat: {times: 2, steps: [{silu: {as: a}}, {silu: {from: "layers[|',
-    '- repeat: {times: 2, steps: [{silu: {as: a}}, {silu: {from: "layers[-1].|',
+    "- gelu: {as: b, |}", "- linear: {features: 3, bias: true, |", "- slice: {|", "- residual: {|",
     "- silu\nexpect: {|", "- silu\nexpect:\n  |", "- silu\n|", "- silu\n  outputs: {a: |",
     "- silu\nexpect: {params: |}",
 )  # fmt: skip
 WRONG = ("E201", "E203", "E204", "E206", "E208", "E210", "E301", "E302", "E303", "E306", "E313", "E324")
-FILLS = ("8", "x", "identity", "0.5", "{a: 8}", "true", "m", "zeros", "first", "{a: [identity]}", "[8, 8]")
+FILLS = (
+    "8", "x", "identity", "0.5", "{a: 8}", "true", "m", "zeros", "first", "{a: [identity]}", "[mlstm]",
+    "[batch, seq, 8]", "{params: 8}", "{b: {steps: [silu]}}", "8 > 0",
+)  # fmt: skip
 
 
 @pytest.mark.long
@@ -153,11 +153,11 @@ def test_what_is_offered_may_be_written() -> None:
         now = Opened(text, None, before=Opened(f"{INSIDE}{STEPS}", None))
         found = complete(now, now.lines.spot_at(at))
         items = found.items if found else []
-        for item in random.Random(tail).sample(items, min(12, len(items))):
+        for item in random.Random(tail).sample(items, min(8, len(items))):
             if all(_faults(text, at, item, fill) for fill in fills):
                 wrong.append((tail, item.text, _faults(text, at, item, "8")))
             tried += 1
-    assert wrong == []
+    assert not wrong, "\n".join(map(str, wrong))
     assert tried > 300
 
 
@@ -167,17 +167,15 @@ def _faults(text: str, at: int, item: Item, fill: str) -> list[str]:
     block, verb = bundled_blocks().get(item.label), reference.verbs().get(item.label)
     wires = {name for name, each in block[1].args.items() if each.type == "wire"} if block else set()
     wires |= {port.name for port in reference.ports(verb)} if verb else set()
-    fills = dict.fromkeys(wires, "x")
+    fills = dict.fromkeys(wires, "input")
     for each in reference.arguments(verb) if verb else ():
         fills |= {each.name: each.kind.choices[0]} if each.kind.choices else {}
     word = re.sub(r"(\w+): \$\d", lambda blank: f"{blank[1]}: {fills.get(blank[1], fill)}", word)
     word = re.sub(r"\$\d", lambda _: fill, word)
     cursor = at_cursor(text, at)
-    if cursor and not item.text.startswith(("-1]", "0.")) and HOLE in cursor.text:
-        done = cursor.text.replace(f"{HOLE}: ", HOLE) if ":" in word else cursor.text
-        done = done.replace(HOLE, word)
-    else:  # a reference to a layer: its quotes and brackets are closed here
-        done = text[:at] + word + ('"' if text[:at].count('"') % 2 else "") + "}}]}\n"
+    assert cursor
+    done = cursor.text.replace(f"{HOLE}: ", HOLE) if ":" in word else cursor.text
+    done = done.replace(HOLE, f"{word} > 0" if item.kind == "name" and fill == "8 > 0" else word)
     if item.more:
         done = applied(done, [Edit(*item.more)])
     line = text[:at].count("\n") + 1 + (item.more[1].count("\n") if item.more else 0)
