@@ -17,6 +17,7 @@ from seqblocks.errors import Diagnostic, Span, listing, visible
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
+from seqblocks.roles import joins_tokens
 from seqblocks.state_layout import State
 from seqblocks.types import Wire
 
@@ -84,9 +85,6 @@ class Node(Record):
     vectors: tuple[int, ...] = ()  # op: vector inputs that are broadcast to the tokens of the others
     kept: bool = False  # whether a stream computes it once and reads its output at each token
     macs: int = 0  # per token of its output, at a length that may be open
-    calls: tuple[str, dict[str, Any]] | None = (
-        None  # the kernel of an op, and the options that determine its implementation
-    )
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     shared: dict[str, Source] = field(default_factory=dict)  # parameters (relative names) that are another step's
     owner: Node | None = None  # the step whose parameters it shares, or a step around them
@@ -505,7 +503,7 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
 
 def is_prefix_join(node: Node) -> bool:
     """Return whether a step joins the tokens of a stream to others before them, which it reads only once."""
-    return node.op is not None and node.op.joins_tokens() and is_prefixed(node)
+    return node.op is not None and joins_tokens(node.op) and is_prefixed(node)
 
 
 def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:

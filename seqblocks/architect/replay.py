@@ -11,10 +11,11 @@ from seqblocks import graph
 from seqblocks.cells import Parts, parts_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Op, may_be_matrix
+from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
+from seqblocks.roles import joins_tokens, may_be_matrix
 from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
@@ -398,7 +399,7 @@ class Replay:
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
             part = [next(rest) for _ in node.inputs.get(port.name, ())]
-            axis = 1 if node.op.joins_tokens() or (part and len(part[0].shape) == 4) else -1
+            axis = 1 if joins_tokens(node.op) or (part and len(part[0].shape) == 4) else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
 

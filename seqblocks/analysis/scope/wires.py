@@ -12,6 +12,7 @@ from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
+from seqblocks.roles import joins_tokens
 from seqblocks.types import Facts, Origin, Wire, show_axes, summed
 from seqblocks.widths import ids_have_no_features
 
@@ -217,7 +218,7 @@ def wire_at(ctx: Context, step: Step, port: Port, values: Values | None, op: Op 
             return None
     if port.several and op is None:
         return None
-    if op and op.joins_tokens() and port.joins:
+    if op and port.joins and joins_tokens(op):
         return _joined_tokens(ctx, step, values)
     return wire if len(values) == 1 else _joined(ctx, step, values)
 
