@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = '''
 from seqblocks import Op, primitive
 from seqblocks.op import argument
-from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter
 
 
@@ -455,6 +454,6 @@ def test_built_in_verbs_are_found_without_sources(tmp_path: Path) -> None:
 
 def test_a_primitive_has_few_methods_to_override() -> None:
     """What one part of the package alone asks for is in seqblocks/roles.py."""
-    public = [name for name, each in vars(Op).items() if callable(each) and not name.startswith(("_", "model_"))]
+    public = [name for name, each in vars(op.Op).items() if callable(each) and not name.startswith(("_", "model_"))]
     assert {"shape", "forward", "prepare_token"} <= {*public}
     assert len(public) <= 15, public
