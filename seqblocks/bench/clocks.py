@@ -88,7 +88,7 @@ class Hooks:
         self.run()
         wait(self.device)
         seconds = self.now() - start - 2 * self.cost * len(self.marks)
-        found = {(name,): 0.0 for name in self.steps}
+        found: dict[tuple[str, ...], float] = {(name,): 0.0 for name in self.steps}
         for name, begin, end in self.marks:
             found[name,] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin - self.cost
         return Observed(seconds, found)
