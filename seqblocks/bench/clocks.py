@@ -18,7 +18,7 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.primitive import is_primitive
 from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.streaming.maps import Reader
-from seqblocks.streaming.plan import Stepper, stepper
+from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.source import Path
 
 Traffic = tuple[list[int], int, int]  # bytes of activations, bytes of parameters, elements of the output
@@ -133,7 +133,7 @@ class Marks:
     These are so short that reading the processor time could take as long, so it is the elapsed time.
     """
 
-    def __init__(self, model: SequenceModel, planned: _MarkedStepper, hooks: Hooks) -> None:
+    def __init__(self, model: SequenceModel, planned: _MarkedPlan, hooks: Hooks) -> None:
         self.model, self.planned, self.device, self.run = model, planned, hooks.device, hooks.run
         self.now = clock_of(hooks.device)
 
@@ -141,20 +141,20 @@ class Marks:
     def of(cls, model: SequenceModel, hooks: Hooks) -> Marks | None:
         """Return a clock of a model's tokens, None if its modules run them. hooks: learns what each step moves."""
         hooks.run()
-        if model._stepper is None:
+        if model._token_plan is None:
             return None
         with hooks.observing() as observe:
             observe()
-        made = stepper(model, model.spec, model._declared_state, model._latest_stream, kind=_MarkedStepper)
-        return cls(model, made, hooks) if isinstance(made, _MarkedStepper) else None
+        made = plan_tokens(model, model.spec, model._declared_state, model._latest_stream, kind=_MarkedPlan)
+        return cls(model, made, hooks) if isinstance(made, _MarkedPlan) else None
 
     @contextmanager
     def observing(self) -> Iterator[Callable[[], Observed]]:
-        before, self.model._stepper = self.model._stepper, self.planned
+        before, self.model._token_plan = self.model._token_plan, self.planned
         try:
             yield self._observed
         finally:
-            self.model._stepper = before
+            self.model._token_plan = before
 
     def _observed(self) -> Observed:
         marks, steps = self.planned.marks, dict[tuple[str, ...], float]()
@@ -168,8 +168,8 @@ class Marks:
         return Observed(seconds, steps)
 
 
-class _MarkedStepper(Stepper):
-    """A stepper that notes the names of steps and the time when they are done in `marks`."""
+class _MarkedPlan(TokenPlan):
+    """A plan of a token that notes the names of steps and the time when they are done in `marks`."""
 
     def __init__(self, *arguments: Any) -> None:
         self.marks: list[tuple[tuple[str, ...], float]] = []
