@@ -487,7 +487,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each", "cell")
+        node.kind not in ("scan", "select", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

@@ -24,6 +24,7 @@ from seqblocks.runtime import (  # noqa: F401 - they register their modules
     repeat,
     residual,
     scan,
+    select,
 )
 from seqblocks.runtime.agreement import check_inputs
 from seqblocks.runtime.body import Body, first_of_tail

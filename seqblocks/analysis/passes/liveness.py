@@ -168,6 +168,13 @@ class _Liveness:
             return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
             return self._layers(node, idle, later)
+        if node.kind == "select":  # the choice has no gradient
+            (body,) = node.bodies.values()
+            inside = self.body(body)
+            _add(idle, inside)
+            ports = {"x": body.input, **body.ports}
+            found = {v for port, each in node.inputs.items() if ports.get(port) in inside.used for v in each}
+            return found | {*node.inputs["x"], *(() if self.by_gradient else node.inputs["by"])}
         if node.kind == "each":
             (body,) = node.bodies.values()
             inside = self.body(body)

@@ -102,8 +102,10 @@ def _of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int:
 def _no_wire(ctx: Context, name: str) -> Fault:
     if place := _place(ctx.body, name):
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
-    if value := _hidden(ctx.body, name):
-        return _wire_outside_each(name, ctx.run.types[value], ctx.run.makers.get(value))
+    if found := _hidden(ctx.body, name):
+        verb, value = found
+        describe = _wire_outside_select if verb == "select" else _wire_outside_each
+        return describe(name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
@@ -128,11 +130,20 @@ def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fa
     return Fault("E302", message, expected=expected, notes=notes, hint=hint)
 
 
-def _hidden(body: Body | None, name: str) -> int | None:
-    """Return the wire of this name outside an `each` that contains the body, if there is one."""
+def _wire_outside_select(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire with other tokens than those among which a `select` chooses."""
+    notes = [Note(f"`{name}` is defined here, outside `select`", maker.span)] if maker and maker.span else []
+    message = f"the steps of `select` cannot read {quote(name)}, whose tokens are not those of its input"
+    expected, hint = "a wire with the same tokens as the input", "combine it with the input in a step above `select`"
+    return Fault("E302", message, expected=expected, found=f"{wire}" if wire else None, notes=notes, hint=hint)
+
+
+def _hidden(body: Body | None, name: str) -> tuple[str, int] | None:
+    """Return the wire of this name outside an `each` or a `select` that contains the body, and its verb; None if none
+    is there."""
     while body:
-        if body.hidden and name in body.hidden:
-            return body.hidden[name]
+        if body.hidden and name in body.hidden and body.current:
+            return body.current.verb, body.hidden[name]
         body = body.outer
     return None
 
