@@ -66,7 +66,7 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
     if node.kind == "each" and not node.arguments.carries:
         each, size = _each_sequence(node)
         return None if each is None else each / size
-    if node.kind == "select":
+    if node.kind == "choose":
         share, inner = _chosen(node, tokens)
         return None if share is None else _times(macs(node.bodies[""], inner), share)
     if node.bodies:
@@ -112,7 +112,7 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
         wire = node.wires[0]
         length = wire.length * wire.rate if wire and isinstance(wire.length, int) else tokens
         return None if each is None or length is None else each * length / size
-    if node.kind == "select":
+    if node.kind == "choose":
         return input_macs(node.bodies[""], _chosen(node, tokens)[1])
     if node.bodies:
         return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
@@ -149,7 +149,7 @@ def _each_sequence(node: graph.Node) -> tuple[float | None, int]:
 
 
 def _chosen(node: graph.Node, tokens: int | None) -> tuple[float | None, int | None]:
-    """Return the share of tokens that a `select` chooses, and how many tokens of the model's input they stand for.
+    """Return the share of tokens that a `choose` chooses, and how many tokens of the model's input they stand for.
 
     None where they are unknown. A threshold may choose all tokens.
     """

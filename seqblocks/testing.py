@@ -26,10 +26,10 @@ from seqblocks.model.random_inputs import random_context as random_context
 from seqblocks.model.random_inputs import random_input as random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.cell import Cell
+from seqblocks.runtime.choose import Choose
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.select import Select
 from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.state import States, declared
 from seqblocks.streaming.token_rows import has_tokens
@@ -214,7 +214,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             counts = [lane for lane in wire.lanes if isinstance(lane, int)]
             count = batch * prod(counts) if len(counts) == len(wire.lanes) else y.shape[0]  # of sequences inside `each`
             expected = [count, *axes]
-            if is_inside:  # experts and `select` have varying numbers of tokens, a cell one or several
+            if is_inside:  # experts and `choose` have varying numbers of tokens, a cell one or several
                 count = y.shape[0]
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
@@ -230,7 +230,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
         routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
         inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
-        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell | Select))
+        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell | Choose))
         hooks = [watch(name, step, step._type) for name, step in steps if step._type]
         try:
             with torch.no_grad():

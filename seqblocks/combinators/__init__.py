@@ -43,7 +43,7 @@ class Combinator(BaseModel):
 Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
 # in the order of the documentation
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "select", "each", "cell", "aside")
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "choose", "each", "cell", "aside")
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

@@ -42,7 +42,7 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
         raise RunError("the model puts tokens before the sequence, which only the first part of a sequence may do")
     if name := _carrying_each(inner.spec):
         raise RunError(f"{name} carries the states of several sequences, which ranks do not hand on")
-    if name := _selecting(inner.spec):
+    if name := _choosing(inner.spec):
         raise RunError(f"{name} chooses tokens of a sequence, of which ranks have unequal numbers")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -240,9 +240,9 @@ def _carrying_each(spec: ModelSpec) -> str:
     return next((f"{node.name} ({node.span})" for node in nodes), "")
 
 
-def _selecting(spec: ModelSpec) -> str:
-    """Return the name and the place of a `select`, or "" if there is none."""
-    nodes = (node for node in graph.streamed(spec.graph) if node.kind == "select")
+def _choosing(spec: ModelSpec) -> str:
+    """Return the name and the place of a `choose`, or "" if there is none."""
+    nodes = (node for node in graph.streamed(spec.graph) if node.kind == "choose")
     return next((f"{node.name} ({node.span})" for node in nodes), "")
 
 

@@ -19,12 +19,12 @@ from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import (  # noqa: F401 - they register their modules
     arguments,
     cell,
+    choose,
     each,
     parallel,
     repeat,
     residual,
     scan,
-    select,
 )
 from seqblocks.runtime.agreement import check_inputs
 from seqblocks.runtime.body import Body, first_of_tail

@@ -432,7 +432,7 @@ def _from_layers(table: _Table, node: Node) -> list[str]:
 
 
 def _choice(top: float | None, above: float | None) -> str:
-    """Return in words which tokens a `select` chooses."""
+    """Return in words which tokens a `choose` chooses."""
     threshold = "" if above is None else f"tokens above {above:g}"
     if top is None:
         return threshold
@@ -449,7 +449,7 @@ def _notes(node: Node) -> list[str]:
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
-    if node.kind == "select":
+    if node.kind == "choose":
         notes.append(_choice(node.arguments.top, node.arguments.above))
     if node.kind == "cell":
         states = [*node.bodies[""].carried]

@@ -168,7 +168,7 @@ class _Liveness:
             return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
             return self._layers(node, idle, later)
-        if node.kind == "select":  # the choice has no gradient
+        if node.kind == "choose":  # the choice has no gradient
             (body,) = node.bodies.values()
             inside = self.body(body)
             _add(idle, inside)

@@ -160,8 +160,8 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         return _scan(node, known, path, walk)
     if node.kind == "each":
         return _each(node, read[0], path, walk)
-    if node.kind == "select":
-        return _select(node, known, path, walk)
+    if node.kind == "choose":
+        return _choose(node, known, path, walk)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
@@ -189,8 +189,8 @@ def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return most
 
 
-def _select(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
-    """Return the lookahead of a select, whose steps may skip any number of tokens from one chosen token to the next."""
+def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of a choose, whose steps may skip any number of tokens from one chosen token to the next."""
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])
     before = most._replace(mixes=False)

@@ -218,8 +218,8 @@ def _obstacle(node: graph.Node) -> str | None:
     """Return why a value inside a node cannot be read outside of it, or None."""
     if node.kind == "experts":
         return "an expert computes only the tokens that are routed to it"
-    if node.kind == "select":
-        return "the steps of `select` compute only the chosen tokens"
+    if node.kind == "choose":
+        return "the steps of `choose` compute only the chosen tokens"
     if node.kind == "cell":
         return "the steps of a cell compute one token at a time"
     if node.kind == "each":

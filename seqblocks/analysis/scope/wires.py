@@ -104,7 +104,7 @@ def _no_wire(ctx: Context, name: str) -> Fault:
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
     if found := _hidden(ctx.body, name):
         verb, value = found
-        describe = _wire_outside_select if verb == "select" else _wire_outside_each
+        describe = _wire_outside_choose if verb == "choose" else _wire_outside_each
         return describe(name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
@@ -130,16 +130,16 @@ def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fa
     return Fault("E302", message, expected=expected, notes=notes, hint=hint)
 
 
-def _wire_outside_select(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
-    """Return the fault of a wire with other tokens than those among which a `select` chooses."""
-    notes = [Note(f"`{name}` is defined here, outside `select`", maker.span)] if maker and maker.span else []
-    message = f"the steps of `select` cannot read {quote(name)}, whose tokens are not those of its input"
-    expected, hint = "a wire with the same tokens as the input", "combine it with the input in a step above `select`"
+def _wire_outside_choose(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire with other tokens than those among which a `choose` chooses."""
+    notes = [Note(f"`{name}` is defined here, outside `choose`", maker.span)] if maker and maker.span else []
+    message = f"the steps of `choose` cannot read {quote(name)}, whose tokens are not those of its input"
+    expected, hint = "a wire with the same tokens as the input", "combine it with the input in a step above `choose`"
     return Fault("E302", message, expected=expected, found=f"{wire}" if wire else None, notes=notes, hint=hint)
 
 
 def _hidden(body: Body | None, name: str) -> tuple[str, int] | None:
-    """Return the wire of this name outside an `each` or a `select` that contains the body, and its verb; None if none
+    """Return the wire of this name outside an `each` or a `choose` that contains the body, and its verb; None if none
     is there."""
     while body:
         if body.hidden and name in body.hidden and body.current:

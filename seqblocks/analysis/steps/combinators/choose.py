@@ -1,4 +1,4 @@
-"""Lower `select`: the steps run on the tokens that are chosen by a score."""
+"""Lower `choose`: the steps run on the tokens that are chosen by a score."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.combinators.common import combines
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
-from seqblocks.combinators.select import Select
+from seqblocks.combinators.choose import Choose
 from seqblocks.errors import Fault, Note
 from seqblocks.types import Facts, Wire
 
 CHOSEN = "chosen"  # the length of the chosen tokens, if their number is known only in a call
 
 
-@combines(Select)
-def lower_select(ctx: Context, step: Step, arguments: Select, x: int) -> graph.Node | None:
+@combines(Choose)
+def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.Node | None:
     """Return the node. Raises Fault if the scores or the output do not fit the input; reports steps that do not fit."""
     _check_choice(arguments)
     run, wire = ctx.run, ctx.run.types[x]
     (by,) = read_wires(ctx, arguments.by)
     if wire and wire.prefix:
-        hint = "put the tokens before the sequence after `select`, or remove them first with `slice`"
+        hint = "put the tokens before the sequence after `choose`, or remove them first with `slice`"
         raise Fault("E419", "tokens before a stream cannot be chosen", found=f"{wire}", hint=hint)
     if wire and (scores := run.types[by]):
         _check_scores(scores, wire, run.labels[by])
@@ -42,17 +42,17 @@ def lower_select(ctx: Context, step: Step, arguments: Select, x: int) -> graph.N
     result = run.types[body.result]
     made = _result(wire, chosen, result) if result else None
     return make_node(
-        ctx, step, "select", inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
+        ctx, step, "choose", inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
     )  # fmt: skip
 
 
-def _check_choice(arguments: Select) -> None:
+def _check_choice(arguments: Choose) -> None:
     """Raise Fault (E202, E209) unless it is said which tokens are chosen."""
     if arguments.top is None and arguments.above is None:
         hint = "`top: 0.125` chooses a share of a sequence; `above: 0` chooses by a threshold, also in streams"
-        raise Fault("E202", "`select` needs `top`, `above` or both", hint=hint)
+        raise Fault("E202", "`choose` needs `top`, `above` or both", hint=hint)
     if arguments.top is not None and arguments.top > 1 and not arguments.top.is_integer():
-        message, expected = "`top` is a share of the tokens or a number of tokens", "a number below 1, or a whole number"
+        message, expected = "`top` is a share of the tokens or their number", "a number below 1, or a whole number"
         raise Fault("E209", message, at="top", expected=expected, found=f"{arguments.top:g}")
 
 
@@ -64,11 +64,11 @@ def _check_scores(scores: Wire, x: Wire, label: str) -> None:
         message, expected = "`by` needs a score for each token of the input", f"{x.with_features(1)}"
         raise Fault("E406", message, at="by", expected=expected, found=f"{scores}", notes=notes)
     if scores.features != 1:
-        message, hint = "`by` needs one score for each token", "compute it in a step above, such as `linear: {features: 1}`"
+        message, hint = "`by` needs one score for each token", "compute it in a step above: `linear: {features: 1}`"
         raise Fault("E402", message, at="by", expected="1", found=f"{scores.features}", notes=notes, hint=hint)
 
 
-def _chosen(arguments: Select, x: Wire) -> Wire:
+def _chosen(arguments: Choose, x: Wire) -> Wire:
     """Return the type of the chosen tokens, which have no rows and columns."""
     if isinstance(x.length, int) and arguments.top is not None and arguments.above is None:
         return x._replace(length=arguments.count(x.length), grid=None)
@@ -76,7 +76,7 @@ def _chosen(arguments: Select, x: Wire) -> Wire:
 
 
 def _copies(ctx: Context, x: int, inner: int, chosen: Wire | None) -> dict[str, int]:
-    """Return the wires that the steps can read, by name: of those with the same tokens as the input, the chosen ones."""
+    """Return the wires that the steps can read, by name: the chosen tokens of those with the tokens of the input."""
     run, found = ctx.run, dict[str, int]()
     wire, known = run.types[x], {x: inner}
     for name, value in ctx.body.wires.items():
@@ -118,8 +118,8 @@ def _check_steps(ctx: Context, step: Step, body: graph.Graph, chosen: Wire) -> b
     """Report the first step that cannot run on chosen tokens (E421). Return whether all can."""
     for node in graph.walk(body):
         if why := _does_not_fit(node, chosen):
-            notes = [Note("it is in this `select`", step.span)]
-            ctx.report(Fault("E421", f"{node.name} {why}", notes=notes, hint="move it before `select`"), node.span)
+            notes = [Note("it is in this `choose`", step.span)]
+            ctx.report(Fault("E421", f"{node.name} {why}", notes=notes, hint="move it before `choose`"), node.span)
             return False
     return True
 
@@ -138,12 +138,12 @@ def _does_not_fit(node: graph.Node, chosen: Wire) -> str | None:
 def _result(x: Wire, chosen: Wire, result: Wire) -> Wire:
     """Return the type of the output. Raises Fault (E404, E406) if the steps changed the shape of their input."""
     if (result.kind, result.length) != (chosen.kind, chosen.length):
-        message, expected = "the steps of `select` must keep its tokens", f"{chosen.with_features(result.features)}"
+        message, expected = "the steps of `choose` must keep its tokens", f"{chosen.with_features(result.features)}"
         raise Fault("E406", message, at="steps", expected=expected, found=f"{result}")
     if result.features != x.features:
         note = result.origin_note("the result")
         raise Fault(
-            "E404", "the result of `select` replaces tokens of its input, so their widths must match", at="steps",
+            "E404", "the result of `choose` replaces tokens of its input, so their widths must match", at="steps",
             expected=f"{chosen}", found=f"{result}", notes=[note] if note else [],
             hint=f"end the steps with `linear: {{features: {x.features}}}`",
         )  # fmt: skip

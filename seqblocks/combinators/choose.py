@@ -1,4 +1,4 @@
-"""Arguments of `select`: steps that run on some of the tokens."""
+"""Arguments of `choose`: steps that run on some of the tokens."""
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
@@ -8,8 +8,8 @@ from seqblocks.combinators import Combinator, combinator
 from seqblocks.op import argument
 
 
-@combinator("select")
-class Select(Combinator):
+@combinator("choose")
+class Choose(Combinator):
     """Run the steps on some tokens of a sequence only, in their order. The other tokens pass unchanged.
 
     `by` is a wire with a score for each token. With `top`, the tokens of the sequence with the highest scores are

@@ -1,4 +1,4 @@
-"""The module of a `select`: it runs its steps on the chosen tokens, and puts the results in their places."""
+"""The module of a `choose`: it runs its steps on the chosen tokens, and puts the results in their places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.combinators.select import number_of
+from seqblocks.combinators.choose import number_of
 from seqblocks.errors import RunError
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
@@ -31,15 +31,16 @@ class Rows(NamedTuple):
     places: Tensor
 
 
-@makes("select")
-class Select(Body):
+@makes("choose")
+class Choose(Body):
     """Run the steps on the chosen tokens of each sequence."""
 
     def __init__(self, node: Node, place: Place) -> None:
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._arguments, self._path = node.arguments, place.path
-        self._states = declared(body)
+        wire = node.wires[0]
+        self._states = _without_lanes(declared(body), len(wire.lanes) if wire else 0)
         self._by_tokens = not any(map(_reads_whole, graph.walk(body)))
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -47,7 +48,7 @@ class Select(Body):
             return None, {}  # type: ignore[return-value]
         x, by, *others = tensors
         if call.relay:
-            raise RunError(f"{self._path}: select needs all tokens of a sequence on one device")
+            raise RunError(f"{self._path}: choose needs all tokens of a sequence on one device")
         inputs, scores, top = [x, *others], by.squeeze(-1), self._arguments.top
         best = top is not None and (self._arguments.above is None or (call.training and not call.streaming))
         if best and call.resets is None:
@@ -86,7 +87,7 @@ class Select(Body):
 
     def _rows(self, chosen: Tensor) -> list[Rows]:
         """Return the sequences of a batch by the number of their chosen tokens [batch, seq], if that is not 0."""
-        batch, tokens = chosen.shape
+        batch = len(chosen)
         counts: list[int] = chosen.sum(1).tolist()
         places = chosen.flatten().nonzero().squeeze(1)
         sizes = sorted({*counts} - {0})
@@ -108,9 +109,9 @@ class Select(Body):
         x = inputs[0]
         flat = [each.flatten(0, 1) for each in inputs]
         before = self._before(x, call) if call.streaming and (call.state or call.return_state) else {}
-        part = None if call.resets is None else call.resets.cumsum(1)
+        part = None if call.resets is None or not x.shape[1] else call.resets.cumsum(1)
         results, after = [], before
-        if part is not None and call.return_state and part.shape[1]:  # of sequences without a chosen token
+        if part is not None and call.return_state:  # of sequences without a chosen token
             after = self._begun_anew(before, part[:, -1] > 0)
         for rows, places in groups:
             state = before if rows is None else map_state(lambda s: s.index_select(0, rows), before)  # noqa: B023
@@ -124,10 +125,11 @@ class Select(Body):
                 continue
             made = made if pending is None else self._begun_anew(made, pending)
             after = made if rows is None else _with_rows(after, rows, made)
-        if not results:
+        if not results:  # or there are no tokens
             return x.clone(), after if call.return_state else {}
-        places = torch.cat([places.flatten() for _, places in groups])
-        y = flat[0].index_copy(0, places, torch.cat(results))
+        at = [places.flatten() for _, places in groups]
+        index, new = (each[0] if len(each) == 1 else torch.cat(each) for each in (at, results))
+        y = flat[0].index_copy(0, index, new)
         return y.unflatten(0, x.shape[:2]), after if call.return_state else {}
 
     def _inner(self, call: Call, state: States | None, resets: Tensor | None) -> Call:
@@ -166,7 +168,8 @@ class Select(Body):
         """Run the steps on all tokens one by one, and keep the outputs and the states of the chosen ones."""
         x = inputs[0]
         if not isinstance(x.shape[1], int):
-            raise RunError(f"{self._path}: select with `above` is exported for a fixed number of tokens, such as a step")
+            message = "choose with `above` can only be exported for a fixed number of tokens, such as a stream's step"
+            raise RunError(f"{self._path}: {message}")
         state, results = self._before(x, call), [x[:, :0]]
         for t in range(x.shape[1]):
             if call.resets is not None:
@@ -183,13 +186,21 @@ class Select(Body):
         return ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
 
 
+def _without_lanes(states: States, count: int) -> States:
+    """Return declarations without the axes that an enclosing `each` folds into the batch."""
+    return {
+        key: item._replace(shape=item.shape[count:]) if isinstance(item, State) else _without_lanes(item, count)
+        for key, item in states.items()
+    }
+
+
 def _reads_whole(node: Node) -> bool:
     """Return whether a step reads all of the chosen tokens at once."""
     if node.op:
         return bool(node.op.cannot_stream(*node.wires) or node.whole_inputs)
     if node.kind == "scan":
         return any(order != "forward" for order in node.arguments.orders)
-    return (node.kind == "select" and not node.arguments.is_causal) or (node.kind == "each" and node.arguments.on_grid)
+    return (node.kind == "choose" and not node.arguments.is_causal) or (node.kind == "each" and node.arguments.on_grid)
 
 
 def _resets(part: Tensor, rows: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
