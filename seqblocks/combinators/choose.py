@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
+from fractions import Fraction
 from typing import Any
 
 from seqblocks.combinators import Combinator, combinator
@@ -36,15 +37,15 @@ class Choose(Combinator):
         """Return whether the choice of a token depends on its own score only, except in training mode."""
         return self.above is not None
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return `top` as a fraction of the tokens, in whole numbers: 0.1 is 1 / 10. (0, 1) if it is their number."""
+        top = self.top or 1.0
+        return (0, 1) if top >= 1 else Fraction(top).limit_denominator(1_000_000).as_integer_ratio()
+
     def count(self, tokens: int) -> int:
         """Return how many of some tokens are chosen: for a share, the whole number below it, but at least 1."""
         if self.top is None:
             return tokens
-        return min(tokens, number_of(self.top, tokens))
-
-
-def number_of(top: float, tokens: Any) -> Any:
-    """Return how many tokens `top` stands for, at least 1, in a sequence of `tokens`, which may be longer than that."""
-    if top >= 1:
-        return int(top)
-    return max(1, int(tokens * top + 1e-6))  # a share such as 0.1 is not exact: 0.1 * 30 is above 3, 0.7 * 10 below 7
+        above, below = self.share
+        return min(tokens, int(self.top) if self.top >= 1 else max(1, tokens * above // below))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.combinators.choose import number_of
 from seqblocks.errors import RunError
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
@@ -63,7 +62,8 @@ class Choose(Body):
     def _best(self, scores: Tensor) -> Rows:
         """Return the tokens with the highest scores [batch, seq]."""
         batch, tokens = scores.shape
-        count = number_of(self._arguments.top, tokens) if tokens else 0
+        above, below = self._arguments.share
+        count = torch.sym_max(tokens * above // below, 1) if above else int(self._arguments.top)
         order = scores.detach().sort(dim=1, descending=True, stable=True).indices
         places = order[:, :count].sort(1).values
         return Rows(None, places + tokens * torch.arange(batch, device=places.device).unsqueeze(1))
@@ -76,11 +76,8 @@ class Choose(Body):
         order = order.gather(1, part.gather(1, order).sort(dim=1, stable=True).indices)  # by part, then by score
         sizes = torch.zeros(part.shape[0], part.shape[1] + 1, dtype=torch.int64, device=part.device)
         sizes = sizes.scatter_add(1, part, torch.ones_like(part))
-        most, top = sizes, self._arguments.top
-        if top >= 1:
-            most = sizes.clamp(max=int(top))
-        else:
-            most = (sizes.double() * top + 1e-6).long().clamp(min=1)  # as in `number_of`
+        above, below = self._arguments.share
+        most = (sizes * above // below).clamp(min=1) if above else torch.full_like(sizes, int(self._arguments.top))
         own = part.gather(1, order)
         rank = torch.arange(part.shape[1], device=part.device) - (sizes.cumsum(1) - sizes).gather(1, own)
         return torch.zeros_like(resets).scatter(1, order, rank < most.gather(1, own))
