@@ -31,7 +31,7 @@ class Combinator(BaseModel):
     """The arguments of type `steps`; their values are document nodes."""
     open_keys: ClassVar[bool] = False
     """Whether user-defined keys contain steps too."""
-    wires: ClassVar[tuple[str, ...]] = ()
+    wire_keys: ClassVar[tuple[str, ...]] = ()
     """The arguments that are names of wires; their values are document nodes."""
     takes_init: ClassVar[bool] = False
     """Whether it has parameters that `init:` can initialise."""

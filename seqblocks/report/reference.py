@@ -89,7 +89,7 @@ def _argument(verb: type[BaseModel], name: str, kind: FieldKind) -> Argument:
         default = DEPTH
     limits = {key: getattr(limit, key) for limit in info.metadata for key in LIMITS if hasattr(limit, key)}
     holds_steps = name in getattr(verb, "holds", ())
-    is_wire = name in getattr(verb, "wires", ())
+    is_wire = name in getattr(verb, "wire_keys", ())
     return Argument(name, kind, holds_steps, required, default, limits, info.description or "", is_wire)
 
 

@@ -126,7 +126,7 @@ class Choose(Body):
             return x.clone(), after if call.return_state else {}
         at = [places.flatten() for _, places in groups]
         index, new = (each[0] if len(each) == 1 else torch.cat(each) for each in (at, results))
-        y = flat[0].index_copy(0, index, new)
+        y = flat[0].scatter(0, index.unsqueeze(1).expand_as(new), new)  # index_copy would keep `new` for its gradient
         return y.unflatten(0, x.shape[:2]), after if call.return_state else {}
 
     def _inner(self, call: Call, state: States | None, resets: Tensor | None) -> Call:

@@ -11,7 +11,7 @@ from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.choose import Choose
 from seqblocks.errors import Fault, Note
-from seqblocks.types import Facts, Wire
+from seqblocks.types import Facts, Origin, Wire
 
 CHOSEN = "chosen"  # the length of the chosen tokens, if their number is known only in a call
 
@@ -27,7 +27,7 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
         raise Fault("E419", "tokens before a stream cannot be chosen", found=f"{wire}", hint=hint)
     if wire and (scores := run.types[by]):
         _check_scores(scores, wire, run.labels[by])
-    chosen = _chosen(arguments, wire) if wire else None
+    chosen = _chosen(arguments, wire)._replace(origin=Origin(step.verb, step.span)) if wire else None
     inner = run.value(chosen, "input")
     copies = _copies(ctx, x, inner, chosen)
     if run.references is not None:
@@ -36,6 +36,7 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if run.full:  # already reported
         return None
+    run.has_constants = True  # the scores have no gradient by the choice
     inputs = {"x": (x,), "by": (by,), **_give_copies(ctx, body, copies)}
     if not (wire and chosen and _check_steps(ctx, step, body, chosen)):
         return None
