@@ -266,7 +266,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         wires = {name: replace(kind, length=None, grid=None) for name, kind in body.wires.items()
                  if kind.name in ("sequence", "tokens") and (kind.length, kind.rate) == (now.length, now.rate)
                  and not kind.prefix and name not in self.alongside}
-        place = replace(body, now=replace(now, length=None, grid=None), chosen=True, columns=False, in_each=True)
+        place = replace(body, now=replace(now, length=None, grid=None), chosen=True, columns=False)
         inside = self.inner(place, chance.randint(1, 2), width=width, wires=wires, linears=[], owners=[])
         formula = {"calc": {"y": f"{scores} * {self.named(inside)}"}}
         top = chance.choice([0.125, 0.5, "1 / 3", 1, 3])
@@ -455,12 +455,12 @@ class Composer(Cells, Mixers, Rates, Sequences):
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
-        moves += [] if body.in_each else [self.after_learned_tokens, self.learned]
+        moves += [] if body.in_each or body.chosen else [self.after_learned_tokens, self.learned]
         if body.now.prefix:
             changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)
             moves = [move for move in moves if move not in changing]
         if body.chosen:
-            moves = [move for move in moves if move not in (self.windows, self.down, self.up, self.conv1d, self.block)]
+            moves = [move for move in moves if move not in (self.windows, self.down, self.up, self.block)]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
