@@ -118,7 +118,7 @@ class Choose(Body):
             given = [each.index_select(0, index).unflatten(0, places.shape) for each in flat]
             y, made = super()._compute(*given, call=inner)
             results.append(y.to(x.dtype).flatten(0, 1))
-            if not call.return_state:
+            if not call.return_state or not places.shape[1]:
                 continue
             made = made if pending is None else self._begun_anew(made, pending)
             after = made if rows is None else _with_rows(after, rows, made)
@@ -165,8 +165,10 @@ class Choose(Body):
         """Run the steps on all tokens one by one, and keep the outputs and the states of the chosen ones."""
         x = inputs[0]
         if not isinstance(x.shape[1], int):
-            message = "choose with `above` can only be exported for a fixed number of tokens, such as a stream's step"
-            raise RunError(f"{self._path}: {message}")
+            raise RunError(  # type: ignore[unreachable]
+                f"{self._path}: choose with `above` can only be exported for a fixed number of tokens, such as a "
+                "stream's step"
+            )
         state, results = self._before(x, call), [x[:, :0]]
         for t in range(x.shape[1]):
             if call.resets is not None:

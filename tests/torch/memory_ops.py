@@ -61,7 +61,7 @@ OPS: dict[str, list[str]] = {
     ],
     "choose, other wires": [
         Z, "linear: {from: x, features: 1, as: r}",
-        "choose: {from: x, by: r, top: 0.5, above: 0, steps: [{swiglu: 128}, {multiply: {by: z, as: y}}, {calc: r * y}]}",
+        "choose: {from: x, by: r, top: 0.5, steps: [{swiglu: 128}, {multiply: {by: z, as: y}}, {calc: r * y}]}",
     ],
     "cell, linear": [Z, 'cell: {from: x, state: {s: 64}, steps: [{calc: {s: "sigmoid(z) * s + x"}}]}'],
     "cell, pair": [
