@@ -165,7 +165,7 @@ class Choose(Body):
         """Run the steps on all tokens one by one, and keep the outputs and the states of the chosen ones."""
         x = inputs[0]
         if not isinstance(x.shape[1], int):
-            raise RunError(  # type: ignore[unreachable]
+            raise RunError(
                 f"{self._path}: choose with `above` can only be exported for a fixed number of tokens, such as a "
                 "stream's step"
             )
