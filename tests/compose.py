@@ -321,7 +321,12 @@ class Composer(Cells, Mixers, Rates, Sequences):
         name = chance.choice(wires) if wires else self.named(inside)
         layer = chance.choice(["layers[-1]", "layers[-2]", "layers.0", "layers[layers - 1 - layer]"])
         other = chance.choice([name, f"layers[-1].{name} or {name}"])
-        if name in inside.wires and inside.wires[name] == inside.now:
+        if name in inside.wires and chance.random() < 0.3:
+            width, now = inside.wires[name].width, inside.now
+            wires_above = f"layers[{chance.choice(['', '0', '-2'])}:].{name}"
+            self.add(inside, "linear", replace(now, width=width), **{"from": [name, wires_above], "features": width})
+            self.restore(inside, now)
+        elif name in inside.wires and inside.wires[name] == inside.now:
             self.add(inside, "add", inside.now, **{"with": f"{layer}.{name} or {other}"})
 
     def aside(self, body: Body) -> None:
