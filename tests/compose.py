@@ -42,11 +42,11 @@ class Composer(Cells, Mixers, Rates, Sequences):
         if grid is None:
             self.pointwise(body)
         elif now.rate > 6 or any(side % 2 for side in grid) or self.maybe(0.2):
-            if self.maybe(0.25):
+            if self.maybe(0.2):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
-            elif self.maybe(0.4):
+            elif self.maybe(0.3):
                 self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
-            elif self.maybe(0.7):
+            elif self.maybe(0.8):
                 self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
