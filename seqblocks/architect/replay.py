@@ -152,27 +152,29 @@ class Replay:
     def _repeat(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
-        self.inside_layer = self.inside_layer or recompute
         spent = graph.spent_after_layers(node)
         for at, (label, body) in enumerate(node.bodies.items()):
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
-            run = partial(self._layer, body, given, below)
+            run = partial(self._layer, body, given, below, self.inside_layer or recompute)
             x, exports = self.tape.layer(run) if recompute else run()
             values |= exports
             del exports
             for value in spent[at]:
                 values.pop(value, None)
-        if recompute:
-            self.inside_layer = False
         self.exports = {value: values[value] for value in node.exports}
         return x
 
     def _layer(
-        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...]
+        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...], inside: bool
     ) -> tuple[Value, dict[int, Value]]:
-        """Return the output of a layer, and the values that later layers or steps read."""
+        """Return the output of a layer, and the values that later layers or steps read.
+
+        inside: whether it is in one that is recomputed as a whole, also while the backward pass does so.
+        """
+        outer, self.inside_layer = self.inside_layer, inside
         y = self._inside(body, inputs, paths)
+        self.inside_layer = outer
         exports, self.exports = self.exports, {}
         return y, exports
 
