@@ -59,7 +59,9 @@ def owner_of(own: str, source: Source) -> str:
 
 
 # unknown: after a fault
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "cell", "unknown"]
+NodeKind = Literal[
+    "op", "block", "residual", "scan", "parallel", "repeat", "experts", "choose", "each", "cell", "unknown"
+]
 
 
 class Node(Record):
@@ -156,7 +158,7 @@ class Graph(Record):
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
-    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, a model's inputs, a cell's states
+    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell or a `choose`
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
@@ -485,6 +487,8 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
         why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
         if node.kind == "each" and node.arguments.on_grid:
             why = f"it reads the {node.arguments.axis} of a whole image"
+        if node.kind == "choose" and not node.arguments.is_causal:
+            why = "it chooses tokens by the scores of the whole sequence: streams need a threshold, `above:`"
         if node.kind == "scan" and any(order not in orders for order in node.arguments.orders):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:

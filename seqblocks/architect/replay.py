@@ -237,6 +237,27 @@ class Replay:
         y = _rolled(tape, y) if shifted else y
         return _resized(tape, y, shape) if is_padded else y
 
+    def _choose(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the steps on the chosen tokens, as many as `top` says, or on all tokens."""
+        tape, (x, by, *others), body, outer = self.tape, inputs, node.bodies[""], self.sizes
+        batch, tokens, features = x.shape
+        count, rate = node.arguments.count(tokens), node.type.rate if node.type else 1
+        order, sorted_scores = tape.new((batch, tokens), ID), tape.new((batch, tokens), by.item)
+        places = tape.new((batch, count), ID)
+        del order, sorted_scores
+        given = []
+        for each in (x, *others):
+            part = tape.new((batch, count, *each.shape[2:]), each.item)
+            tape.function([each], [part], [places])
+            given.append(part)
+        del part
+        self.sizes = Sizes(batch, count * rate)
+        y = self._inside(body, given, paths)
+        self.sizes, tape.step = outer, paths[-1]
+        made = tape.new((batch, tokens, features), x.item)
+        tape.function([x, y], [made], [places])
+        return made
+
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
@@ -502,7 +523,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each", "cell")
+        node.kind not in ("scan", "choose", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

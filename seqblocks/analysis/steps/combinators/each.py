@@ -113,6 +113,8 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
         return "has states whose width does not yet include the sequences of `each`"
     if not (arguments.shift and node.type):
         return None
+    if node.kind == "choose":
+        return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
     if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
         return "reorders tokens, but shifted windows may hold tokens of two edges of the image"
     op, wires = node.op, node.wires
