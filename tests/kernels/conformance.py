@@ -148,6 +148,7 @@ IMPLEMENTATIONS = {
     "torch": Implementation("torch", "torch", torch.float64, (Precision(torch.float64), *SINGLE)),
     "triton": Implementation("triton", "triton", torch.float32, SINGLE, marks=(INTERPRETED,)),
     "gpu": Implementation("gpu", "triton", torch.float32, SINGLE, "cuda", (pytest.mark.gpu, COMPILED)),
+    "device": Implementation("device", "torch", torch.float32, SINGLE, "cuda", (pytest.mark.gpu,)),
 }
 CPU = ("reference", "torch", "triton")
 
@@ -510,7 +511,7 @@ def cases(
                 first = {"triton": interpreted or kernel.first_interpreted}.get(name)
                 if quick_for and kernel.name not in quick_for:
                     first = "slow"
-                mark = first if quick or name == "gpu" else rest
+                mark = first if quick or name in ("gpu", "device") else rest
                 if name == "triton" and mark == rest == "slow" and not quick:
                     mark = kernel.pairs_interpreted
                 marks = [*found.marks, *([getattr(pytest.mark, mark)] if mark else [])]
