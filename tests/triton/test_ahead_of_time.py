@@ -37,6 +37,7 @@ SPILLS = {
     ("linear_attention D=128 bf16 delta per head", "key_gradients"): 56,  # Triton 3.6, sm_80; otherwise 32
     ("linear_attention D=128 to 256 bf16 delta per head", "key_gradients"): 56,  # Triton 3.6, sm_80; otherwise 32
     ("linear_attention D=64 bf16 per key bonus resets", "key_gradients_per_key"): 64,
+    ("linear_attention D=256 to 512 bf16 delta per head reverse resets", "state_gradients"): 24,  # sm_90
     ("linear_attention D=256 bf16 delta per key", "state_gradients"): 256,  # Triton 3.9; with 3.6 120
 }
 REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above this, the second half of the registers
