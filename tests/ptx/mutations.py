@@ -73,6 +73,11 @@ plant("offset", "offset wrong by one", "causal_conv f32 4 taps S=67 D=17 reverse
 plant("last-chunk", "last chunk skipped", "GLA f32 17x20 S=67 reverse HV=2", "linear_attention/triton/forward.py",
       ("    for c in range(chunks):\n        at = wide * chunks + c\n        kept",
        "    for c in range(chunks - 1):\n        at = wide * chunks + c\n        kept"))
+plant("kept", "diagonal of the kept inverse not written", "GDN bf16 64 S=140", "linear_attention/triton/forward.py",
+      ("        tl.store(to + corner, found.to(inverse.dtype.element_ty))\n", ""))
+plant("kept-offset", "block of the kept inverse in the wrong place", "GDN bf16 64 S=140",
+      "linear_attention/triton/forward.py",
+      ("        tl.store(to + 3 * DOWN + 16, d_b.", "        tl.store(to + 3 * DOWN, d_b."))
 plant("accumulate", "sum in float16", "headwise_linear f32 70 5x3x16", "headwise_linear/triton.py",
       ("        total += weight[None, :] * value",
        "        total = (total + weight[None, :] * value).to(tl.float16).to(tl.float32)"))
