@@ -77,6 +77,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 def _cuda_is_available() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
