@@ -10,7 +10,6 @@ that the optimiser has its moments. Gradients of the first were freed; inputs an
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -142,9 +141,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
 
-@functools.cache
 def small_models() -> list[str]:
-    """Return the names of the bundled models of at most LARGEST parameters."""
+    """Return the sorted names of the bundled models of at most LARGEST parameters."""
     from seqblocks.language.files import bundled
 
     names = (name for name, path in bundled().items() if path.parent.name == "models")

@@ -35,6 +35,10 @@ MADE_OF_OTHERS = {  # of the ops of other models; these run with `long`, which t
     "minlstm_small", "qwen3_next_small", "samba_small", "vil2_small_block", "vil_digits", "xlstm_deltanet_small",
     "zamba_small", "zamba2_small",
 }
+SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
+    "captioner", "centaurus_denoiser", "centaurus_keywords", "kimi_linear_small", "memoroid_actor_critic",
+    "mingru_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
+})  # fmt: skip
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
 QUICK_OPS = {
     "linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm", "causal_conv, silu",
@@ -68,12 +72,16 @@ def check(name: str, batch: int, length: int, **options: str) -> None:
     assert found.undeclared == ()
 
 
+def test_all_small_models_are_here() -> None:
+    assert small_models() == SMALL_MODELS
+
+
 def mark_of(name: str) -> Any:
     return pytest.mark.long if name in MADE_OF_OTHERS else () if name in QUICK else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=mark_of(name)) for name in small_models()
+    pytest.param(name, marks=mark_of(name)) for name in SMALL_MODELS
 ])
 def test_small_models(name: str) -> None:
     check(name, 1 if name in LARGE else 4, 128)
@@ -85,7 +93,7 @@ def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
         check(name, 2, 64, optimizer=optimizer, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("name", small_models())
+@pytest.mark.parametrize("name", SMALL_MODELS)
 @pytest.mark.parametrize(("batch", "length", "checkpoint"), [(1, 64, "none"), (16, 64, "none"), (2, 512, "blocks")])
 @pytest.mark.long
 def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str) -> None:
@@ -93,7 +101,7 @@ def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "mlstm_small" else [pytest.mark.long]) for name in small_models()
+    pytest.param(name, marks=[] if name == "mlstm_small" else [pytest.mark.long]) for name in SMALL_MODELS
 ])
 def test_sixteen_bits(name: str) -> None:
     check(name, 4, 128, dtype="bfloat16")
