@@ -115,10 +115,10 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
     assert model._traced is None
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlstm_small", "hybrid_small", "slstm")]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("hybrid_small", "slstm")]
 
 
-@pytest.mark.parametrize("name", ["mamba_small", *SLOW])
+@pytest.mark.parametrize("name", ["mamba_small", pytest.param("mlstm_small", marks=pytest.mark.slow), *LONG])
 def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     """One graph serves all tokens. The number of its nodes determines the compile time."""
     by_hand = benchmark()
@@ -130,7 +130,7 @@ def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slstm", "gated_deltanet"))]
+    "name", ["gla", *(pytest.param(name, marks=pytest.mark.long) for name in ("slstm", "gated_deltanet"))]
 )
 def test_a_compiled_step_calls_no_library_for_one_row(name: str) -> None:
     """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""
