@@ -84,7 +84,10 @@ def test_what_is_not_finite_stays_within_its_sequence_interpreted(name, value, r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "reverse"),
-    [("q", math.nan, False), ("v", math.inf, True), ("i", math.nan, True), ("C", math.inf, False)],
+    [
+        ("q", math.nan, False), ("v", math.inf, True),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("i", math.nan, True), ("C", math.inf, False))),
+    ],
 )
 def test_what_is_not_finite_stays_within_its_sequence_compiled(name, value, reverse):
     check_what_is_not_finite("memoroid compiled", reverse, value, name)

@@ -124,9 +124,9 @@ def test_a_hook_may_change_the_output_in_a_pass_and_in_steps(name: str) -> None:
         torch.testing.assert_close(torch.stack(found, 1), expected)
 
 
-# The others, which are called in the same way, are long: a block is one inside a layer, `head` a primitive.
+# The others, which are called in the same way, are long.
 COMPILED = [
-    pytest.param(name, marks=[] if name in ("layers.1.mamba_block", "head") else pytest.mark.long) for name in HOOKED
+    pytest.param(name, marks=[] if name == "layers.1.mamba_block" else pytest.mark.long) for name in HOOKED
 ]
 
 

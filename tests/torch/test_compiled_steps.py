@@ -85,7 +85,7 @@ def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
         torch.testing.assert_close(step(x), model.step(x))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_children.py compiles a model with a hook
 def test_a_compiled_step_calls_hooks() -> None:
     model = build(SMALL)
     hook_block(model)
@@ -103,7 +103,7 @@ def test_a_compiled_step_marks_new_sequences() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
     """It multiplies states as matrices, which autocast would round."""
     model = build(SMALL, dtype=torch.float32)
