@@ -329,6 +329,7 @@ def test_a_bundled_block_is_added_to_the_used_files(use: str, expected: str) -> 
     assert done == head.replace(f"seqblocks: 1\n{use}", f"seqblocks: 1\n{expected}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("cut", ["whole", "half", "line"])
 def test_every_word_of_bundled_files_is_offered_again(name: str, cut: str) -> None:

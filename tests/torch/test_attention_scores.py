@@ -224,6 +224,7 @@ def test_attention_to_a_memory(given: str) -> None:
     near([over(x)], [self(x)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "length"),
     [

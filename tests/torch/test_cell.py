@@ -268,6 +268,7 @@ def test_copies_pickles_and_files() -> None:
     torch.save(model.state_dict(), file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_exported_program_takes_any_length(name: str) -> None:
     model = build(CELLS[name], torch.float32).eval()
@@ -323,6 +324,7 @@ LARGE = DELTA.replace("features: 14", "features: 50").replace("q: 4, k: 4, v: 4"
 LARGE = LARGE.replace("times: 2", "times: 8").replace("S: 8", "S: 128")
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_square_root_of_the_length() -> None:
     """Four times the tokens need twice the states: those between the parts, and those of one part."""
     torch.set_num_threads(1)

@@ -130,6 +130,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_hook_may_change_the_output_compiled_and_exported(name: str) -> None:
     model, expected = hooked(name)
@@ -170,6 +171,7 @@ def test_a_checkpointed_child_carries_its_state() -> None:
     torch.testing.assert_close(found, gradients(model, model))
 
 
+@pytest.mark.slow
 def test_a_compiled_child_carries_its_state() -> None:
     model, other = built().eval(), built().eval()
     torch._dynamo.reset()

@@ -54,6 +54,7 @@ def test_a_stream_that_begins_in_compiled_code_is_compiled_once() -> None:
             torch.testing.assert_close(begin(x)[0], expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
     """Experts break the graph: what is read before the break has to be guarded there."""
     experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"

@@ -87,6 +87,7 @@ def test_small_models(name: str) -> None:
     check(name, 1 if name in LARGE else 4, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "checkpoint"), [("sgd", "none"), ("momentum", "blocks"), ("adamw", "blocks")])
 def test_optimisers_and_checkpointing(optimizer: str, checkpoint: str) -> None:
     for name in ("transformer_small", "mamba_small"):
@@ -168,6 +169,7 @@ def random_ratios(seed: int) -> Iterator[float]:
             yield found.peak_bytes / real.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "count"),
     [(0, 6), pytest.param(100, 15, marks=pytest.mark.long), pytest.param(200, 150, marks=pytest.mark.long)],

@@ -317,6 +317,7 @@ def assert_close(found: list[dict[str, Found]], how: str, name: str) -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in turn", "summaries"])
 @pytest.mark.parametrize("name", QUICK)
 def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
@@ -330,12 +331,14 @@ def test_parts_of_other_families(name: str, how: str, results: Callable[[str], l
     assert_close(results("other_families"), how, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("shares", EMPTY)
 def test_parts_without_tokens(shares: tuple[int, ...], way: bool, results: Callable[[str], list[Any]]) -> None:
     assert_close(results("families"), "empty", f"{shares} {way}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]]) -> None:
     for found in results("families")[:2]:
@@ -345,6 +348,7 @@ def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]])
         assert max(errors.values()) <= tolerance, errors
 
 
+@pytest.mark.slow
 def test_rounding_errors_are_those_of_the_whole(results: Callable[[str], list[Any]]) -> None:
     """In float32 and bfloat16, parts have about the same error as the whole sequence, although they round differently.
     """

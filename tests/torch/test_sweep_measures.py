@@ -14,6 +14,7 @@ from seqblocks.probes import training
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.slow
 def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "READ", 32)  # sequences whose answers are counted
     command = ("sweep", "mlstm_small", "--set", "dim=8,16", "--probe", "parity", "--steps", "3", "--bench", "step")

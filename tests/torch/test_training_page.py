@@ -190,6 +190,7 @@ def test_lightning_continues_bit_for_bit(tmp_path: Path, spec: str, kill_at: Any
     assert not same(whole, seqblocks.build(spec))
 
 
+@pytest.mark.slow
 def test_the_trainer_continues_bit_for_bit(tmp_path: Path, spec: str, kill_at: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="an optional extra; the test extra installs it")
     pytest.importorskip("accelerate", reason="the Trainer needs it; the test extra installs it")

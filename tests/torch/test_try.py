@@ -100,6 +100,7 @@ def test_it_learns(run_main: Run, folder: Path) -> None:
     assert row["tokens"] == 200 * 4 * 24
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_a_run_that_continues(run_main: Run, folder: Path) -> None:
     """At a random moment, and by an interrupt, after which the checkpoint is that of the last line of the log."""
     run, before = folder / "run", 0

@@ -89,6 +89,7 @@ def leaves(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [x for part in state.values() for x in leaves(part)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mlstm", *(pytest.param(name, marks=pytest.mark.long) for name in ("mamba", "vim_v2"))]
 )

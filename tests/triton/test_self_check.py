@@ -165,6 +165,7 @@ def check(how: str) -> tuple[str, bool]:
     return self_check.run_in_subprocess(self_check.KernelCall("broken", {**CPU, "how": how}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "found", "lasting"),
     [
