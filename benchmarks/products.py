@@ -1,10 +1,10 @@
-"""Compare the two calls between which `kernels/products.py` chooses: torch's `linear` (MKL) and oneDNN's.
+"""Compare the calls between which `kernels/products.py` chooses: torch's `linear` (MKL), oneDNN's, and rows in batches.
 
     python benchmarks/products.py [rounds]
 
 One thread, float32. Each row is a matrix and a number of tokens, the speed of torch's call, and how many times as fast
-oneDNN is: median of interleaved runs, CPU time of the process. Few tokens read a matrix from memory or from a cache.
-An asterisk marks what `linear` calls on this processor.
+the others are: medians of interleaved runs, CPU time of the process. Few tokens read a matrix from memory or from a
+cache. An asterisk marks what `linear` calls on this processor.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from torch import Tensor
 
 from seqblocks.kernels import products
 
-MATRICES = ((256, 256), (512, 256), (512, 512), (1024, 512), (1536, 768), (3072, 768), (768, 3072))
+MATRICES = ((512, 512), (1024, 512), (2048, 512), (1536, 768), (3072, 768), (768, 1536), (768, 3072))
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
 BEYOND_CACHES = 1 << 27  # bytes
 ROUND = 1 << 28  # multiply-accumulates of one round
 
 
-def onednn(x: Tensor, weight: Tensor) -> Tensor:
-    return products._multiply(x, weight, None)
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "torch": F.linear, "oneDNN": products._by_onednn, "rows": products._by_rows,
+}  # fmt: skip
 
 
-def compare(x: Tensor, weights: list[Tensor], rounds: int) -> tuple[float, float]:
-    """Return the seconds of one product by torch, and how many times as fast oneDNN is."""
+def compare(x: Tensor, weights: list[Tensor], names: list[str], rounds: int) -> tuple[float, list[float]]:
+    """Return the seconds of one product by the first call, and how many times as fast the others are."""
     repeats = max(1, ROUND // (len(weights) * x.shape[0] * weights[0].numel()))
-    calls: list[Callable[[Tensor, Tensor], Tensor]] = [F.linear, onednn]
-    seconds: list[list[float]] = [[], []]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
-        for call, found in zip(calls, seconds, strict=True):
+        for name, found in seconds.items():
+            call = CALLS[name]
             start = time.process_time()
             for _ in range(repeats):
                 for weight in weights:
-                    call(x, weight)
+                    call(x, weight, None)
             found.append((time.process_time() - start) / (repeats * len(weights)))
-    ratios = [one / other for one, other in zip(*seconds, strict=True)]
-    return statistics.median(seconds[0]), statistics.median(ratios)
+    first, *others = seconds.values()
+    ratios = [statistics.median(a / b for a, b in zip(first, other, strict=True)) for other in others]
+    return statistics.median(first), ratios
 
 
 def main(rounds: int) -> None:
@@ -55,10 +57,13 @@ def main(rounds: int) -> None:
                 if place == "memory" and tokens > 64:
                     continue
                 x = torch.randn(tokens, width)
-                seconds, ratio = compare(x, [torch.randn(rows, width) for _ in range(copies)], rounds)
-                ours = products._is_faster_by_onednn(x.numel(), rows, width)
+                names = [*CALLS][: 3 if tokens <= products.FEW_TOKENS else 2]
+                seconds, ratios = compare(x, [torch.randn(rows, width) for _ in range(copies)], names, rounds)
+                ours = products.chosen(x.numel(), rows, width)
                 speed = f"{4e-9 * rows * width / seconds:.1f} GB/s, {1e-9 * tokens * rows * width / seconds:.1f} G/s"
-                print(f"{rows} x {width}, {tokens} tokens, {place}: {speed}, {ratio:.2f}{'*' * ours}", flush=True)
+                others = zip(names[1:], ratios, strict=True)
+                told = [f"{name} {ratio:.2f}{'*' * (name == ours)}" for name, ratio in others]
+                print(f"{rows} x {width}, {tokens} tokens, {place}: {speed}; {', '.join(told)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Products of tokens with a weight matrix: torch's `linear`, or oneDNN's on a CPU where that is faster.
+"""Products of tokens with a weight matrix: torch's `linear`, or on a CPU a faster product that is also part of torch.
 
-Which of the two depends only on the operands' dtypes and sizes and on what torch reports about the processor. Their
-results differ by rounding. `benchmarks/products.py` compares their speed.
+Which one depends only on the operands' dtypes and sizes and on what torch reports about the processor. Their results
+differ by rounding. `benchmarks/products.py` compares their speed.
 
 A CPU without instructions for products in a 16-bit dtype takes 2 to 4 times as long for them as in float32 (float16 on
 an AMD Zen 4, bfloat16 on one whose instructions for it were switched off). There, matrices and tokens are converted to
@@ -27,6 +27,9 @@ FEW_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
 LARGE_MATRIX = 1 << 19  # elements: a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
 LARGE_PRODUCT = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
 MOST_COPIED = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
+FEW_BY_ROWS = 2  # tokens, of at most WIDE features: up to these, MKL reads blocks of rows at full speed on AMD
+WIDE = 1 << 11  # features of all tokens together
+BLOCK_ROWS = 128
 FEW_FOR_BLOCKS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
 MIN_CONVERTED = 16  # tokens: for fewer, converting the matrix takes longer than the slow product
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
@@ -71,16 +74,19 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     rows, width = weight.shape
     if x.shape[-1] != width or (bias is not None and bias.shape != (rows,)):
         return False
-    if not _is_faster_by_onednn(x.numel(), rows, width):
+    if chosen(x.numel(), rows, width) == "torch":
         return False
     return not torch.is_autocast_enabled("cpu") and torch._C._get_mkldnn_enabled()
 
 
-def _is_faster_by_onednn(elements: int, rows: int, width: int) -> bool:
-    """Return whether oneDNN multiplies this many elements of x with a matrix faster than MKL."""
+def chosen(elements: int, rows: int, width: int) -> str:
+    """Return the fastest product in float32 of this many elements of x with a matrix: torch, oneDNN or rows."""
     if elements <= FEW_TOKENS * width:
-        return elements > 0 and rows * width >= LARGE_MATRIX
-    return ON_SLOW_MKL and elements * rows >= LARGE_PRODUCT
+        if not elements or rows * width < LARGE_MATRIX:
+            return "torch"
+        suits_rows = ON_SLOW_MKL and elements <= min(WIDE, FEW_BY_ROWS * width) and rows >= BLOCK_ROWS
+        return "rows" if suits_rows else "oneDNN"
+    return "oneDNN" if ON_SLOW_MKL and elements * rows >= LARGE_PRODUCT else "torch"
 
 
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -104,8 +110,9 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     if device == "cpu" and dtype in numerics.SLOW_KINDS:
         return [(1, "torch"), (MIN_CONVERTED, "float32")]
     found: list[tuple[int, str]] = []
-    for tokens in sorted({1, FEW_TOKENS + 1, max(FEW_TOKENS + 1, -(-LARGE_PRODUCT // (rows * width)))}):
-        name = "oneDNN" if able and _is_faster_by_onednn(tokens * width, rows, width) else "torch"
+    many = max(FEW_TOKENS + 1, -(-LARGE_PRODUCT // (rows * width)))
+    for tokens in sorted({1, min(WIDE // width, FEW_BY_ROWS) + 1, FEW_TOKENS + 1, many}):
+        name = chosen(tokens * width, rows, width) if able else "torch"
         if not found or found[-1][1] != name:
             found.append((tokens, name))
     return found
@@ -123,9 +130,26 @@ def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
+        return _by_rows(x, weight, bias)
+    return _by_onednn(x, weight, bias)
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
     y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(x), _dense(weight), bias, "none", [], "")
     return y
+
+
+def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W' + b [N, O] for few tokens, by a batched product with blocks of rows of W, read one after another."""
+    count = len(weight) // BLOCK_ROWS
+    blocks = weight[: count * BLOCK_ROWS].view(count, BLOCK_ROWS, -1)
+    y = torch.bmm(blocks, x.t().expand(count, -1, -1)).view(count * BLOCK_ROWS, -1).t()
+    if count * BLOCK_ROWS < len(weight):
+        y = torch.cat((y, F.linear(x, weight[count * BLOCK_ROWS :])), -1)
+    y = y.contiguous()
+    return y if bias is None else y.add_(bias)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 Reads = Literal["token", "past", "all"]
@@ -118,6 +119,10 @@ class Op(BaseModel):
     """Cost of `transition` relative to `forward`; 0 if it only copies inputs."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
+    joins_features: ClassVar[bool] = False
+    """Whether `prepare_token` also computes several steps of the op as one, with their features joined. Each feature of
+    the output then depends on the same feature of the inputs and the state only, features are the first axis of each
+    parameter, and the state is as wide as the output."""
     matrix_names: ClassVar[tuple[str, ...]] = ()
     """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized."""
     open_keys: ClassVar[bool] = False
@@ -236,7 +241,7 @@ class Op(BaseModel):
         """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
         If W is block-diagonal with blocks of equal size, their number may follow. Values derived from `p` are valid as
-        long as those of `prepare_step`. A subclass that replaces `forward` does not inherit this.
+        long as those of `prepare_token`. A subclass that replaces `forward` does not inherit this.
         """
         return None
 
@@ -248,43 +253,13 @@ class Op(BaseModel):
         """
         return None
 
-    def prepare_step(self, p: Mapping[str, Any]) -> Callable[..., Any] | None:
+    def prepare_token(self, p: Mapping[str, Any]) -> TokenFunction | None:
         """Return a function that computes one token of a stream without gradients, or None to use `forward`.
 
-        It is called with the parts of the op's state, in the order of `state`, then the inputs [batch, features]
-        (None for absent ones), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
-        (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
-        are valid until a parameter changes; the function is then prepared again. A subclass that replaces `forward`
-        does not inherit this.
-
-        It may have an attribute `several`, which does the same for several tokens: a function of the batch size, the
-        state and inputs [seq * batch, features], the first token of each sequence, then the second of each. It is used
-        for short prompts and for frames (`SequenceModel.step`); without it, tokens are computed one after another. For
-        many tokens of each sequence, `forward` takes less time: from 17 on, from 9 on without `several`, and from 3 on
-        if the state is a window of tokens, earlier if the state is large. An attribute `most_tokens` is the largest
-        number of tokens for which `forward` takes longer.
+        Values derived from the parameters `p` are valid until a parameter changes; the function is then prepared again.
+        A subclass that replaces `forward` does not inherit this.
         """
         return None
-
-    def block_weights(self, p: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """Return W [G, O, I] and b [G * O] (or None) if the output for a token is a block-diagonal map of the input."""
-        return None
-
-    def prepare_step_of_maps(self, p: Mapping[str, Any], maps: Sequence[tuple[Any, Any, int]]) -> Any:
-        """Return a function like that of `prepare_step` that also computes its inputs, or None.
-
-        The input at each port is then a block-diagonal map of another value, which no other step reads: W and b as in
-        `block_weights`, and the index of that value. The function is called with the state and then these values.
-        """
-        return None
-
-    def joins_features(self) -> bool:
-        """Return whether `prepare_step` also computes several steps of this op at once, with their features joined.
-
-        Each feature of the output then depends on the same feature of the inputs and the state only, features are the
-        first axis of each parameter, and the state is as wide as the output.
-        """
-        return False
 
     def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
         """Return the ways to split the op over this many ranks, by default according to `independent`.
@@ -311,7 +286,7 @@ class Op(BaseModel):
 
 Op.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-SAME_AS_FORWARD = ("matrix", "prepare_step", "block_weights", "prepare_step_of_maps", "memory")
+SAME_AS_FORWARD = ("matrix", "prepare_token", "memory")
 
 
 def drop_inherited(cls: type[Op], base: type[Op], names: Iterable[str]) -> None:
@@ -334,7 +309,7 @@ def may_be_matrix(op: Op) -> bool:
     """
     cls = type(op)
     alone = len(op.ports) == 1 and op.reads == "token" and cls.state is Op.state and not op.makes_grid()
-    return alone and cls.matrix is not Op.matrix and cls.block_weights is Op.block_weights and not op.random
+    return alone and cls.matrix is not Op.matrix and cls.prepare_token is Op.prepare_token and not op.random
 
 
 T = TypeVar("T", bound=type[Op])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.compose_tokens import Tokens
-from tests.composed import Body, Kind
+from tests.composed import TAKEN, Body, Kind
 
 
 class Mixers(Tokens):
@@ -20,7 +20,7 @@ class Mixers(Tokens):
         if tied and not body.owned and self.maybe(0.2):
             arguments["tie"] = self.chance.choice(tied)[0]
         else:
-            body.linears.append((name, before.width, width, bias))
+            body.linears.append((f"{name}_" if name in TAKEN else name, before.width, width, bias))
         self.add(body, "linear", kind, **arguments)
         del body.steps[-1]["linear"]["name"]
         body.wires[name] = kind

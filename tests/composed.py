@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 Step = dict[str, Any]
 SIZES = [1, 2, 3, 4, 6, 8]  # `sizes` in the file's `let:`
+TAKEN = ("lambda", "step", "global", "rows", "type", "in")  # names that Python or torch's modules use themselves
 UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
 
@@ -96,6 +97,8 @@ class Writer:
 
     def fresh(self, letter: str) -> str:
         self.count += 1
+        if letter in "walps" and self.count % 4 == 0 and self.count // 4 <= len(TAKEN):
+            return TAKEN[self.count // 4 - 1]
         return f"{letter}{self.count}"
 
     def maybe(self, share: float) -> bool:

@@ -35,6 +35,7 @@ ROOMS = """
     types
     markup
     state_layout
+    token_function
     messages/*
     widths
     rotary_scaling
@@ -78,7 +79,7 @@ ROOMS = """
 
 LINKS = {"kernels": "../kernels", "cli": "../cli", "specs": "../specs"}
 MAY_USE_KERNELS = "ops/*"  # the first room that may import torch; rooms above it compute nothing
-KERNELS_MAY_IMPORT = {"errors"}
+KERNELS_MAY_IMPORT = {"errors", "token_function"}
 HEAVY = {"torch", "triton", "numpy"}  # packages that the rooms above the torch line import only when something runs
 
 # External packages that may be imported, and the requirement in pyproject.toml that installs each.
@@ -235,7 +236,8 @@ def test_no_file_reaches_itself():
 
 
 def test_kernels_stand_alone():
-    """Kernels are functions on tensors, usable without YAML. Of seqblocks they import only the errors and each other.
+    """Kernels are functions on tensors, usable without YAML. They import only each other, the errors, and the class of
+    functions of tokens.
     """
     allowed = {f"seqblocks.{name}" for name in KERNELS_MAY_IMPORT}
     wrong = [

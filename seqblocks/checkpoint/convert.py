@@ -28,7 +28,7 @@ from seqblocks.recipes import Extent, Name, Recipe, Shape
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
 
 
-class _Piece(NamedTuple):
+class _Slice(NamedTuple):
     """The part of an official tensor that one of our parameters provides."""
 
     name: str
@@ -130,8 +130,8 @@ def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
     """Return our weights in another layout, computed when they are read. Raises RunError if that is impossible."""
     faults: list[str] = []
     headers: dict[str, Tensor] = {}
-    pieces = _pieces(model, layout, faults)
-    for official, some in pieces.items():
+    slices = _slices(model, layout, faults)
+    for official, some in slices.items():
         try:
             headers[official] = _header(official, some, ours.headers)
         except RunError as error:
@@ -139,13 +139,13 @@ def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
     if faults:
         count = f"and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise RunError("\n".join(filter(None, [*faults[:10], count])))
-    return Weights(headers, lambda official: _assembled(pieces[official], headers[official], ours), True, ours.source)
+    return Weights(headers, lambda official: _assembled(slices[official], headers[official], ours), True, ours.source)
 
 
-def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[_Piece]]:
-    """Return the pieces of every official tensor. A parameter with alternatives is written by the first."""
+def _slices(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[_Slice]]:
+    """Return the slices of every official tensor. A parameter with alternatives is written by the first."""
     translator = Translator(layout)
-    found: dict[str, list[_Piece]] = {}
+    found: dict[str, list[_Slice]] = {}
     for name, items in tied_together(model).items():
         shape = next(item.parameter.shape for item in items if item.name == name)
         recipe = translator.official(model, name)[0]
@@ -155,40 +155,40 @@ def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[
             faults.append(f"{name} cannot be written: {error}")
             continue
         for at, (official, extent) in enumerate(zip(recipe.names, extents, strict=True)):
-            found.setdefault(official, []).append(_Piece(name, recipe, at, extent))
+            found.setdefault(official, []).append(_Slice(name, recipe, at, extent))
     return found
 
 
-def _header(official: str, pieces: list[_Piece], headers: Mapping[str, Any]) -> Tensor:
-    """Return the shape and dtype of an official tensor (on meta). Raises RunError if its pieces do not form one."""
-    kinds = dict.fromkeys(headers[piece.name].dtype for piece in pieces)
-    names = listing([piece.name for piece in pieces], 4)
+def _header(official: str, slices: list[_Slice], headers: Mapping[str, Any]) -> Tensor:
+    """Return the shape and dtype of an official tensor (on meta). Raises RunError if its slices do not form one."""
+    kinds = dict.fromkeys(headers[each.name].dtype for each in slices)
+    names = listing([each.name for each in slices], 4)
     if len(kinds) > 1:
         raise RunError(f"{official} combines {names}, whose dtypes differ: {listing(kinds)}")
     (kind,) = kinds
-    if pieces[0].extent.complex:
+    if slices[0].extent.complex:
         if kind not in COMPLEX:
             raise RunError(f"{official} is complex, but torch has no complex dtype for {kind}: convert float32 weights")
         kind = COMPLEX[kind]
-    if reason := next(_misfits(pieces), None):
+    if reason := next(_misfits(slices), None):
         raise RunError(f"{official} cannot be written from {names}: {reason}")
-    return torch.empty(_shape(pieces), dtype=kind, device="meta")
+    return torch.empty(_shape(slices), dtype=kind, device="meta")
 
 
-def _shape(pieces: list[_Piece]) -> Shape:
-    """Return the largest shape that a piece requires; shapes differ only where slices end at different places."""
-    return max(piece.extent.shape for piece in pieces)
+def _shape(slices: list[_Slice]) -> Shape:
+    """Return the largest shape that a slice requires; shapes differ only where slices end at different places."""
+    return max(each.extent.shape for each in slices)
 
 
-def _misfits(pieces: list[_Piece]) -> Iterator[str]:
-    """Yield the reasons why pieces do not form one tensor."""
-    shares = [piece.extent.share for piece in pieces if piece.extent.share]
+def _misfits(slices: list[_Slice]) -> Iterator[str]:
+    """Yield the reasons why slices do not form one tensor."""
+    shares = [each.extent.share for each in slices if each.extent.share]
     shares.sort(key=lambda share: (share.start, share.stop))
-    if len(shares) < len(pieces):
-        if len(pieces) > 1:
+    if len(shares) < len(slices):
+        if len(slices) > 1:
             yield "one of them is the whole tensor"
         return
-    if len({len(piece.extent.shape) for piece in pieces}) > 1:
+    if len({len(each.extent.shape) for each in slices}) > 1:
         yield "they require different numbers of axes"
         return
     if len({share.cut for share in shares}) > 1:
@@ -201,19 +201,19 @@ def _misfits(pieces: list[_Piece]) -> Iterator[str]:
         end = share.stop
     if shares[0].whole not in (None, end):
         yield f"they end at {end} of {shares[0].whole}"
-    whole = _shape(pieces)
+    whole = _shape(slices)
     axis = shares[0].cut[1] if shares[0].cut[0] == "slice" else None
-    for piece in pieces:
-        shape = piece.extent.shape
+    for each in slices:
+        shape = each.extent.shape
         if any(size != expected for at, (size, expected) in enumerate(zip(shape, whole, strict=True)) if at != axis):
-            yield f"{piece.name} requires {list(shape)}, but another requires {list(whole)}"
+            yield f"{each.name} requires {list(shape)}, but another requires {list(whole)}"
 
 
-def _assembled(pieces: list[_Piece], header: Tensor, ours: Weights) -> Tensor:
-    """Return an official tensor, computed from its pieces."""
-    if len(pieces) == 1 and isinstance(pieces[0].recipe, Name):
-        return ours.read(pieces[0].name)
+def _assembled(slices: list[_Slice], header: Tensor, ours: Weights) -> Tensor:
+    """Return an official tensor, computed from its slices."""
+    if len(slices) == 1 and isinstance(slices[0].recipe, Name):
+        return ours.read(slices[0].name)
     out = torch.empty(header.shape, dtype=header.dtype, device="cpu")
-    for name, recipe, at, _ in pieces:
+    for name, recipe, at, _ in slices:
         recipe.put(name, ours.read(name), at, out)
     return out

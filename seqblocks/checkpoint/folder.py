@@ -81,14 +81,14 @@ def save(
     if not isinstance(extra, Mapping | None):
         raise UsageError(f'extra must be a mapping, such as {{"step": 1000}}, not {type(extra).__name__}')
     safetensors()
-    groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
+    groups = groups_of(model.state_dict(keep_vars=True).values(), model.tensor_shards)
     target = None if groups else _target(path, model.spec.source.text)
     tensors, tied = _quantized_tensors(model) if quantized(model) else _tensors(model)
     if groups:
-        tensors = gathered(tensors, groups, model._parts)
+        tensors = gathered(tensors, groups, model.tensor_shards)
 
     def work(folder: Path) -> None:
-        write_model(folder, model._whole_spec, Weights(tensors, tensors.__getitem__), tied, limit)
+        write_model(folder, model.whole_spec, Weights(tensors, tensors.__getitem__), tied, limit)
         if extra is not None:
             _write_extra(folder / EXTRA, dict(extra))
 

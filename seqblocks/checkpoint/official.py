@@ -63,7 +63,7 @@ def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) 
         raise UsageError(f"load_official needs a model from seqblocks.build, not {type(model).__name__}")
     _check_argument(tensors)
     check_writable(model)
-    ours, left_out = translated(model._whole_spec, Weights(tensors, tensors.__getitem__), partial)
+    ours, left_out = translated(model.whole_spec, Weights(tensors, tensors.__getitem__), partial)
     copy_weights(model, ours)
     return left_out
 

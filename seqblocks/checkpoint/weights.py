@@ -13,7 +13,7 @@ from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.runtime.shards import Parts, assign, local
+from seqblocks.runtime.shards import TensorShards, assign, local
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
@@ -54,7 +54,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
-    """Return a model's tensors by name, or a rank's parts of them.
+    """Return a model's tensors by name, or a rank's shards of them.
 
     Raises RunError unless they match the spec and hold data.
     """
@@ -162,14 +162,14 @@ def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tenso
     """Copy weights that fit into a model, one at a time. Raises RunError if they overflow its dtype."""
     own = model.state_dict(keep_vars=True)
     for name in names:
-        _copy(name, own[name], read(name), model._parts)
+        _copy(name, own[name], read(name), model.tensor_shards)
     if any(item.tied and own.get(item.name) is not own.get(item.tied) for item in graph.parameters(model.graph)):
         model.tie()  # to_empty of a single step unties its parameters
 
 
-def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> None:
+def _copy(name: str, target: Tensor, tensor: Tensor, shards: TensorShards | None) -> None:
     _check_range(name, tensor, target.dtype)
-    assign(target, parts.take(name, tensor) if parts else tensor)
+    assign(target, shards.take(name, tensor) if shards else tensor)
 
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

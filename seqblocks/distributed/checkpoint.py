@@ -19,29 +19,29 @@ from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import UsageError
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.runtime.shards import Cut, Parts, groups_of, is_sharded, local, on_all_ranks
+from seqblocks.runtime.shards import Sharding, TensorShards, groups_of, is_sharded, local, on_all_ranks
 
 
-class Piece(NamedTuple):
-    """A part of a rank's tensor, and its offset in the whole tensor."""
+class Shard(NamedTuple):
+    """A shard of a tensor, and its offset in the whole tensor."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
 
 
-class Pieces(Tensor):
-    """A tensor split into pieces over ranks, with the interface that torch.distributed.checkpoint saves and loads."""
+class ShardedTensor(Tensor):
+    """A tensor of which each rank has some shards. torch.distributed.checkpoint saves and loads it by these methods."""
 
-    _pieces: list[Piece]
+    _shards: list[Shard]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, like: Tensor, pieces: list[Piece]) -> Pieces:
-        tensor: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        tensor._pieces = pieces
+    def __new__(cls, shape: torch.Size, like: Tensor, shards: list[Shard]) -> ShardedTensor:
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        tensor._shards = shards
         return tensor
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), each.size()) for each, at in self._pieces]
+        return [ChunkStorageMetadata(torch.Size(at), each.size()) for each, at in self._shards]
 
     def __create_write_items__(self, name: str, whole: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -54,7 +54,7 @@ class Pieces(Tensor):
         ]  # fmt: skip
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(each for each, at in self._pieces if torch.Size(at) == index.offset)
+        return next(each for each, at in self._shards if torch.Size(at) == index.offset)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -62,10 +62,10 @@ class Pieces(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func} of a tensor that is in pieces on several ranks")
+        raise NotImplementedError(f"{func} of a tensor that is sharded over several ranks")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Pieces({list(self.shape)}, at {[at for _, at in self._pieces]})"
+        return f"ShardedTensor({list(self.shape)}, at {[at for _, at in self._shards]})"
 
 
 def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,21 +77,21 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
     _check(model)
     if not isinstance(state, Mapping):
         raise UsageError(f"pieces takes a state dict, not {type(state).__name__}")
-    return dict(state) if model._parts is None else _in_pieces(model._parts, state, _shapes(model), "")
+    return dict(state) if model.tensor_shards is None else _sharded(model.tensor_shards, state, _shapes(model), "")
 
 
 def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
-    """Fill a model from a folder that `seqblocks.save` wrote, each rank with its part. All ranks must call it.
+    """Fill a model from a folder that `seqblocks.save` wrote, each rank with its shard. All ranks must call it.
 
     Tensors are read one at a time. Raises UsageError if the folder is invalid, and RunError if the weights do not fit
     this model, in both cases without filling anything; RunError also if another rank fails.
     """
     _check(model)
-    groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
+    groups = groups_of(model.state_dict(keep_vars=True).values(), model.tensor_shards)
 
     def opened() -> Weights:
         _, weights = read_model(Path(os.path.realpath(as_path(path))), path)
-        check_fit(model._whole_spec, weights.headers)
+        check_fit(model.whole_spec, weights.headers)
         return weights
 
     weights = on_all_ranks(groups, opened)
@@ -107,31 +107,31 @@ def _shapes(model: SequenceModel) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _in_pieces(parts: Parts, state: Any, shapes: Mapping[str, torch.Size], name: str) -> Any:
-    """Return a state in which each tensor with the shape of its parameter is replaced by Pieces."""
+def _sharded(shards: TensorShards, state: Any, shapes: Mapping[str, torch.Size], name: str) -> Any:
+    """Return a state in which each tensor with the shape of its parameter is replaced by a ShardedTensor."""
     if isinstance(state, Mapping):
         names = {key: key if key in shapes else name for key in state}
-        return {key: _in_pieces(parts, value, shapes, names[key]) for key, value in state.items()}
-    cut = parts.cuts.get(name)
-    if cut is None or not isinstance(state, Tensor) or state.shape != shapes[name]:
+        return {key: _sharded(shards, value, shapes, names[key]) for key, value in state.items()}
+    sharding = shards.shardings.get(name)
+    if sharding is None or not isinstance(state, Tensor) or state.shape != shapes[name]:
         return state
     shape = list(state.shape)
-    shape[cut.axis] *= parts.ranks
-    return Pieces(torch.Size(shape), local(state), list(_pieces_of(state, cut, parts)))
+    shape[sharding.axis] *= shards.ranks
+    return ShardedTensor(torch.Size(shape), local(state), list(_shards_of(state, sharding, shards)))
 
 
-def _pieces_of(tensor: Tensor, cut: Cut, parts: Parts) -> Iterator[Piece]:
-    """Yield a rank's pieces of a whole tensor: its part, or some rows of that part if it is sharded."""
+def _shards_of(tensor: Tensor, sharding: Sharding, shards: TensorShards) -> Iterator[Shard]:
+    """Yield a rank's shards of a whole tensor, or some rows of them if FSDP shards them further."""
     own, first = local(tensor), _first_row(tensor)
     start = 0
-    for offset, length in cut.pieces(parts.rank, parts.ranks):
-        low, high = (first, first + own.shape[0]) if cut.axis == 0 else (0, own.shape[cut.axis])
+    for offset, length in sharding.ranges(shards.rank, shards.ranks):
+        low, high = (first, first + own.shape[0]) if sharding.axis == 0 else (0, own.shape[sharding.axis])
         begin, end = max(start, low), min(start + length, high)
         if begin < end:
             offsets = [0] * own.dim()
             offsets[0] = first
-            offsets[cut.axis] = offset + begin - start
-            yield Piece(own.narrow(cut.axis, begin - low, end - begin), tuple(offsets))
+            offsets[sharding.axis] = offset + begin - start
+            yield Shard(own.narrow(sharding.axis, begin - low, end - begin), tuple(offsets))
         start += length
 
 
@@ -162,13 +162,13 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in found:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        is_cut = model._parts is not None and name in model._parts.cuts
-        squares[is_cut] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2
-    if model._parts:
+        is_shard = model.tensor_shards is not None and name in model.tensor_shards.shardings
+        squares[is_shard] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2
+    if model.tensor_shards:
         device = model._some_tensor().device
-        cut = torch.tensor(squares[True], dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(cut, group=model._parts.group)
-        squares[True] = float(cut)
+        sharded = torch.tensor(squares[True], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(sharded, group=model.tensor_shards.group)
+        squares[True] = float(sharded)
     total = math.sqrt(sum(squares.values()))
     for _, gradient in found:
         gradient.mul_(min(1.0, max_norm / (total + 1e-6)))

@@ -13,7 +13,7 @@ from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op, Split
 from seqblocks.parameters import Parameter
-from seqblocks.runtime.shards import Cut
+from seqblocks.runtime.shards import Sharding
 from seqblocks.state_layout import State, kept_state
 from seqblocks.types import Wire
 
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     ranks: int
     whole: ModelSpec
     part: ModelSpec
-    cuts: dict[str, Cut]
+    shardings: dict[str, Sharding]
     exchanges: dict[int, Exchange]
     steps: tuple[tuple[str, str], ...]
 
@@ -64,7 +64,7 @@ def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
         plan = planner.run()
     if planner.refused:
         raise UsageError(f"the model cannot be split over {ranks} ranks: {'; '.join(dict.fromkeys(planner.refused))}")
-    if not plan.cuts:
+    if not plan.shardings:
         raise UsageError(f"no step of {spec.name} can be split over {ranks} ranks")
     return plan
 
@@ -85,7 +85,7 @@ class _Planner:
         self.starts: set[int] = set()
         self.used: set[int] = set()  # starts whose parts a sum combines
         self.types = dict(self.spec.types)
-        self.cuts: dict[int, dict[str, Cut]] = {}
+        self.shardings: dict[int, dict[str, Sharding]] = {}
         self.exchanges: dict[int, Exchange] = {}
         self.original: dict[int, Node] = {}
         self.done: dict[int, Graph] = {}
@@ -93,25 +93,25 @@ class _Planner:
         before = len(self.whole), len(self.undivided)
         local = self._body(self.spec.graph, "")
         self._need_whole(*self.spec.graph.results)
-        cuts = {item.name: cut for item, cut in self._cut_parameters(local) if not item.shared}
+        shardings = {item.name: sharding for item, sharding in self._sharded_parameters(local) if not item.shared}
         self.undivided |= self.starts - self.used
         self.changed = before != (len(self.whole), len(self.undivided))
         spec = self.spec._replace(graph=local, types=self.types)
-        return Plan(self.ranks, self.spec, spec, cuts, self.exchanges, tuple(self.steps.items()))
+        return Plan(self.ranks, self.spec, spec, shardings, self.exchanges, tuple(self.steps.items()))
 
-    def _cut_parameters(self, local: Graph) -> Iterator[tuple[graph.Named, Cut]]:
-        """Yield each parameter that is cut. A parameter that is shared but cut differently must stay whole."""
+    def _sharded_parameters(self, local: Graph) -> Iterator[tuple[graph.Named, Sharding]]:
+        """Yield each parameter that is sharded. A parameter that is shared but sharded differently must stay whole."""
         found = {item.name: item for item in graph.parameters(local, shared=True)}
         for item in found.values():
-            cut = self._cut_of(item)
+            sharding = self._sharding_of(item)
             owner = found[item.tied] if item.shared and item.tied else None
-            if owner and cut != self._cut_of(owner):
+            if owner and sharding != self._sharding_of(owner):
                 self.undivided |= {id(self.original[id(each.node)]) for each in (item, owner)}
-            if cut:
-                yield item, cut
+            if sharding:
+                yield item, sharding
 
-    def _cut_of(self, item: graph.Named) -> Cut | None:
-        return self.cuts.get(id(item.node), {}).get(item.name.rpartition(".")[2])
+    def _sharding_of(self, item: graph.Named) -> Sharding | None:
+        return self.shardings.get(id(item.node), {}).get(item.name.rpartition(".")[2])
 
     def _need_whole(self, *values: int) -> None:
         self.whole |= {value for value in values if self.parts.get(value)}
@@ -211,9 +211,9 @@ class _Planner:
             op=op, wires=tuple(wires), type=self._local(node.type, is_part),
             state=self._state(node, op, wires, is_part),
             split=tuple(width // self.ranks for width in node.split) if is_part else node.split,
-            parameters=self._cut(node, split),
+            parameters=self._shard_parameters(node, split),
         )  # fmt: skip
-        self.cuts[id(made)] = self._cuts(node, split)
+        self.shardings[id(made)] = self._shardings(node, split)
         return made
 
     def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
@@ -293,28 +293,28 @@ class _Planner:
         copied = tuple(name for name in node.parameters if name not in split.cuts)
         return Exchange(tuple(enter), leave, _axis(node), copied, tuple(n for n in copied if n in split.added))
 
-    def _cuts(self, node: Node, split: Split) -> dict[str, Cut]:
+    def _shardings(self, node: Node, split: Split) -> dict[str, Sharding]:
         widths = self._sections(node, split)
         found = {}
         for name, axis in split.cuts.items():
             if name in node.parameters:
                 size = node.parameters[name].shape[axis]
-                found[name] = Cut(axis, tuple(width * size // sum(widths) for width in widths))
+                found[name] = Sharding(axis, tuple(width * size // sum(widths) for width in widths))
         return found
 
     def _sections(self, node: Node, split: Split) -> tuple[int, ...]:
-        """Return the widths of the wires joined in an op's input or output; each wire is cut separately."""
+        """Return the widths of the wires joined in an op's input or output; each wire is sharded separately."""
         if not split.parts:
             return node.split if node.split and not split.sums else (1,)
         joined = [values for port, values in node.inputs.items() if port in split.parts and len(values) > 1]
         wires = [self.spec.types[value] for value in joined[0]] if joined else []
         return tuple(wire.features for wire in wires if wire) or (1,)
 
-    def _cut(self, node: Node, split: Split) -> dict[str, Parameter]:
+    def _shard_parameters(self, node: Node, split: Split) -> dict[str, Parameter]:
         made = dict(node.parameters)
-        for name, cut in self._cuts(node, split).items():
+        for name, sharding in self._shardings(node, split).items():
             shape = list(made[name].shape)
-            shape[cut.axis] //= self.ranks
+            shape[sharding.axis] //= self.ranks
             made[name] = made[name]._replace(shape=tuple(shape))
         return made
 
@@ -322,7 +322,7 @@ class _Planner:
         """Check that an op's part has the shapes that its split declares."""
         assert node.type
         found = {name: tuple(p.shape) for name, p in split.op.parameters(*wires).items()}
-        expected = {name: tuple(p.shape) for name, p in self._cut(node, split).items()}
+        expected = {name: tuple(p.shape) for name, p in self._shard_parameters(node, split).items()}
         width = node.type.features // (1 if split.sums else self.ranks)
         if found != expected or split.op.shape(*wires).features != width:
             what = f"declares a split over {self.ranks} ranks that does not fit its shapes"

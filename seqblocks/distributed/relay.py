@@ -72,12 +72,12 @@ def _bytes_of(kind: Kind) -> int:
     return count
 
 
-class Part(NamedTuple):
-    """A rank's part of a call, in one direction of a scan.
+class SequenceShard(NamedTuple):
+    """A rank's shard of a call, in one direction of a scan.
 
     earlier, later: the ranks before and after this one in the direction of the scan, None at an end. before, after: the
     total number of input tokens on all earlier and all later ranks. begins, next_begins [batch]: whether a sequence
-    begins with the first token, and with the token after the part; None without resets. tracked: whether gradients are
+    begins with the first token, and with the token after the shard; None without resets. tracked: whether gradients are
     sent back. summaries: whether steps summarise their tokens if they can.
     """
 
@@ -93,8 +93,8 @@ class Part(NamedTuple):
     tracked: bool
     summaries: bool
 
-    def reversed(self) -> Part:
-        """Return the part as seen from the other end."""
+    def reversed(self) -> SequenceShard:
+        """Return the shard as seen from the other end."""
         begins = None if self.earlier is None else self.begins
         return self._replace(
             earlier=self.later, later=self.earlier, before=self.after, after=self.before, begins=self.next_begins,
@@ -108,9 +108,9 @@ class Relay:
     Each step's state is received and sent once per direction, even if activation checkpointing recomputes the step.
     """
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.next_begins = part.next_begins
+    def __init__(self, shard: SequenceShard) -> None:
+        self.shard = shard
+        self.next_begins = shard.next_begins
         self._received: dict[str, list[Tensor]] = {}
         self._sent: set[str] = set()
         self._reversed: Relay | None = None
@@ -118,7 +118,7 @@ class Relay:
     def reversed(self) -> Relay:
         """Return the relay of a scan from the other end of the sequence."""
         if self._reversed is None:
-            self._reversed = Relay(self.part.reversed())
+            self._reversed = Relay(self.shard.reversed())
             self._reversed._reversed = self
         return self._reversed
 
@@ -127,10 +127,10 @@ class Relay:
         move = self._transition(step.op, p, call, inputs)
         state, inputs = self._before(step, inputs)
         if move is None:
-            has_later = self.part.later is not None
+            has_later = self.shard.later is not None
             y, after = step.op.forward(p, replace(call, state=state, return_state=has_later), *inputs)
             return self._send_state(step, after, [y], inputs)[0] if has_later else y
-        if self.part.later is not None:
+        if self.shard.later is not None:
             after = move(self._initial(step, inputs) if state is None else state)
             inputs = self._send_state(step, after, inputs, inputs)
         y, _ = step.op.forward(p, replace(call, state=state), *inputs)
@@ -141,7 +141,7 @@ class Relay:
     ) -> Callable[[States], States] | None:
         if not inputs[0].shape[1]:  # without tokens, the state is passed on unchanged
             return lambda state: state
-        if op.summary_cost and not self.part.summaries:
+        if op.summary_cost and not self.shard.summaries:
             return None
         if call.reverse:  # the same tokens from the other end
             inputs = [x if x is None else x.flip(1) for x in inputs]
@@ -154,37 +154,37 @@ class Relay:
         floats = [x.dtype for x in inputs if x is not None and x.is_floating_point()]
         for at, each in enumerate(floats):
             dtype = torch.promote_types(dtype, each) if at else each
-        return [Kind((self.part.batch, *_sizes(state, before // step.rate)), dtype_of(state, dtype))
+        return [Kind((self.shard.batch, *_sizes(state, before // step.rate)), dtype_of(state, dtype))
                 for state in step.state.values()]  # fmt: skip
 
     def _initial(self, step: Carrying, inputs: list[Any]) -> States:
         kinds = self._kinds(step, inputs, 0)
         return {
-            name: torch.full(kind.shape, state.fill, dtype=kind.dtype, device=self.part.device)
+            name: torch.full(kind.shape, state.fill, dtype=kind.dtype, device=self.shard.device)
             for (name, state), kind in zip(step.state.items(), kinds, strict=True)
         }
 
     def _before(self, step: Carrying, inputs: list[Any]) -> tuple[States | None, list[Any]]:
         """Return the earlier rank's state (None on the first rank) and the inputs, connected to its gradient."""
-        if self.part.earlier is None:
+        if self.shard.earlier is None:
             return None, inputs
-        kinds = self._kinds(step, inputs, self.part.before)
+        kinds = self._kinds(step, inputs, self.shard.before)
         if step.path not in self._received:
-            self._received[step.path] = self.part.link.receive(kinds, self.part.earlier, self.part.device)
+            self._received[step.path] = self.shard.link.receive(kinds, self.shard.earlier, self.shard.device)
         state = [x.detach() for x in self._received[step.path]]
-        if self.part.tracked:
-            state, inputs = _joined(_Received, self.part, state, inputs)
+        if self.shard.tracked:
+            state, inputs = _joined(_Received, self.shard, state, inputs)
         return dict(zip(step.state, state, strict=True)), inputs
 
     def _send_state(self, step: Carrying, after: States, carriers: list[Any], inputs: list[Any]) -> list[Any]:
         """Send a state to the later rank. Return the tensors through which its gradient arrives."""
-        kinds = self._kinds(step, inputs, self.part.before)
+        kinds = self._kinds(step, inputs, self.shard.before)
         state = [after[name].to(kind.dtype) for name, kind in zip(step.state, kinds, strict=True)]
         if step.path not in self._sent:
             self._sent.add(step.path)
-            assert self.part.later is not None
-            self.part.link.send(state, self.part.later)
-        return _joined(_Sent, self.part, state, carriers)[1] if self.part.tracked else carriers
+            assert self.shard.later is not None
+            self.shard.link.send(state, self.shard.later)
+        return _joined(_Sent, self.shard, state, carriers)[1] if self.shard.tracked else carriers
 
 
 def _sizes(state: State, tokens: int) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def _sizes(state: State, tokens: int) -> tuple[int, ...]:
 
 
 def _joined(
-    function: type[_Received] | type[_Sent], part: Part, state: list[Tensor], tensors: list[Any]
+    function: type[_Received] | type[_Sent], shard: SequenceShard, state: list[Tensor], tensors: list[Any]
 ) -> tuple[list[Tensor], list[Any]]:
     """Pass a state and a step's inputs or outputs through one autograd node.
 
@@ -203,8 +203,8 @@ def _joined(
     exact = [at for at, x in enumerate(state) if x.is_floating_point()]
     if not exact:
         return state, tensors
-    anchor = torch.empty(0, device=part.device, requires_grad=True)
-    passed = function.apply(part, len(exact), anchor, *(state[at] for at in exact), *(tensors[at] for at in floats))
+    anchor = torch.empty(0, device=shard.device, requires_grad=True)
+    passed = function.apply(shard, len(exact), anchor, *(state[at] for at in exact), *(tensors[at] for at in floats))
     states, others = list(state), list(tensors)
     for at, x in zip(exact, passed[: len(exact)], strict=True):
         states[at] = x
@@ -218,15 +218,15 @@ class _Received(torch.autograd.Function):
     """Identity in the forward pass; the backward pass sends the state's gradients to the rank that sent the state."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.part, ctx.count = part, count
+    def forward(ctx: Any, shard: SequenceShard, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.count = shard, count
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.count:
-            ctx.part.link.send(gradients[: ctx.count], ctx.part.earlier)
+            ctx.shard.link.send(gradients[: ctx.count], ctx.shard.earlier)
         return None, None, None, *[None] * ctx.count, *gradients[ctx.count :]
 
 
@@ -234,13 +234,13 @@ class _Sent(torch.autograd.Function):
     """Identity in the forward pass; the backward pass receives the gradients of the state that was sent."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.part, ctx.kinds = part, [Kind(tuple(x.shape), x.dtype) for x in tensors[:count]]
+    def forward(ctx: Any, shard: SequenceShard, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.kinds = shard, [Kind(tuple(x.shape), x.dtype) for x in tensors[:count]]
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.kinds)
-        states = ctx.part.link.receive(ctx.kinds, ctx.part.later, ctx.part.device) if count else []
+        states = ctx.shard.link.receive(ctx.kinds, ctx.shard.later, ctx.shard.device) if count else []
         return None, None, None, *states, *gradients[count:]

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqblocks import graph
-from seqblocks.distributed.relay import Kind, Link, Part, Relay
+from seqblocks.distributed.relay import Kind, Link, Relay, SequenceShard
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
@@ -86,20 +86,20 @@ class SequenceParallel:
         arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
         self._check(x)
         arguments.check_marks(x, resets, cu_seqlens, ["batch", "seq"])
-        part = self._agree(x, 2 * (cu_seqlens is not None) + (resets is not None))
+        shard = self._agree(x, 2 * (cu_seqlens is not None) + (resets is not None))
         if inputs or cu_seqlens is not None:
             check_inputs(self._link.group, {**inputs, "cu_seqlens": cu_seqlens})
         if cu_seqlens is not None:
             whole = packed_resets(cu_seqlens, self._total(x.shape[1], x.device), x.device)
-            resets = whole[:, part.before : part.before + x.shape[1]]
+            resets = whole[:, shard.before : shard.before + x.shape[1]]
         if self._turns:
-            part = self._look_ahead(part, x.shape[1], resets)
-        self._inner._relay = Relay(part)
+            shard = self._look_ahead(shard, x.shape[1], resets)
+        self._inner._relay = Relay(shard)
         try:
             y = self.model(x, resets=resets, **inputs)
         finally:
             self._inner._relay = None
-        if not part.tracked:
+        if not shard.tracked:
             self._link.wait()
         return y
 
@@ -181,7 +181,7 @@ class SequenceParallel:
         self._all_reduce(total)
         return int(total)
 
-    def _agree(self, x: Tensor, marked: int) -> Part:
+    def _agree(self, x: Tensor, marked: int) -> SequenceShard:
         """Receive the number of tokens before this part from the earlier rank. Raises RunError if the calls differ."""
         link = self._link
         earlier = self.rank - 1 if self.rank else None
@@ -197,25 +197,25 @@ class SequenceParallel:
                     raise RunError(f"{name}: {own} on rank {self.rank}, but {there} on rank {earlier}")
         if later is not None:
             link.send([torch.tensor([before + x.shape[1], *found], device=x.device)], later)
-        return Part(
+        return SequenceShard(
             link, x.shape[0], x.device, earlier, later, before, 0, None, None, tracked, self._summaries
         )  # fmt: skip
 
-    def _look_ahead(self, part: Part, tokens: int, resets: Tensor | None) -> Part:
+    def _look_ahead(self, shard: SequenceShard, tokens: int, resets: Tensor | None) -> SequenceShard:
         """Receive from the later rank how many tokens come after this part, and whether a sequence begins there."""
         after = 0
         next_begins = first = None if resets is None else torch.zeros_like(resets[:, :1])
-        if part.later is not None:
-            kinds = [Kind((1,), torch.int64)] + ([] if resets is None else [Kind((part.batch, 1), torch.bool)])
-            count, *marks = part.link.receive(kinds, part.later, part.device)
+        if shard.later is not None:
+            kinds = [Kind((1,), torch.int64)] + ([] if resets is None else [Kind((shard.batch, 1), torch.bool)])
+            count, *marks = shard.link.receive(kinds, shard.later, shard.device)
             after, next_begins = int(count), marks[0] if marks else None
         if resets is not None:
             first = resets[:, :1] if tokens else next_begins
-        if part.earlier is not None:
-            count = torch.tensor([after + tokens], device=part.device)
-            part.link.send([count] if first is None else [count, first], part.earlier)
+        if shard.earlier is not None:
+            count = torch.tensor([after + tokens], device=shard.device)
+            shard.link.send([count] if first is None else [count, first], shard.earlier)
         begins, next_begins = (None if x is None else x.squeeze(1) for x in (first, next_begins))
-        return part._replace(after=after, begins=begins, next_begins=next_begins)
+        return shard._replace(after=after, begins=begins, next_begins=next_begins)
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -21,7 +21,7 @@ from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import take_modes
 from seqblocks.runtime.primitive import Primitive, is_primitive
 from seqblocks.runtime.residual_sums import added_up
-from seqblocks.runtime.shards import Parts, assign, is_sharded
+from seqblocks.runtime.shards import TensorShards, assign, is_sharded
 from seqblocks.state import States
 
 
@@ -38,14 +38,14 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     if not isinstance(model, SequenceModel):
         raise UsageError(f"tensor_parallel needs a model from seqblocks.build, not {type(model).__name__}")
     check_group("split over")
-    if model._parts or any(is_sharded(p) for p in model.parameters()):
+    if model.tensor_shards or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")
     mesh = checked_mesh(mesh, axes=1)
     check_weights(model, [mesh.get_group()])
     plan = tensor_plan(model.spec, mesh.size())
     with torch.device("meta"):
         local = SequenceModel(plan.part)
-    local._parts = Parts(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.cuts, plan.whole)
+    local.tensor_shards = TensorShards(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.shardings, plan.whole)
     _exchange(local, plan, mesh.get_group())
     _take_weights(local, model)
     take_modes(local, model)
@@ -61,14 +61,14 @@ def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:
 
 
 def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
-    assert local._parts
+    assert local.tensor_shards
     for name, parameter in list(local.named_parameters()):
         whole = model.get_parameter(name)
         path, _, leaf = name.rpartition(".")
         own = nn.Parameter(torch.empty(parameter.shape, dtype=whole.dtype, device=whole.device), whole.requires_grad)
         local.get_submodule(path).register_parameter(leaf, own)
         if not whole.is_meta:
-            assign(own, local._parts.take(name, whole.detach()))
+            assign(own, local.tensor_shards.take(name, whole.detach()))
     local.tie()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
-from seqblocks.editor.steps import Part, trail
+from seqblocks.editor.steps import PathEntry, trail
 from seqblocks.language.spec import Block
 
 
-def key_at(opened: Opened, spot: Spot) -> tuple[Reference, Part] | None:
+def key_at(opened: Opened, spot: Spot) -> tuple[Reference, PathEntry] | None:
     """Return the verb of the step and the key at a position of the known text, if it is a key of its arguments."""
     path = trail(opened.root, spot) if opened.root else []
     if len(path) < 3 or not path[-1].on_key or path[-2].key_span is None:

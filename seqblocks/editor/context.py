@@ -8,7 +8,7 @@ from seqblocks.analysis.scope.step import Verb, find_verb, passed_verb
 from seqblocks.analysis.steps.inputs import ALLOWED
 from seqblocks.combinators import Combinator
 from seqblocks.editor.cursor import HOLE
-from seqblocks.editor.steps import Part, Written, as_step
+from seqblocks.editor.steps import PathEntry, Written, as_step
 from seqblocks.errors import Span
 from seqblocks.language.arguments import ARGUMENT_KEYS, ARGUMENT_TYPES, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
@@ -85,7 +85,7 @@ class Context(NamedTuple):
     key: str = ""
 
 
-def context_of(path: list[Part], file: SpecFile) -> Context | None:
+def context_of(path: list[PathEntry], file: SpecFile) -> Context | None:
     """Return what may be written at the hole at the end of a path. file: the spec, as far as it can be read."""
     scope = Scope(_names(file.let), {}, {})
     if len(path) < 2 or not isinstance(path[0].node, Mapping):
@@ -135,14 +135,14 @@ def _kind_of(node: Scalar) -> Literal["number", "flag", "word", ""]:
     return "word" if node.value.isidentifier() or not has_syntax(node.value) else ""
 
 
-def _let(path: list[Part], scope: Scope) -> Context | None:
+def _let(path: list[PathEntry], scope: Scope) -> Context | None:
     if len(path) < 3 or path[-1].on_key:
         return None
     others = {name: text for name, text in scope.names.items() if name != path[2].key}
     return Context("names", Scope(others, {}, {}))
 
 
-def _expect(path: list[Part], scope: Scope) -> Context | None:
+def _expect(path: list[PathEntry], scope: Scope) -> Context | None:
     if len(path) == 3 and path[2].on_key:
         return _key(EXPECT_KEYS, path[1].node, scope)
     if len(path) == 2:
@@ -152,7 +152,7 @@ def _expect(path: list[Part], scope: Scope) -> Context | None:
     return Context("names", scope) if not path[-1].on_key else None
 
 
-def _block(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
+def _block(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | None:
     """path: from the name of a block on."""
     if len(path) < 2:
         return _key(BLOCK_KEYS, path[0].node, scope) if path and not path[0].on_key else None
@@ -182,7 +182,7 @@ def _block(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
     return None
 
 
-def _arguments(path: list[Part], scope: Scope) -> Context | None:
+def _arguments(path: list[PathEntry], scope: Scope) -> Context | None:
     """path: from `args:` of a block on."""
     if len(path) == 2 and not path[1].on_key:
         return Context("word", scope, ARGUMENT_TYPES)
@@ -193,7 +193,7 @@ def _arguments(path: list[Part], scope: Scope) -> Context | None:
     return None
 
 
-def _model(path: list[Part], node: Node, file: SpecFile, scope: Scope) -> Context | None:
+def _model(path: list[PathEntry], node: Node, file: SpecFile, scope: Scope) -> Context | None:
     """path: from a key of the model on."""
     if not path or path[0].on_key:
         return _key(MODEL_KEYS, node, scope)
@@ -216,14 +216,14 @@ def _model(path: list[Part], node: Node, file: SpecFile, scope: Scope) -> Contex
     return None
 
 
-def _value(path: list[Part], scope: Scope) -> Context | None:
+def _value(path: list[PathEntry], scope: Scope) -> Context | None:
     return None if path[-1].on_key or len(path) < 2 else Context("names", scope)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
+def _steps(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | None:
     """Return what may be written in a list of steps, the first node of the path."""
     if len(path) < 2 or not isinstance(path[0].node, Sequence):
         return None
@@ -244,7 +244,7 @@ def _steps(path: list[Part], file: SpecFile, scope: Scope) -> Context | None:
     return _step(path[2:], written, verb, file, scope) if verb else None
 
 
-def _step(path: list[Part], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
+def _step(path: list[PathEntry], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     """path: from the arguments of the step on."""
     arguments = path[0].node
     if isinstance(arguments, Scalar):
@@ -275,7 +275,7 @@ def holds_steps(verb: Verb, key: str) -> bool:
     return False
 
 
-def _inner_steps(path: list[Part], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
+def _inner_steps(path: list[PathEntry], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     if isinstance(verb.meaning, Block):
         return _steps(path, file, scope.inside(wires=False))
     names: Names = {}
@@ -286,7 +286,7 @@ def _inner_steps(path: list[Part], step: Written, verb: Verb, file: SpecFile, sc
     return _steps(path, file, scope.inside(names=names))
 
 
-def _argument(path: list[Part], step: Written, verb: Verb, key: str, scope: Scope) -> Context | None:
+def _argument(path: list[PathEntry], step: Written, verb: Verb, key: str, scope: Scope) -> Context | None:
     """Return what may be written as the value of an argument, the first node of the path."""
     if key == "init":
         if path[-1].on_key or len(path) == 1:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from seqblocks.editor.steps import Part
+from seqblocks.editor.steps import PathEntry
 from seqblocks.errors import Report, Source
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, parse
 
@@ -26,7 +26,7 @@ class Cursor(NamedTuple):
 
     start: int
     end: int
-    path: list[Part]
+    path: list[PathEntry]
     text: str
     bracket: str
     colon: bool
@@ -85,12 +85,12 @@ def open_brackets(text: str) -> str:
     return "".join(found)
 
 
-def _path_to_hole(root: Node) -> list[Part] | None:
-    path = [Part(root)]
+def _path_to_hole(root: Node) -> list[PathEntry] | None:
+    path = [PathEntry(root)]
     return path if _extend(path) else None
 
 
-def _extend(path: list[Part]) -> bool:
+def _extend(path: list[PathEntry]) -> bool:
     """Extend a path from its last node to the hole, if it is below."""
     match path[-1].node:
         case Scalar(text=text):
@@ -98,15 +98,15 @@ def _extend(path: list[Part]) -> bool:
         case Mapping() as node:
             for key, span, value in node:
                 if HOLE in key:
-                    path.append(Part(value, key, span, on_key=True))
+                    path.append(PathEntry(value, key, span, on_key=True))
                     return True
-                path.append(Part(value, key, span))
+                path.append(PathEntry(value, key, span))
                 if _extend(path):
                     return True
                 path.pop()
         case Sequence(items=items):
             for item in items:
-                path.append(Part(item))
+                path.append(PathEntry(item))
                 if _extend(path):
                     return True
                 path.pop()

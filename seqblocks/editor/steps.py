@@ -10,7 +10,7 @@ from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 
 
-class Part(NamedTuple):
+class PathEntry(NamedTuple):
     """A node on the way to a position, and where it is in the node around it: under a key, or in a list.
 
     on_key: whether the position is in the key.
@@ -22,9 +22,9 @@ class Part(NamedTuple):
     on_key: bool = False
 
 
-def trail(root: Node, spot: Spot) -> list[Part]:
+def trail(root: Node, spot: Spot) -> list[PathEntry]:
     """Return the nodes from the root to the innermost one at a position."""
-    found = [Part(root)]
+    found = [PathEntry(root)]
     while inner := _inner(found[-1].node, spot):
         found.append(inner)
         if inner.on_key:
@@ -32,16 +32,16 @@ def trail(root: Node, spot: Spot) -> list[Part]:
     return found
 
 
-def _inner(node: Node, spot: Spot) -> Part | None:
+def _inner(node: Node, spot: Spot) -> PathEntry | None:
     match node:
         case Mapping():
             for key, span, value in node:
                 if touches(span, spot):
-                    return Part(value, key, span, on_key=True)
+                    return PathEntry(value, key, span, on_key=True)
                 if touches(value.span, spot) and value.span != span:
-                    return Part(value, key, span)
+                    return PathEntry(value, key, span)
         case Sequence():
-            return next((Part(item) for item in node.items if touches(item.span, spot)), None)
+            return next((PathEntry(item) for item in node.items if touches(item.span, spot)), None)
     return None
 
 

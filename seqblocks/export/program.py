@@ -173,7 +173,7 @@ def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: in
 def _checked(model: Any) -> SequenceModel:
     if not isinstance(model, SequenceModel):
         raise UsageError(f"export needs a model from seqblocks.build, not {type(model).__name__}")
-    if model._parts or any(is_sharded(p) for p in model.parameters()):
+    if model.tensor_shards or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split over several ranks: save it, and export the result of seqblocks.load")
     if model._some_tensor().is_meta:
         raise UsageError("the model is on the meta device, which holds no weights: build it on the CPU")

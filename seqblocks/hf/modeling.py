@@ -617,7 +617,7 @@ def wrap(model: SequenceModel, **config: Any) -> Any:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"wrap needs a model from seqblocks.build, not {type(model).__name__}")
-    if model._parts:
+    if model.tensor_shards:
         what = "the model holds one rank's part of the weights"
         raise UsageError(f"{what}: save it, then wrap the result of seqblocks.load")
     kind = CLASSES[hf_config.architecture(model.spec)]

@@ -10,6 +10,7 @@ that uses an UNKNOWN value is UNKNOWN.
 from __future__ import annotations
 
 import ast
+import keyword
 import math
 import operator
 import re
@@ -29,6 +30,14 @@ MAX_NODES = 100
 MAX_MAGNITUDE = 10**18
 
 Number = int | float
+
+RESERVED = frozenset(("and", "or", "not", "if", "else", "True", "False", "None", "await", "yield"))
+"""Words that are never names."""
+
+# Other keywords of Python may be names here. Python parses a stand-in of as many bytes, so that offsets stay the same:
+# its last two letters become one letter of two bytes, which names cannot contain.
+_STAND_INS = {word: word[:-2] + chr(0x250 + at) for at, word in enumerate(sorted({*keyword.kwlist} - RESERVED))}
+_NAMES = {stand_in: word for word, stand_in in _STAND_INS.items()}
 
 
 class _Unknown:
@@ -354,6 +363,19 @@ def has_syntax(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _tree(text: str) -> ast.expr | None:
+    """Return the syntax tree of a text, or None. Keywords of Python are names where they would be syntax errors."""
+    if (tree := _parsed_tree(text)) is not None or not (words := _STAND_INS.keys() & re.findall(r"\w+", text)):
+        return tree
+    tree = _parsed_tree(re.sub(rf"\b(?:{'|'.join(words)})\b", lambda found: _STAND_INS[found[0]], text))
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Name) and node.id in _NAMES:
+            node.id = _NAMES[node.id]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = re.sub(r"\w+", lambda found: _NAMES.get(found[0], found[0]), node.value)
+    return tree
+
+
+def _parsed_tree(text: str) -> ast.expr | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about literals next to keywords, such as "2if"

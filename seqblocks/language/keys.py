@@ -9,7 +9,27 @@ from typing import Protocol
 
 from seqblocks.errors import Fault, Report, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
+from seqblocks.language.expressions import RESERVED
 from seqblocks.messages.suggestions import key_hint, missing_colon
+
+# Parameters, and steps with parameters, are attributes of torch modules under their names. These are already attributes
+# there, or methods of a built model; tests/torch/test_module.py compares the list with both.
+ATTRIBUTES = frozenset(
+    (
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "sorted",
+        "sorted_reverse", "graph", "step", "init_state",
+        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
+        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
+        "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",
+        "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
+        "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer",
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
+        "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
+        "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
+        "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+    )
+)  # fmt: skip
 
 
 def known_keys(
@@ -52,7 +72,7 @@ def required(
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
     """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
-    if keyword.iskeyword(name):
+    if name in RESERVED:
         fault = Fault("E311", f"{quote(name)} is a reserved word in expressions", hint="choose another name")
         report.fault(fault, span)
     elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
@@ -62,6 +82,19 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
     else:
         return True
     return False
+
+
+def is_taken(word: str) -> bool:
+    """Return whether a word cannot be an attribute of a built model that contains parameters.
+
+    torch modules have an attribute of this name, or Python reads it as a keyword, as in code that torch writes.
+    """
+    return word in ATTRIBUTES or keyword.iskeyword(word)
+
+
+def namespace_of(word: str) -> str:
+    """Return the namespace of a step without `name:`, from its `as:` name or its verb, or that of a learned scalar."""
+    return f"{word}_" if is_taken(word) and word != "input" else word
 
 
 def text_of(report: Report, root: Mapping, key: str) -> str:

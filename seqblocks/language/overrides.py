@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from seqblocks.errors import Fault, Report, Source, Span, UsageError, clip, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.language.keys import namespace_of
 from seqblocks.messages.suggestions import did_you_mean, is_renamed
 
 MAX_SHOWN = 200  # characters of an override where it is named
@@ -312,6 +313,8 @@ def _steps(node: Node, bare: bool = True) -> dict[str, Slot]:
                 given = arguments.get(key) if isinstance(arguments, Mapping) else None
                 if isinstance(given, Scalar) and isinstance(given.value, str):
                     name = given.value
+            if not (isinstance(arguments, Mapping) and "name" in arguments.entries):
+                name = namespace_of(name)
             slots.setdefault(name, []).append(Slot(item, verb, items, at))
     out = {name: first for name, (first, *_) in slots.items()}
     for name, (_, *others) in slots.items():  # numbered as in the graph, where these have no parameters

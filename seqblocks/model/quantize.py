@@ -34,7 +34,7 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
         raise UsageError(f'kind must be "int8", not {kind!r}')
     if not isinstance(model, SequenceModel):
         raise UsageError(f"quantize needs a model from seqblocks.build, not {type(model).__name__}")
-    if model._parts:
+    if model.tensor_shards:
         raise UsageError("a model that is spread over devices cannot be quantized: quantize it before")
     names = [name for name, weight in _matrices(model) if weight.numel() >= smallest]
     weights = {name: model.get_parameter(name) for name in names}

@@ -33,14 +33,14 @@ from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, is_hooked
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.shards import Parts
+from seqblocks.runtime.shards import TensorShards
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.weight_decay import decay_rules
 from seqblocks.state import States, check_state, declared, new_state
-from seqblocks.streaming.plan import Stepper, reset, stepper
+from seqblocks.streaming.plan import TokenPlan, plan_tokens, reset
 from seqblocks.streaming.stream import Stream
 from seqblocks.streaming.token_rows import has_tokens
-from seqblocks.streaming.traced import TracedStepper, is_traceable
+from seqblocks.streaming.traced import TracedPlan, is_traceable
 
 
 class SequenceModel(Body):
@@ -53,7 +53,7 @@ class SequenceModel(Body):
     once: 1 unless the spec changes the rate of its tokens.
     """
 
-    _parts: Parts | None = None  # set if each rank computes a part of the model (seqblocks.distributed.tensor_parallel)
+    tensor_shards: TensorShards | None = None  # set if each rank computes a part of the model (`tensor_parallel`)
     _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
     _keeps_routing = False  # whether calls keep these choices in any mode
     _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
@@ -87,8 +87,8 @@ class SequenceModel(Body):
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self._latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
-        self._stepper: Stepper | None = None
-        self._traced: TracedStepper | None = None  # the stepper for compiled code
+        self._token_plan: TokenPlan | None = None
+        self._traced: TracedPlan | None = None  # the plan for compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -112,8 +112,8 @@ class SequenceModel(Body):
         """
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
-        if self._parts:
-            check_inputs(self._parts.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {**inputs, "x": x, "resets": resets, "cu_seqlens": cu_seqlens})
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         if grid is not None:
             arguments.check_grid(self.spec.input, x, grid)
@@ -138,12 +138,12 @@ class SequenceModel(Body):
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
         if self.training or observed or type(self) is not SequenceModel or self._relay:
             return self(x, state=state, return_state=True, resets=resets)
-        if self._parts:
-            check_inputs(self._parts.group, {"x": x, "resets": resets})
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
-        planned = None if resets is not None or self._has_context else self._stepper_for(x)
+        planned = None if resets is not None or self._has_context else self._plan_for(x)
         if planned is not None and (done := planned.read(state, x)):
             return done
         return self._run_call(x, {}, Call(False, state, True, resets, False, True, self._grid(), last_only=True))
@@ -260,7 +260,7 @@ class SequenceModel(Body):
         if self._has_context and not self.graph.ports and state is None:
             self._check_call(x, "a step", self._step_axes, resets)
             state = self.init_state(x.shape[0])
-        planned = self._stepper_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
+        planned = self._plan_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
         if planned is None or resets is not None or not planned.takes(x):
             self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
@@ -286,20 +286,20 @@ class SequenceModel(Body):
         return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
 
     def _run_planned(
-        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
+        self, plan: TokenPlan, x: Tensor, state: States | None, resets: Tensor | None
     ) -> tuple[Tensor, States] | None:
-        """Return the result of a step, or None if the state does not match the stepper's declaration."""
-        if self._parts:
-            check_inputs(self._parts.group, {"x": x, "resets": resets})
+        """Return the result of a step, or None if the state does not match the plan's declaration."""
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
         if self._has_experts:
             self._routed = None
         if state is None:
-            state = new_state(self._declared_state, x.shape[0], x.device, stepper.dtype)
+            state = new_state(self._declared_state, x.shape[0], x.device, plan.dtype)
         if resets is not None:
             check_state(self._declared_state, state, x.shape[0], x.device)
             state = reset(self._declared_state, state, resets)
         try:
-            return stepper.run(state, x)
+            return plan.run(state, x)
         except (KeyError, TypeError, AttributeError):
             check_state(self._declared_state, state, x.shape[0], x.device)
             raise
@@ -311,43 +311,43 @@ class SequenceModel(Body):
         this takes 2 to 4 % of a token's time.
         """
         is_own = type(self) is SequenceModel and "step" not in self.__dict__
-        planned = self._stepper_for(x) if is_own and self.frame_size == 1 else None
+        planned = self._plan_for(x) if is_own and self.frame_size == 1 else None
         if planned is None or planned.calls_modules or not planned.takes(x):
             return None
         return lambda x, state: planned.run(state, x) or self.step(x, state)
 
-    def _stepper_for(self, x: Tensor) -> Stepper | None:
-        """Return the stepper for a token like x without gradients, rebuilt if the model has changed, or None."""
+    def _plan_for(self, x: Tensor) -> TokenPlan | None:
+        """Return the plan for a token like x without gradients, rebuilt if the model has changed, or None."""
         if torch.is_grad_enabled() or self.training or type(x) is not Tensor or not x.is_cpu:
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
-        found: Stepper | None
+        found: TokenPlan | None
         if torch.compiler.is_compiling():
             found = self._traced if is_traceable(self) and x.numel() else None
         else:
-            found = self._stepper_of_now() if x.numel() else None  # planned functions take a token or more
+            found = self._current_plan() if x.numel() else None  # planned functions take a token or more
         if found is None or (x.is_floating_point() and x.dtype != found.dtype):
             return None
         return found
 
-    def _stepper_of_now(self) -> Stepper | None:
+    def _current_plan(self) -> TokenPlan | None:
         if dispatch.transformed():
             return None
-        found, stream = self._stepper, self._latest_stream
+        found, stream = self._token_plan, self._latest_stream
         if found is not None and found.holds():
             if found.is_current(stream):
                 return found
             found = found.renewed(stream)
         else:
             found = None
-        self._stepper = found = found or self._new_stepper(stream)
+        self._token_plan = found = found or self._new_plan(stream)
         return found
 
-    def _new_stepper(self, stream: object) -> Stepper | None:
+    def _new_plan(self, stream: object) -> TokenPlan | None:
         if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
             return None
-        return stepper(self, self.spec, self._declared_state, stream)
+        return plan_tokens(self, self.spec, self._declared_state, stream)
 
     def _repr_html_(self) -> str:
         from seqblocks.report.summary import summarise  # only needed in a notebook
@@ -362,9 +362,9 @@ class SequenceModel(Body):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
 
-        The stepper is deleted, so that it does not keep the old parameters in memory.
+        The plan is deleted, so that it does not keep the old parameters in memory.
         """
-        self._stepper = None
+        self._token_plan = None
         tied = tied_names(self, self.graph)
         super()._apply(fn, recurse)
         tie_names(self, tied)
@@ -380,8 +380,8 @@ class SequenceModel(Body):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without steppers and results of the latest call, which cannot be copied."""
-        return {**self.__dict__, "_stepper": None, "_traced": None, "_routed": None}
+        """Return the state without plans and results of the latest call, which cannot be copied."""
+        return {**self.__dict__, "_token_plan": None, "_traced": None, "_routed": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
@@ -400,8 +400,8 @@ class SequenceModel(Body):
         self._start_stream()
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
-        if self._parts:
-            check_inputs(self._parts.group, inputs)
+        if self.tensor_shards:
+            check_inputs(self.tensor_shards.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         arguments.check_same_lengths(self.spec.inputs, inputs)
@@ -441,9 +441,9 @@ class SequenceModel(Body):
         return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
 
     @property
-    def _whole_spec(self) -> ModelSpec:
+    def whole_spec(self) -> ModelSpec:
         """Spec of the whole model: `spec`, unless this is a rank's part of it."""
-        return self._parts.spec if self._parts else self.spec
+        return self.tensor_shards.spec if self.tensor_shards else self.spec
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:
@@ -453,7 +453,7 @@ class SequenceModel(Body):
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        draw_all(self, self._whole_spec.graph, seed, self._parts)
+        draw_all(self, self.whole_spec.graph, seed, self.tensor_shards)
         for step in self.modules():
             if isinstance(step, Primitive):
                 step.reset_buffers()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
-from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_step
+from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_token
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
 
@@ -18,8 +19,8 @@ class Activation(Op):
     def facts(self, x: Wire) -> Facts:
         return activated(self.verb, x.facts)
 
-    def prepare_step(self, p: Any) -> Any:
-        return activation_of_step(self.verb)
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        return TokenFunction(activation_of_token(self.verb))
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         return activation_memory(tape, self.verb, x)

@@ -9,6 +9,7 @@ from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
 from seqblocks.op import ANY, Op, Over, Port, argument, primitive
 from seqblocks.parameters import LISTED, Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
 
@@ -27,8 +28,8 @@ class Identity(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def prepare_step(self, p: Any) -> Any:
-        return lambda x: x
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        return TokenFunction(lambda x: x)
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         return x

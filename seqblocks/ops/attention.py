@@ -10,6 +10,7 @@ from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
@@ -258,12 +259,12 @@ class Attention(_Heads):
         """Return the state of the step, given one of the kernel."""
         return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         if self.keep_first:
             return None
         import torch
 
-        from seqblocks.kernels.attention.step import prepare
+        from seqblocks.kernels.attention.token import prepare
 
         run = prepare(
             self.heads, self.shared, self.rotary or None, self.scale or None, window=self.span > 0,
@@ -274,11 +275,11 @@ class Attention(_Heads):
             return run
 
         def step(*inputs: Any) -> Any:
-            y, k, v, length = run(*inputs)
+            y, k, v, length = run.one(*inputs)
             must_hold(self.cache, length, torch.compiler.is_compiling(), INSTEAD)
             return y, k, v, length
 
-        return step
+        return TokenFunction(step)
 
     def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.workspace import attention
@@ -415,7 +416,7 @@ class CrossAttention(_Heads):
         )
         return out.flatten(-2)
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         if self.soft_cap or self.sinks:  # torch's fused attention has neither
             return None
         from torch.nn.functional import scaled_dot_product_attention
@@ -429,4 +430,4 @@ class CrossAttention(_Heads):
             k, v = (x.unflatten(-1, (shared, -1)).transpose(1, 2) for x in (k, v))
             return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared != heads).flatten(1)
 
-        return run
+        return TokenFunction(run)

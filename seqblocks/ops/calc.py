@@ -11,9 +11,11 @@ from typing import Any
 
 from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
+from seqblocks.language.keys import namespace_of
 from seqblocks.op import Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.tape import broadcast
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
@@ -57,7 +59,8 @@ class Calc(Op):
         return _bounds(program_of(self.formula), dict(zip(self.wires(), wires, strict=True)))
 
     def parameters(self, *wires: Wire) -> dict[str, Parameter]:
-        return {name: Parameter((1,), _initialiser(value), decay=False) for name, value in self.learned.items()}
+        learned = self.learned.items()
+        return {namespace_of(name): Parameter((1,), _initialiser(value), decay=False) for name, value in learned}
 
     def macs(self, *wires: Wire) -> int:
         return _products(parse(self.formula), dict(zip(self.wires(), wires, strict=True)))
@@ -71,9 +74,9 @@ class Calc(Op):
     def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
         return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         program = program_of(self.formula)
-        return lambda *inputs: computed(program, self._values(p, inputs), applied)
+        return TokenFunction(lambda *inputs: computed(program, self._values(p, inputs), applied))
 
     def forward(self, p: Any, call: Any, *inputs: Any) -> Any:
         return computed(program_of(self.formula), self._values(p, inputs), applied)
@@ -81,7 +84,7 @@ class Calc(Op):
     def _values(self, p: Mapping[str, Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
         """Return the tensors by name."""
         names = [name for name in _names(self.formula) if name not in self.learned]
-        return {**dict(zip(names, inputs, strict=True)), **{name: p[name] for name in self.learned}}
+        return {**dict(zip(names, inputs, strict=True)), **{name: p[namespace_of(name)] for name in self.learned}}
 
 
 def _initialiser(value: float | str) -> Init:

@@ -10,6 +10,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 
@@ -145,9 +146,9 @@ class Centaurus(Op):
     def kernel_mode(self) -> str:
         return "pointwise" if self.mode == "s5" else self.mode
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from seqblocks.kernels.centaurus.interface import discretised
-        from seqblocks.kernels.centaurus.step import prepare
+        from seqblocks.kernels.centaurus.token import prepare
 
         return prepare(discretised(*self.bank(p), p["B"], p["C"], p.get("E"), self.kernel_mode, self.hold))
 

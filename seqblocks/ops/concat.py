@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
 
@@ -46,7 +47,7 @@ class Concat(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
@@ -56,11 +57,6 @@ class Concat(Op):
         return x  # the module has joined the wires of the list
 
 
-def passes_on() -> Any:
-    """Return a function for `Op.prepare_step` that returns its tokens unchanged, one or several."""
-
-    def step(x: Any) -> Any:
-        return x
-
-    step.several = lambda batch, x: x  # type: ignore[attr-defined]
-    return step
+def passes_on() -> TokenFunction:
+    """Return a function that returns its tokens unchanged, one or several."""
+    return TokenFunction(lambda x: x, lambda batch, x: x)

@@ -8,6 +8,7 @@ from seqblocks.op import Op, Split, argument, evenly, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 Activation = Literal["none", "silu"]
@@ -22,6 +23,7 @@ class CausalConv(Op):
 
     reads = "past"
     reversible = True
+    joins_features = True
     kernel: int = argument(4, "number of taps, K", ge=1, le=4096)
     activation: Activation = argument("none", "applied to the result")
     mixing: bool = argument(False, "mix the features (full convolution) instead of depthwise")
@@ -53,15 +55,12 @@ class CausalConv(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return window_after(x, self.kernel - 1, call)
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         if self.mixing or self.kernel == 1:
             return None
-        from seqblocks.kernels.causal_conv.step import prepare
+        from seqblocks.kernels.causal_conv.token import prepare
 
         return prepare(p["weight"], p.get("bias"), None if self.activation == "none" else self.activation)
-
-    def joins_features(self) -> bool:
-        return not self.mixing
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         from seqblocks.workspace import causal_conv

@@ -11,6 +11,7 @@ from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
@@ -151,7 +152,7 @@ class Conv1d(_Conv):
             y = y + self.convolve(lagged(past, lag, earlier), weight[..., tap : tap + 1], None if tap else bias)
         return y, past.state
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         by, every, stride = self.earlier(), self.dilation, self.stride
         if self.later() or self.groups > 1 or (stride > 1 and not by):
             return None
@@ -161,7 +162,7 @@ class Conv1d(_Conv):
 
         product = prepare_linear(p["weight"].flatten(1), p.get("bias"))
         if not by:
-            return product
+            return TokenFunction(product)
 
         def step(window: Any, x: Any) -> Any:
             tokens = torch.cat([window, x.unsqueeze(1)], 1)
@@ -183,8 +184,7 @@ class Conv1d(_Conv):
             )
             return product(taps.flatten(2).flatten(0, 1)), after
 
-        step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
-        return step
+        return TokenFunction(step, several, math.inf)
 
     def convolve(self, x: Any, weight: Any, bias: Any) -> Any:
         """Return the convolution of x [B, S, D] without padding."""

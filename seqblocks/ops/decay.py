@@ -9,6 +9,7 @@ from typing import Any, Literal
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -115,14 +116,14 @@ class LogDecay(Op):
     def macs(self, x: Wire, lower: Wire | None = None) -> int:
         return x.features
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from torch.nn.functional import softplus
 
         if self.kind != "softplus":
-            return partial(self.forward, p, None)  # it treats each feature of each token by itself
+            return TokenFunction(partial(self.forward, p, None))  # it treats each feature of each token by itself
         rates, bias = -p["A_log"].exp(), p["dt_bias"]
         rates = rates.repeat_interleave(len(bias) // len(rates))
-        return lambda x, lower=None: softplus(x + bias).mul_(rates)
+        return TokenFunction(lambda x, lower=None: softplus(x + bias).mul_(rates))
 
     def memory(self, tape: Any, p: Any, x: Any, lower: Any = None) -> Any:
         x = tape.cast(x, max(x.item, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
 
@@ -38,8 +39,8 @@ class Dropout(Op):
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 
-    def prepare_step(self, p: Any) -> Any:
-        return lambda x: x  # single-token steps are only used in evaluation mode
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        return TokenFunction(lambda x: x)  # it is only used in evaluation mode
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         return tape.dropout(x) if self.p else x

@@ -7,6 +7,7 @@ from typing import Any
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 
@@ -25,12 +26,12 @@ class Embed(Op):
         shape = (x.features, self.features)
         return {"weight": Parameter(shape, Init("small", (float(self.features),)), decay=False)}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from torch import Tensor, embedding
 
         weight = p["weight"]
         if not isinstance(weight, Tensor):
-            return weight.rows
+            return TokenFunction(weight.rows)
 
         def step(x: Any) -> Any:
             try:
@@ -38,7 +39,7 @@ class Embed(Op):
             except (IndexError, RuntimeError):
                 return self.forward(p, None, x)
 
-        return step
+        return TokenFunction(step)
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         y = tape.new(tape.out)

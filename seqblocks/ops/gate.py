@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -69,7 +70,7 @@ def activation_memory(tape: Any, name: str, x: Any) -> Any:
     return tape.unary(x)
 
 
-def activation_of_step(name: str) -> Callable[[Any], Any]:
+def activation_of_token(name: str) -> Callable[[Any], Any]:
     """Return an activation by name for a function of one token, which runs without gradients."""
     import torch
 
@@ -135,11 +136,11 @@ class Gate(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         if self.heads or self.activation == "none":
             return None
-        function = activation_of_step(self.activation)
-        return lambda x, by: function(by).mul_(x)
+        function = activation_of_token(self.activation)
+        return TokenFunction(lambda x, by: function(by).mul_(x))
 
     def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
         opening = activation_memory(tape, self.activation, by)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_match
 
@@ -120,7 +121,7 @@ class GatedRecurrence(Op):
             begun = {"begun": torch.ones(x.shape[0], dtype=torch.long, device=x.device)}
         return y.to(x.dtype), {"h": last, **begun}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         import torch
 
         def step(h: Any, *given: Any) -> Any:
@@ -133,8 +134,7 @@ class GatedRecurrence(Op):
             h = torch.addcmul(x, decay.exp(), h)
             return h, h.clone(), *(torch.ones_like(z) for z in begun)
 
-        step.most_tokens = 12  # type: ignore[attr-defined]
-        return step
+        return TokenFunction(step, most_tokens=12)
 
     def share(self, decay: Any) -> Any:
         """Return the factor of each input. The square root gets no gradient where nothing decays."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.norm import Gain, Norm
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
@@ -41,7 +42,7 @@ class HeadNorm(Norm):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "head_norm", {"heads": self.heads, "width": x.features}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from torch import layer_norm
 
         gain, bias, heads, eps = self.effective_gain(p), self.effective_bias(p), self.heads, self.eps
@@ -52,7 +53,7 @@ class HeadNorm(Norm):
             y = y if gain is None else y.mul_(gain)
             return y if bias is None else y.add_(bias)
 
-        return step
+        return TokenFunction(step)
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)

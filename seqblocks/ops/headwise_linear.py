@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks.op import ANY, Op, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
@@ -58,15 +59,12 @@ class HeadwiseLinear(Op):
         return None if self.shared else ("headwise_linear", {"block": self.sizes(x)})
 
     def matrix(self, p: Any) -> Any:
-        from seqblocks.kernels.headwise_linear.step import matrix
+        from seqblocks.kernels.headwise_linear.token import matrix
 
         return None if self.shared else matrix(p["weight"], p.get("bias"))
 
-    def block_weights(self, p: Any) -> Any:
-        return None if self.shared else (p["weight"], p.get("bias"))
-
-    def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.headwise_linear.step import prepare
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        from seqblocks.kernels.headwise_linear.token import prepare
 
         return None if self.shared else prepare(p["weight"], p.get("bias"))
 

@@ -9,6 +9,7 @@ from seqblocks.op import Op, Port, Split, argument, primitive
 from seqblocks.ops.attention import must_hold
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
@@ -118,7 +119,7 @@ class LatentAttention(Op):
         k, v = (linear(low, p[name], None).unflatten(-1, (self.heads, -1)) for name in ("k_weight", "v_weight"))
         return torch.cat([k, common.unsqueeze(2).expand(*k.shape[:3], -1)], -1), v
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -139,7 +140,7 @@ class LatentAttention(Op):
             must_hold(self.cache, length, torch.compiler.is_compiling())
             return y.flatten(1), latest, length
 
-        return step
+        return TokenFunction(step)
 
 
 def after(latent: Any, length: Any, new: Any, resets: Any, keep: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -35,11 +36,11 @@ class LearnableSkip(Op):
     def macs(self, x: Wire, skip: Wire) -> int:
         return x.features
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from torch import addcmul
 
         weight = p["weight"]
-        return None if self.heads else lambda x, skip: addcmul(x, weight, skip)
+        return None if self.heads else TokenFunction(lambda x, skip: addcmul(x, weight, skip))
 
     def memory(self, tape: Any, p: Any, x: Any, skip: Any) -> Any:
         weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]

@@ -9,6 +9,7 @@ from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
 from seqblocks.ops.concat import passes_on
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire, summed
 
 
@@ -89,7 +90,7 @@ class Prefix(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return "it puts tokens before the first sequence only"
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:

@@ -10,6 +10,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -229,10 +230,10 @@ class LinearAttention(Op):
             o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
         return o.flatten(-2), {} if last is None else {"S": last}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         import torch
 
-        from seqblocks.kernels.linear_attention.step import prepare
+        from seqblocks.kernels.linear_attention.token import prepare
 
         def one(fixed: Any) -> Any:
             return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
@@ -246,9 +247,8 @@ class LinearAttention(Op):
             return lambda S, *inputs: runs[S.dtype](S, *inputs)
 
         run = prepared(torch.float32) if self.fixed_decay == "none" else by_dtype()
-        if self.writes == 1:
-            run.most_tokens = 12 if self.rule == "delta" or self.bonus or self.normalize else 16
-        return run
+        most = 12 if self.rule == "delta" or self.bonus or self.normalize else 16
+        return TokenFunction(run, most_tokens=most if self.writes == 1 else None)
 
     def retention(self, like: Any) -> Any:
         """Return the log decay of each value head, in at least float32, as slow decays lose precision in 16 bits."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from seqblocks.op import argument, primitive
 from seqblocks.ops.mlstm import MLSTM
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 
@@ -34,12 +35,11 @@ class MLSTMMemoroid(MLSTM):
     def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
         return "associative_scan", {}
 
-    def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.mlstm.step import prepare
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        from seqblocks.kernels.mlstm.token import prepare
 
-        run: Any = prepare(self.heads, self.eps, "exp", True, self.readout)
-        run.most_tokens = 16  # `forward` computes a tree of products
-        return run
+        # `forward` computes a tree of products
+        return prepare(self.heads, self.eps, "exp", True, self.readout, most_tokens=16)
 
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently

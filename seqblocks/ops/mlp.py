@@ -6,6 +6,7 @@ from typing import Any
 
 from seqblocks.op import ANY, Op, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 
@@ -58,7 +59,7 @@ class SwiGLU(Op):
         opening = torch.nn.functional.silu(gate) if self.slope == 1 else gate * torch.sigmoid(self.slope * gate)
         return opening * (up + self.offset) if self.offset else opening * up
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         import torch
 
         from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
@@ -74,9 +75,9 @@ class SwiGLU(Op):
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)
                 return to_output(product(opening, y))
 
-            return joined
+            return TokenFunction(joined)
         to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
-        return lambda x: to_output(product(to_gate(x), to_up(x)))
+        return TokenFunction(lambda x: to_output(product(to_gate(x), to_up(x))))
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         gate = tape.product(x, p["gate_weight"], p.get("gate_bias"))

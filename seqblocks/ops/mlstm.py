@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -61,8 +62,8 @@ class MLSTM(Op):
         dims = (q.features // self.heads, v.features // self.heads)
         return "mlstm", {"head_dims": dims, "input_gate": self.input_gate}
 
-    def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.mlstm.step import prepare
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        from seqblocks.kernels.mlstm.token import prepare
 
         return prepare(self.heads, self.eps, self.input_gate, self.normalize)
 

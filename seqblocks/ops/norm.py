@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from seqblocks.op import ANY, Op, Port, Split, argument, drop_inherited, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 Gain = Literal["plain", "one_plus", "none"]
@@ -72,11 +73,11 @@ class LayerNorm(Norm):
 
     source = "Ba et al. 2016 (arXiv:1607.06450)"
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from torch import layer_norm
 
         gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
-        return lambda x: layer_norm(x, x.shape[-1:], gain, bias, eps)
+        return TokenFunction(lambda x: layer_norm(x, x.shape[-1:], gain, bias, eps))
 
     @property
     def adds_before(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 
@@ -29,13 +30,13 @@ class Phase(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"sum": State((x.features,))}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         def step(before: Any, x: Any) -> Any:
             angle = before.double() + x.double()
             turns = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor()).to(x.dtype)
             return turns, turns.clone()
 
-        return step
+        return TokenFunction(step)
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         from seqblocks.workspace import gated_recurrence

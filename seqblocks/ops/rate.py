@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
 
@@ -44,14 +45,9 @@ def check_tokens(x: Any, factor: int, verb: str) -> None:
         raise PartOfWindow(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}", factor)
 
 
-def _of_frames(several: Any) -> Any:
-    """Return a function for `Op.prepare_step`. A single token is only passed to it if the factor is 1."""
-
-    def step(x: Any) -> Any:
-        return x
-
-    step.several = several  # type: ignore[attr-defined]
-    return step
+def _of_frames(several: Any) -> TokenFunction:
+    """Return a function of several tokens. A single token is only passed to it if the factor is 1."""
+    return TokenFunction(lambda x: x, several)
 
 
 class _Rate(Op):
@@ -79,7 +75,7 @@ class Downsample(_Rate):
     def shape(self, x: Wire) -> Wire:
         return merged_tokens(x, self.factor, "factor")
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         factor, means = self.factor, self.method == "mean"
 
         def several(batch: int, x: Any) -> Any:
@@ -107,7 +103,7 @@ class Upsample(_Rate):
     def shape(self, x: Wire) -> Wire:
         return split_tokens(x, self.factor, "factor", self.verb)
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         factor = self.factor
 
         def several(batch: int, x: Any) -> Any:

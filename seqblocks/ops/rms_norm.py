@@ -8,6 +8,7 @@ from seqblocks.op import ANY, Port, argument, primitive
 from seqblocks.ops.gate import ActivationName, activate, activation, activation_memory
 from seqblocks.ops.norm import Norm
 from seqblocks.parameters import Parameter
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -48,8 +49,8 @@ class RMSNorm(Norm):
     def macs(self, x: Wire, z: Wire | None = None) -> int:
         return super().macs(x) + (x.features if z else 0)
 
-    def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.residual_norm.step import prepare
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        from seqblocks.kernels.residual_norm.token import prepare
 
         groups, opening_of, gated_before = self.groups, activation(self.activation), self.gate == "before"
         gain, bias = (self._by_group(each) for each in (self.effective_gain(p), p.get("bias")))
@@ -65,7 +66,7 @@ class RMSNorm(Norm):
                 return normed(x)
             return normed(x * opening_of(z)) if gated_before else normed(x).mul_(opening_of(z))
 
-        return step
+        return TokenFunction(step)
 
     def _by_group(self, x: Any) -> Any:
         return x if x is None or self.shared or self.groups == 1 else x.view(self.groups, -1)

@@ -9,6 +9,7 @@ from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.positions import position_after
 from seqblocks.rotary_scaling import Scaling, unscaled
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_have_grid
 
@@ -129,7 +130,7 @@ class Rotary(Op):
         amplitude = self.scaling.amplitude() if self.scaling else 1.0
         return {"interleaved": self.layout == "interleaved", "amplitude": amplitude}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         from seqblocks.kernels.positions import prepare_turning
 
         if self.on_grid:
@@ -144,7 +145,7 @@ class Rotary(Op):
             y = turns[width](heads.narrow(2, self.first, width), position)
             return self._joined(heads, y, width).flatten(1), position + 1
 
-        return step
+        return TokenFunction(step)
 
     def _joined(self, heads: Any, turned: Any, width: int) -> Any:
         """Return whole heads [..., width of a head], given the features that were turned."""

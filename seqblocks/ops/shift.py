@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_match
 
@@ -111,8 +112,8 @@ class Shift(_Shifted):
     def looks_back(self, x: Wire) -> int:
         return self.by * x.rate
 
-    def prepare_step(self, p: Any) -> Any:
-        return lambda window, x: (window.select(1, 0).clone(), next_window(window, x))
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        return TokenFunction(lambda window, x: (window.select(1, 0).clone(), next_window(window, x)))
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:
         return shifted_memory(tape, x, self.by)
@@ -157,14 +158,14 @@ class TokenShift(_Shifted):
     def transition(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         return window_after(x, 1, call)
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         weight = p.get("weight")
 
         def step(window: Any, x: Any, mix: Any) -> Any:
             before = window.select(1, 0)
             return (before - x).mul_(weight if mix is None else mix).add_(x), next_window(window, x)
 
-        return step
+        return TokenFunction(step)
 
     def memory(self, tape: Any, p: Any, x: Any, mix: Any = None) -> Any:
         earlier = shifted_memory(tape, x, 1)

@@ -7,6 +7,7 @@ from typing import Any
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.concat import passes_on
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Size, Wire, less
 
 
@@ -65,7 +66,7 @@ class Slice(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return None if self._is_in_prefix(x) else "it selects tokens of the whole sequence"
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
     def memory(self, tape: Any, p: Any, x: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -55,17 +56,10 @@ class SLSTM(Op):
     def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> tuple[str, dict[str, Any]]:
         return "slstm", {"heads": self.heads, "head_dim": i.features // self.heads}
 
-    def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.slstm.step import prepare
+    def prepare_token(self, p: Any) -> TokenFunction | None:
+        from seqblocks.kernels.slstm.token import prepare
 
         return prepare(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"])
-
-    def prepare_step_of_maps(self, p: Any, maps: Any) -> Any:
-        from seqblocks.kernels.slstm.step import prepare_of_maps
-
-        if any(weight.shape[0] != self.heads for weight, *_ in maps):
-            return None
-        return prepare_of_maps(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"], maps)
 
     def memory(self, tape: Any, p: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
         from seqblocks.workspace import slstm

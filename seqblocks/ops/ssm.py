@@ -9,6 +9,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, Split, argument, evenly, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
@@ -88,10 +89,10 @@ class SSM(Op):
     ) -> tuple[str, dict[str, Any]]:
         return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction | None:
         if self.groups > 1 or "B" in p or "C" in p:
             return None
-        from seqblocks.kernels.selective_scan.step import prepare
+        from seqblocks.kernels.selective_scan.token import prepare
 
         return prepare(p["A_log"], p.get("D"), self.softplus)
 

@@ -148,7 +148,7 @@ class Body(StepModule):
         fused = [group for group in self._plan if group.fused]
         self._ends = Ends(body, {step.name for group in fused for step in group.steps})
         self._phases = _phases(body, self._plan) if place.streams else None
-        self._in_parts = long_sequences.find(body, place)
+        self._in_chunks = long_sequences.find(body, place)
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
@@ -173,8 +173,8 @@ class Body(StepModule):
         values: the values that the body reads, by number; the dict is modified. ends: the steps that accept or return a
         `Sum`; leaves: whether the result may be one.
         """
-        if not call.compiling and self._in_parts and not following and len(values) == 1:
-            done = self._run_in_parts(values, call)
+        if not call.compiling and self._in_chunks and not following and len(values) == 1:
+            done = self._run_in_chunks(values, call)
             if done is not None:
                 return done
         return self._run_at_once(values, call, following, ends, leaves)
@@ -224,17 +224,17 @@ class Body(StepModule):
             return {name: values[value] for name, value in self._outputs.items()}
         return values[self._result]
 
-    def _run_in_parts(self, values: dict[int, Any], call: Call) -> tuple[Any, States] | None:
+    def _run_in_chunks(self, values: dict[int, Any], call: Call) -> tuple[Any, States] | None:
         """Return the result of `_run` for a long sequence, or None if it is to run at once."""
-        assert self._in_parts
+        assert self._in_chunks
         (value, x), = values.items()
-        if not isinstance(x, Tensor) or not (size := self._in_parts.size(x, call)):
+        if not isinstance(x, Tensor) or not (size := self._in_chunks.size(x, call)):
             return None
-        if self._in_parts.draws and draws_now(self):
+        if self._in_chunks.draws and draws_now(self):
             return None
         if not self._is_all_unobserved():
             return None
-        return long_sequences.run(x, size, call, lambda part, inner: self._run_at_once({value: part}, inner))
+        return long_sequences.run(x, size, call, lambda chunk, inner: self._run_at_once({value: chunk}, inner))
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
         """Return the steps to run in a phase of a stream. Values of the other phase are set to None, unless kept."""
@@ -278,7 +278,7 @@ class Body(StepModule):
     ) -> None:
         """Run the steps of a group by one kernel. Only the first of them may have a state."""
         first, *others = group.steps
-        parts: list[fusion.Part] = []
+        parts: list[fusion.FusedStep] = []
         for step in others:
             _, *reads = step.reads  # the main input is the output of the previous step
             child = self._modules[step.name]

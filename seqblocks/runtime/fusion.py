@@ -20,8 +20,8 @@ from seqblocks.ops.head_norm import HeadNorm
 from seqblocks.ops.learnable_skip import LearnableSkip
 from seqblocks.types import Wire
 
-Part = tuple[Any, dict[str, Any], list[Any]]  # a step's op, parameters and inputs
-Run = Callable[[list[Part]], Tensor]
+FusedStep = tuple[Any, dict[str, Any], list[Any]]  # a step's op, parameters and inputs
+Run = Callable[[list[FusedStep]], Tensor]
 
 
 class Fused(NamedTuple):
@@ -41,10 +41,10 @@ class Following(NamedTuple):
     """Steps that are computed together with the step before them, and the function that does so."""
 
     run: Run
-    parts: list[Part]
+    parts: list[FusedStep]
 
 
-def _norm_skip_gate(parts: list[Part]) -> Tensor:
+def _norm_skip_gate(parts: list[FusedStep]) -> Tensor:
     from seqblocks.kernels import head_norm
 
     (norm, p, (x,)), *others = parts

@@ -15,7 +15,7 @@ from seqblocks.graph import Graph, parameters
 from seqblocks.kernels.attention import alibi_slopes
 from seqblocks.parameters import LISTED, Init, Parameter
 from seqblocks.runtime.agreement import check_seed
-from seqblocks.runtime.shards import Parts, assign, groups_of
+from seqblocks.runtime.shards import TensorShards, assign, groups_of
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
@@ -23,19 +23,19 @@ Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-def draw_all(module: nn.Module, body: Graph, seed: int, parts: Parts | None = None) -> None:
+def draw_all(module: nn.Module, body: Graph, seed: int, shards: TensorShards | None = None) -> None:
     """Draw all parameters of a graph that are tied to no other, in the module that holds them.
 
     Raises UsageError if the module is spread over ranks that pass different seeds.
     """
-    check_seed(seed, groups_of(module.parameters(), parts))
+    check_seed(seed, groups_of(module.parameters(), shards))
     for item in parameters(body):
         if item.tied is None:
-            draw(module.get_parameter(item.name), item.name, item.parameter, seed, parts)
+            draw(module.get_parameter(item.name), item.name, item.parameter, seed, shards)
 
 
-def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Parts | None = None) -> None:
-    """Fill `target` in place with values drawn in float32 on the CPU; a rank takes its part of them.
+def draw(target: Tensor, name: str, parameter: Parameter, seed: int, shards: TensorShards | None = None) -> None:
+    """Fill `target` in place with values drawn in float32 on the CPU; a rank takes its shard of them.
 
     The result does not depend on the device of the target or on torch's defaults. Raises UsageError if a value exceeds
     the range of float16.
@@ -46,7 +46,7 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Part
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     shape = parameter.shape
     drawn = DRAWS[parameter.init.name](shape, parameter.init, parameter.inputs, generator)
-    assign(target, parts.take(name, drawn) if parts else drawn)
+    assign(target, shards.take(name, drawn) if shards else drawn)
     if target.dtype == torch.float16 and not torch.isfinite(drawn.to(torch.float16)).all():
         raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")
 

@@ -1,8 +1,8 @@
-"""Long sequences in parts: all steps of a body run on some tokens, then on the next, and states carry over.
+"""Long sequences in chunks: all steps of a body run on some tokens, then on the next, and states carry over.
 
 On a CPU without gradients. The operating system provides memory for each tensor above 32 MB afresh and clears it, which
-takes as long as most elementwise operations. Tensors of a part are smaller, so that their memory is reused, and a body
-needs the memory of one part besides its input and output.
+takes as long as most elementwise operations. Tensors of a chunk are smaller, so that their memory is reused, and a body
+needs the memory of one chunk besides its input and output.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from seqblocks.state import States
 from seqblocks.types import Wire
 
 REUSED_BYTES = 1 << 25  # of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
-ROWS = 64  # a part has a multiple of this many tokens, as kernels process this many at a time
-MIN_PARTS_OF_ROWS = 4  # Up to this many times ROWS, operations take longer in parts than memory for all tokens.
-STATES = 8  # a part has at least this many times the numbers of the states, which each part reads and writes
+CHUNK_MULTIPLE = 64  # a chunk has a multiple of this many tokens, as kernels process this many at a time
+MIN_MULTIPLES = 4  # Up to this many times CHUNK_MULTIPLE, operations take longer in chunks than memory for all tokens.
+MIN_STATES = 8  # a chunk has at least this many times the numbers of the states, which each chunk reads and writes
 
 
-class Parts:
-    """How a body runs in parts.
+class Chunks:
+    """How a body runs in chunks.
 
     widest: features of the widest value. states: numbers in all states of a sequence. draws: whether some step may draw
     random numbers in training mode.
@@ -38,7 +38,7 @@ class Parts:
         self._widest, self._states, self.draws = widest, states, draws
 
     def size(self, x: Tensor, call: Call) -> int:
-        """Return the number of tokens of a part of x [batch, seq, ...], or 0 to run all tokens at once."""
+        """Return the number of tokens of a chunk of x [batch, seq, ...], or 0 to run all tokens at once."""
         if torch.is_grad_enabled() or x.dim() < 2 or not x.is_cpu:
             return 0
         itemsize = x.element_size() if x.is_floating_point() else torch.get_default_dtype().itemsize
@@ -46,8 +46,8 @@ class Parts:
         if per_token * tokens <= REUSED_BYTES or not self._is_plain(call) or is_seen((x,)):
             return 0
         count = math.ceil(per_token * tokens / (REUSED_BYTES * 3 // 4))
-        size = math.ceil(tokens / count / ROWS) * ROWS
-        return 0 if size < MIN_PARTS_OF_ROWS * ROWS or size * self._widest < STATES * self._states else size
+        size = math.ceil(tokens / count / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+        return 0 if size < MIN_MULTIPLES * CHUNK_MULTIPLE or size * self._widest < MIN_STATES * self._states else size
 
     def _is_plain(self, call: Call) -> bool:
         """Return whether a call runs all steps of the body from left to right, on this process only."""
@@ -55,8 +55,8 @@ class Parts:
         return not special and (call.grid is None or call.grid.size is None)
 
 
-def find(body: Graph, place: Place) -> Parts | None:
-    """Return how a body runs in parts, or None if it cannot: if its steps do more than compute tokens and carry states.
+def find(body: Graph, place: Place) -> Chunks | None:
+    """Return how a body runs in chunks; None if it cannot: if its steps do more than compute tokens and carry states.
 
     All steps must be primitives, or blocks of primitives, that can stream, with states of a fixed size, for sequences
     of one rate.
@@ -71,7 +71,7 @@ def find(body: Graph, place: Place) -> Parts | None:
     if not all(_carries(node) for node in nodes):
         return None
     states = sum(state.numel for node in nodes for state in node.state.values())
-    return Parts(max(wire.features for wire in known), states, any(_draws(node) for node in nodes))
+    return Chunks(max(wire.features for wire in known), states, any(_draws(node) for node in nodes))
 
 
 def run(

@@ -19,7 +19,7 @@ from seqblocks.kernels import dispatch, products
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
-from seqblocks.runtime.fusion import Following, Part
+from seqblocks.runtime.fusion import Following, FusedStep
 from seqblocks.runtime.modules import (
     Place,
     StepModule,
@@ -104,7 +104,7 @@ class Primitive(StepModule, Owner):
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Compute this step and the following ones by one kernel."""
-        first: Part = (self.op, self.parameters_by_name(call), tensors)
+        first: FusedStep = (self.op, self.parameters_by_name(call), tensors)
         return following.run([first, *following.parts]), {}
 
     def _get_name(self) -> str:

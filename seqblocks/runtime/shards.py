@@ -18,7 +18,7 @@ ORDINARY = (nn.Parameter, Tensor)
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
-    """Return whether a tensor is a DTensor, of which each rank has a part or a copy."""
+    """Return whether a tensor is a DTensor, of which each rank has a shard or a copy."""
     if type(tensor) in ORDINARY or not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor  # imported here because it takes a second and few models need it
@@ -27,79 +27,79 @@ def is_sharded(tensor: Any) -> TypeGuard[Any]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; the tensor itself unless it is a DTensor."""
+    """Return this rank's shard of a tensor; the tensor itself unless it is a DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-class Cut(NamedTuple):
-    """How a parameter is cut over ranks: each of its consecutive sections along an axis is cut separately."""
+class Sharding(NamedTuple):
+    """How a parameter is sharded over ranks: each of its consecutive sections along an axis is sharded separately."""
 
     axis: int
     sections: tuple[int, ...]
 
-    def pieces(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield start and length of each piece of a rank in the whole parameter."""
+    def ranges(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield start and length in the whole parameter of each range of a rank."""
         start = 0
         for size in self.sections:
             yield start + rank * (size // ranks), size // ranks
             start += size
 
-    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a rank's part of a tensor."""
-        return torch.cat([whole.narrow(self.axis, *piece) for piece in self.pieces(rank, ranks)], self.axis)
+    def shard(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return a rank's shard of a tensor."""
+        return torch.cat([whole.narrow(self.axis, *each) for each in self.ranges(rank, ranks)], self.axis)
 
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """Return the whole tensor, joined from the parts of all ranks."""
-        sizes = [size // len(parts) for size in self.sections]
-        pieces = zip(*(part.split(sizes, self.axis) for part in parts), strict=True)
-        return torch.cat([piece for section in pieces for piece in section], self.axis)
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """Return the whole tensor, joined from the shards of all ranks."""
+        sizes = [size // len(shards) for size in self.sections]
+        by_section = zip(*(shard.split(sizes, self.axis) for shard in shards), strict=True)
+        return torch.cat([each for section in by_section for each in section], self.axis)
 
 
-class Parts(NamedTuple):
-    """A rank's share of a tensor-parallel model: the rank, the cuts by parameter, and the whole spec."""
+class TensorShards(NamedTuple):
+    """A rank's shards in a tensor-parallel model: the rank, how each parameter is sharded, and the whole spec."""
 
     group: Any
     rank: int
     ranks: int
-    cuts: dict[str, Cut]
+    shardings: dict[str, Sharding]
     spec: ModelSpec
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """Return the rank's part of a parameter."""
-        cut = self.cuts.get(name)
-        return cut.part(whole, self.rank, self.ranks) if cut else whole
+        """Return the rank's shard of a parameter, or all of it if it is not sharded."""
+        sharding = self.shardings.get(name)
+        return sharding.shard(whole, self.rank, self.ranks) if sharding else whole
 
-    def join(self, name: str, part: Tensor) -> Tensor:
+    def join(self, name: str, shard: Tensor) -> Tensor:
         """Return a whole parameter. All ranks must call this."""
-        cut = self.cuts.get(name)
-        if cut is None:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.ranks)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
-        return cut.join(parts)
+        sharding = self.shardings.get(name)
+        if sharding is None:
+            return shard
+        shards = [torch.empty_like(shard) for _ in range(self.ranks)]
+        torch.distributed.all_gather(shards, shard.contiguous(), group=self.group)
+        return sharding.join(shards)
 
 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter. For a DTensor, each rank copies its own part, without communication."""
+    """Copy a whole tensor into a parameter. For a DTensor, each rank copies its own shard, without communication."""
     if not is_sharded(target):
         target.copy_(whole)
         return
     from torch.distributed.tensor import distribute_tensor
 
-    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    target.to_local().copy_(part.to_local())
+    shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(shard.to_local())
 
 
 @torch.no_grad()
-def gathered(tensors: dict[str, Tensor], groups: Groups, parts: Parts | None) -> dict[str, Tensor]:
+def gathered(tensors: dict[str, Tensor], groups: Groups, shards: TensorShards | None) -> dict[str, Tensor]:
     """Return whole parameters on the first rank's CPU, and an empty dict on others. All ranks must call this."""
     first = _is_first(groups)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-        if parts:
-            whole = parts.join(name, whole)
+        if shards:
+            whole = shards.join(name, whole)
         if first:
             found[name] = whole.cpu()
     return found
@@ -109,10 +109,10 @@ Groups = list[Any]
 """Process groups, one for each axis of a mesh that a model is spread over; none for a model on one device."""
 
 
-def groups_of(tensors: Iterable[Tensor], parts: Parts | None) -> Groups:
+def groups_of(tensors: Iterable[Tensor], shards: TensorShards | None) -> Groups:
     """Return the process groups over which a model's tensors are sharded."""
     mesh = next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
-    return [*(mesh.get_all_groups() if mesh else ()), *([parts.group] if parts else ())]
+    return [*(mesh.get_all_groups() if mesh else ()), *([shards.group] if shards else ())]
 
 
 def _is_first(groups: Groups) -> bool:

@@ -82,7 +82,7 @@ class Captured:
     @staticmethod
     def fits(model: Any) -> bool:
         """Return whether the steps of a model may be recorded: none of them is computed with other processes."""
-        return model._some_tensor().device.type in RECORDERS and not model._parts and not model._relay
+        return model._some_tensor().device.type in RECORDERS and not model.tensor_shards and not model._relay
 
     def keep(self, at: list[int]) -> None:
         if self._plain:

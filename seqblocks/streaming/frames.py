@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +17,11 @@ from torch import Tensor
 from seqblocks.graph import Graph, Node, frame_size
 from seqblocks.streaming.source import Several
 from seqblocks.streaming.token_rows import has_tokens
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
-# Up to this many tokens of each sequence, a planned function takes less time than `forward`. A function with an
-# attribute `most_tokens` has a limit of its own.
+# Up to this many tokens of each sequence, a planned function takes less time than `forward`, unless it has a limit of
+# its own (`TokenFunction.most_tokens`).
 MOST_AT_ONCE = 16  # for a function that takes several tokens in one call
 MOST_IN_ORDER = 8  # for a function of one token, called once for each
 MOST_OF_WINDOWS = 2  # the same, if its state is only a window of earlier tokens or a count of them
@@ -28,8 +29,6 @@ MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # the same, if its states have at 
 
 MOST_ROWS = 256  # tokens of a prompt, in all sequences; longer ones take about as long in the modules
 MOST_ROWS_OF_FRAMES = 2048  # tokens of frames of several sequences; the modules take less time for more
-
-Run = Callable[..., Any]
 
 
 class Frames:
@@ -79,27 +78,27 @@ class Frames:
             not self.have_several_tokens or (node.op.reads == "token" and self._is_uniform(node))
         )
 
-    def runs(self, node: Node, run: Run | None) -> bool:
-        """Return whether a function of one token, or its attribute `several`, is used at all."""
+    def runs(self, node: Node, run: TokenFunction | None) -> bool:
+        """Return whether a function of tokens is used at all."""
         if run is None:
             return False
         return not self.have_several_tokens or self.is_rowwise(node) or self._when(node, run) != ""
 
-    def several(self, node: Node, run: Run, whole: str) -> Several | None:
+    def several(self, node: Node, run: TokenFunction, whole: str) -> Several | None:
         """Return how a function of one token is called for several, or None if they are rows.
 
-        run: the function. whole: the name of another for all tokens, from the batch, the state and the inputs, or "".
+        run: the function. whole: the name of another function of several tokens, which runs `forward`, or "".
         """
-        return None if self.is_rowwise(node) else Several(self._when(node, run), hasattr(run, "several"), whole)
+        return None if self.is_rowwise(node) else Several(self._when(node, run), run.several is not None, whole)
 
     def _is_uniform(self, node: Node) -> bool:
         """Return whether a step only reads and makes the same number of tokens, and vectors repeated for each."""
         values = [value for value in node.reads if value not in node.vectors]
         return len(self.tokens(node)) == 1 and all(has_tokens(self._types[value]) for value in values)
 
-    def _when(self, node: Node, run: Run) -> str:
-        """Return the condition under which a function of one token takes less time than `forward`; "" for never."""
-        together = hasattr(run, "several")
+    def _when(self, node: Node, run: TokenFunction) -> str:
+        """Return the condition under which a function of tokens takes less time than `forward`; "" for never."""
+        together = run.several is not None
         if not together and not (node.state and self._is_uniform(node)):
             return ""
         most = most_tokens(node, run)
@@ -118,12 +117,11 @@ def _most_in_order(most: float, node: Node) -> str:
     return str(most) if most == fewer else f"({most} if batch <= {large} else {few} if batch <= {larger} else {fewer})"
 
 
-def most_tokens(node: Node, run: Run) -> float:
-    """Return the tokens of each sequence up to which a function of one token takes less time than `forward`."""
-    if (given := getattr(run, "most_tokens", None)) is not None:
-        most: float = given
-        return most
-    if hasattr(run, "several"):
+def most_tokens(node: Node, run: TokenFunction) -> float:
+    """Return the tokens of each sequence up to which a function of tokens takes less time than `forward`."""
+    if run.most_tokens is not None:
+        return run.most_tokens
+    if run.several is not None:
         return MOST_AT_ONCE if node.state else math.inf
     sums = any(state.dtype == "float32" and not state.per_token for state in node.state.values())
     return MOST_IN_ORDER if sums else MOST_OF_WINDOWS

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from seqblocks.op import Op
+from seqblocks.token_function import TokenFunction
 
-MAX_COPIED_FEATURES = 1 << 12  # features of all tokens: copying more of them takes longer than separate calls
 Run = Callable[..., Any]
+MAX_COPIED_FEATURES = 1 << 12  # features of all tokens: copying more of them takes longer than separate calls
 split_copy: Any = torch.split_with_sizes_copy  # according to torch's annotations, it returns None
 
 
-def prepare_joined_steps(op: Op, tables: Sequence[dict[str, Tensor]], widths: Sequence[int]) -> Run | None:
+def prepare_joined_steps(op: Op, tables: Sequence[dict[str, Tensor]], widths: Sequence[int]) -> TokenFunction | None:
     """Return a function that computes one token of steps with the same op, or None if the op prepares none.
 
     tables: the parameters of each step; widths: the features of each output. It takes and returns the values of all
-    steps next to each other: each part of the state and then the inputs; the outputs, then each part of the state. Its
-    attribute `several` is that of the op's function, see `Op.prepare_step`.
+    steps next to each other: each part of the state and then the inputs; the outputs, then each part of the state.
     """
-    separate: list[Any] = [op.prepare_step(table) for table in tables]
-    joined: Any = op.prepare_step({name: torch.cat([table[name] for table in tables]) for name in tables[0]})
-    if joined is None or None in separate:
+    separate = [run for table in tables if (run := op.prepare_token(table)) is not None]
+    joined = op.prepare_token({name: torch.cat([table[name] for table in tables]) for name in tables[0]})
+    if joined is None or len(separate) < len(tables):
         return None
     count, total, sizes = len(tables), sum(widths), tuple(widths)
 
@@ -44,16 +44,16 @@ def prepare_joined_steps(op: Op, tables: Sequence[dict[str, Tensor]], widths: Se
             made += split_copy(state, sizes, -1)
         return tuple(made)
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        return apply(joined, separate, given)
+    each, together, all_together = [run.one for run in separate], joined.several, [run.several for run in separate]
+
+    def one(*given: Tensor) -> tuple[Tensor, ...]:
+        return apply(joined.one, each, given)
 
     def several(batch: int, *given: Tensor) -> tuple[Tensor, ...]:
-        return apply(partial(joined.several, batch), [partial(one.several, batch) for one in separate], given)
+        assert together
+        return apply(partial(together, batch), [partial(run, batch) for run in all_together if run], given)
 
-    if hasattr(joined, "several"):
-        run.several = several  # type: ignore[attr-defined]
-        run.most_tokens = getattr(joined, "most_tokens", None)  # type: ignore[attr-defined]
-    return run
+    return TokenFunction(one, several if together else None, joined.most_tokens)
 
 
 def in_turn(functions: Sequence[Run]) -> Run:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from seqblocks.graph import Graph, Node
-from seqblocks.op import Op
+from seqblocks.token_function import TokenFunction
 
 
 class Reader(NamedTuple):
@@ -23,17 +23,18 @@ class Reader(NamedTuple):
         """The values that the maps read, each once."""
         return [*dict.fromkeys(value for node in self.maps for value in node.reads)]
 
-    def prepare(self, parameters: Callable[[Node], Mapping[str, Tensor]]) -> Callable[..., Any] | None:
-        """Return a function for one token of the step and its maps, of the step's state and `sources`, or None."""
-        maps, sources = [], self.sources
-        for node in self.maps:
-            blocks = node.op.block_weights(parameters(node)) if node.op else None
-            if blocks is None:
-                return None
-            maps.append((*blocks, sources.index(node.reads[0])))
-        assert self.node.op
-        run: Callable[..., Any] | None = self.node.op.prepare_step_of_maps(parameters(self.node), maps)
-        return run
+    def prepare(self, function: Callable[[Node], TokenFunction | None]) -> TokenFunction | None:
+        """Return a function for one token of the step and its maps, of the step's state and `sources`, or None.
+
+        function: returns that of a node.
+        """
+        reader = function(self.node)
+        if reader is None or reader.of_maps is None:
+            return None
+        maps, sources = [function(node) for node in self.maps], self.sources
+        blocks = [(*made.blocks, sources.index(node.reads[0])) for made, node in zip(maps, self.maps, strict=True)
+                  if made and made.blocks]
+        return reader.of_maps(blocks) if len(blocks) == len(maps) else None
 
     def of_several(self, functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         """Return a function like that of `prepare` for several tokens, made of those of the step and of its maps.
@@ -52,21 +53,19 @@ class Reader(NamedTuple):
 
 
 def readers(body: Graph, nodes: Sequence[Node], is_plain: Callable[[Node], bool]) -> Iterator[Reader]:
-    """Yield the steps among the nodes of a body that compute their inputs.
+    """Yield the steps among the nodes of a body that may compute their inputs.
 
     is_plain: whether the module of a step is neither replaced nor observed.
     """
     used = Counter(value for node in body.nodes for value in node.reads) + Counter(body.results)
-    made = {node.outputs[0]: node for node in nodes if used[node.outputs[0]] == 1 and _is_map(node)}
+    made = {node.outputs[0]: node for node in nodes if used[node.outputs[0]] == 1 and _may_be_map(node)}
     for node in nodes:
-        if node.op is None or type(node.op).prepare_step_of_maps is Op.prepare_step_of_maps or node.split:
+        if node.op is None or not node.state or node.split or len(node.reads) < len(node.op.ports):
             continue
         maps = [made[value] for value in node.reads if value in made]
         if len(maps) == len(node.reads) == len(node.op.ports) and all(map(is_plain, [node, *maps])):
             yield Reader(node, maps)
 
 
-def _is_map(node: Node) -> bool:
-    if node.op is None or type(node.op).block_weights is Op.block_weights:
-        return False
-    return not node.split and len(node.reads) == 1
+def _may_be_map(node: Node) -> bool:
+    return node.op is not None and not node.split and not node.state and len(node.reads) == 1 and bool(node.parameters)

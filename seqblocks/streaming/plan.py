@@ -1,13 +1,13 @@
 """One token of a stream, planned once and run many times.
 
 In a small model, the computation of one token takes less time than the Python code that dispatches it. The first step
-without gradients therefore builds a `Stepper`: one function that runs all steps of the model in order, with parameters
+without gradients therefore makes a `TokenPlan`: one function that runs all steps of the model in order, with parameters
 already in the layout that one token needs, and checks the state. Its source is generated from the graph; the only user
-input in it is quoted names. Ops may provide a function for one token (`Op.prepare_step`); otherwise their `forward`
-runs. A stepper is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
+input in it is quoted names. Ops may provide a function of tokens (`Op.prepare_token`); otherwise their `forward`
+runs. A plan is valid while modules, hooks and parameters are unchanged. Changes through `parameter.data` cannot be
 detected, so values derived from parameters are computed again for each stream and after each step of an optimiser
-(`renewed`). A stepper does not change once it is made, since several threads may run it: computing its values again
-makes another one. Nothing in a stepper refers to the stepper or its model, so that a deleted model frees its memory at
+(`renewed`). A plan does not change once it is made, since several threads may run it: computing its values again
+makes another one. Nothing in a plan refers to the plan or its model, so that a deleted model frees its memory at
 once.
 
 The writer of the source is `seqblocks/streaming/source.py`. Short prompts and frames are read by a second function,
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.cells import STARTED
+from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
@@ -48,20 +49,21 @@ from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard, Updates
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.streaming.maps import Reader, readers
-from seqblocks.streaming.source import Path, StepperSource, Values
+from seqblocks.streaming.source import Path, PlanSource, Values
 from seqblocks.streaming.token_rows import Reading, as_rows, as_sequences, has_tokens, read
+from seqblocks.token_function import TokenFunction
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
 
 
-def stepper(
-    model: Body, spec: ModelSpec, declared: States, stream: object = None, kind: type[Stepper] | None = None
-) -> Stepper | None:
-    """Return the stepper of a model, or None if some step is not supported, or if parameters changed meanwhile.
+def plan_tokens(
+    model: Body, spec: ModelSpec, declared: States, stream: object = None, kind: type[TokenPlan] | None = None
+) -> TokenPlan | None:
+    """Return the plan of a model, or None if some step is not supported, or if parameters changed meanwhile.
 
     declared: the declared states of the steps, nested by name. stream: what identifies the model's latest stream. kind:
-    the class of the stepper, default Stepper.
+    the class of the plan, default TokenPlan.
     """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
@@ -69,11 +71,11 @@ def stepper(
     if model.training or is_hooked(model) or not is_uniform or any(x.is_inference() for x in parameters):
         return None
     before = _as_they_are(parameters)
-    made = (kind or Stepper)(model, spec, declared, stream)
+    made = (kind or TokenPlan)(model, spec, declared, stream)
     return made if _as_they_are(model.parameters()) == before else None
 
 
-class Stepper:
+class TokenPlan:
     """Run one token, x [batch, features] or token ids [batch], through a model.
 
     run(state, x) returns (y, state), or None if the state does not match its declaration.
@@ -98,7 +100,7 @@ class Stepper:
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
         self._guard.note_owner(model)
-        self._source = StepperSource()
+        self._source = PlanSource()
         self._exports: dict[int, str] = {}  # variables of the values that bodies export, so far
         self._source.unpack(declared, (), self.dtype)
         y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
@@ -120,8 +122,8 @@ class Stepper:
         """Return whether values were derived from parameters in this stream and since the latest update."""
         return self._made_after == (Updates.latest, stream)
 
-    def renewed(self, stream: object) -> Stepper | None:
-        """Return a stepper with all values derived from parameters again, or None if it has to be built instead."""
+    def renewed(self, stream: object) -> TokenPlan | None:
+        """Return a plan with all values derived from parameters again, or None if it has to be built instead."""
         made_after = (Updates.latest, stream)
         if [_memory(x) for x in self._parameters] != self._memory:
             return None
@@ -207,7 +209,7 @@ class Stepper:
         return {node.outputs[0]: self._source.call(run, inputs, (*path, node.name), [*node.state], several=several)}
 
     def _whole(self, join: Callable[[list[Any]], Any], functions: list[Any]) -> str:
-        """Return the name of what `join` makes of the attributes `several` of functions, or "" if one is None."""
+        """Return the name of what `join` makes of functions of several tokens, or "" if one is None."""
         if None in functions:
             return ""
         return self._source.constant(join([each.several for each in functions]))
@@ -270,9 +272,9 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
-        def prepare() -> Callable[[Tensor], Tensor] | None:
+        def prepare() -> TokenFunction | None:
             matrices = [_matrix(child, node, call) for child, node in children]
-            return None if None in matrices else prepare_joined([matrix for matrix in matrices if matrix])
+            return None if None in matrices else TokenFunction(prepare_joined([each for each in matrices if each]))
 
         run = self._source.prepared(prepare)
         assert run is not None
@@ -286,16 +288,17 @@ class Stepper:
         modules: dict[str, Any] = module._modules
         call = self._call  # a function that referred to the plan would be a cycle
 
-        def parameters(node: Node) -> dict[str, Tensor]:
-            return parameters_of(modules[node.name], call)
+        def function(node: Node) -> TokenFunction | None:
+            assert node.op
+            return node.op.prepare_token(parameters_of(modules[node.name], call))
 
         def is_simple(node: Node) -> bool:
             return not self._frames.vector_repeats(node) and is_plain(modules[node.name], node)
 
         for reader in readers(body, nodes, is_simple):
-            made = reader.prepare(parameters)
+            made = reader.prepare(function)
             by_token = self._frames.runs(reader.node, made) and all(map(self._frames.is_rowwise, reader.maps))
-            run = self._source.prepared(partial(reader.prepare, parameters), made) if by_token else None
+            run = self._source.prepared(partial(reader.prepare, function), made) if by_token else None
             if run is None:
                 continue
             for node in (reader.node, *reader.maps):
@@ -312,7 +315,7 @@ class Stepper:
         Return the variables of their outputs by value.
         """
         op, tokens = nodes[0].op, self._frames.tokens(nodes[0])
-        if op is None or not op.joins_features():
+        if op is None or not op.joins_features:
             return None
         alike = [node for node in nodes if node.op == op and self._frames.tokens(node) == tokens]
         found = [node for node in alike if self._can_join(module._modules[node.name], node, values)]
@@ -321,7 +324,7 @@ class Stepper:
         steps: list[Any] = [module._modules[node.name] for node in found]
         widths, call = [node.type.features for node in found if node.type], self._call
 
-        def prepare() -> Callable[..., tuple[Tensor, ...]] | None:
+        def prepare() -> TokenFunction | None:
             return prepare_joined_steps(op, [parameters_of(step, call) for step in steps], widths)
 
         joined = prepare()
@@ -396,8 +399,7 @@ class Stepper:
             tensors = [as_sequences(x, batch) if time else x for x, time in zip(given, timed, strict=True)]
             return call(state, tensors, as_rows)
 
-        run.several = several  # type: ignore[attr-defined]
-        y = self._source.call_with_all_state(run, inputs, path)
+        y = self._source.call_with_all_state(TokenFunction(run, several), inputs, path)
         if exports:
             y, *more = self._source.unpacked(y, 1 + len(exports))
             self._exports |= zip(exports, more, strict=True)
@@ -412,29 +414,28 @@ class Stepper:
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
         self._source.calls_modules |= not op.builtin
 
-        def prepare() -> Callable[..., Any] | None:
+        def prepare() -> TokenFunction | None:
             return _prepared(op, parameters) if module.op is op else None
 
-        made: Any = prepare()
+        made = prepare()
         is_row = self._frames.is_rowwise(node)
         whole = None if is_row and (made or is_pointwise(op)) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
         derived = run is not None and not is_own_matrix(op, parameters)
         if run is None:
-            made = partial(op.forward, parameters, self._call) if is_row and is_pointwise(op) else whole
+            as_row = is_row and is_pointwise(op)
+            made = TokenFunction(partial(op.forward, parameters, self._call)) if as_row else whole
             if made is None:
                 return None
             run = self._source.constant(made)
         self._note_parameters(module, derived)
+        assert made is not None
         several = self._frames.several(node, made, self._source.constant(whole.several) if whole else "")
         self._source.splits &= several is None or several.is_possible
         return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], several)
 
-    def _of_sequences(self, module: Any, node: Node) -> Any:
-        """Return a function that runs a primitive's `forward` on sequences of one token; None if the module must run.
-
-        Its attribute `several` runs it on all tokens of a frame, or of a short prompt.
-        """
+    def _of_sequences(self, module: Any, node: Node) -> TokenFunction | None:
+        """Return a function that runs a primitive's `forward`, or None if the module must run."""
         if not takes_plain_tokens(module) or (node.vectors and not self._frames.have_several_tokens):
             return None
         assert node.op is not None
@@ -460,8 +461,7 @@ class Stepper:
             y = as_rows(y) if made else y
             return (y, *after) if names else y
 
-        run.several, run.most_tokens = several, math.inf  # type: ignore[attr-defined]
-        return run
+        return TokenFunction(run, several, math.inf)
 
     def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:
         return self._body(module, node.bodies[""], inputs, path)
@@ -509,7 +509,8 @@ class Stepper:
             y = torch.stack([experts[at](*tokens) for at in chosen[0].tolist()], 1)
             return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
-        return self._source.call(self._source.constant(run), [f"({', '.join(experts)},)", logits, *read], path, [])
+        run_name = self._source.constant(TokenFunction(run))
+        return self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
 
     def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
         """Write the function of an expert with `count` inputs and return its name."""
@@ -532,7 +533,7 @@ class Stepper:
     def _parallel(self, module: Parallel, node: Node, inputs: Sequence[str], path: Path) -> str:
         values = dict(zip(node.reads, inputs, strict=True))
         made = [self._layer(module, *item, inputs[0], values, path) for item in node.bodies.items()]
-        merge = self._source.constant(lambda *results: merged([*results], node.arguments.merge))
+        merge = self._source.constant(TokenFunction(lambda *results: merged([*results], node.arguments.merge)))
         return self._source.call(merge, made, path, [])
 
     def _layer(
@@ -546,10 +547,10 @@ class Stepper:
         return self._call_module(layer, None, timed, timed[0], read, (*path, label), body.exports)
 
 
-PLANNED: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
-    **dict.fromkeys([*PRIMITIVES, nn.Linear], Stepper._primitive), Block: Stepper._block, Residual: Stepper._residual,
-    Repeat: Stepper._repeat, Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
-    Cell: Stepper._cell,
+PLANNED: dict[type[nn.Module], Callable[[TokenPlan, Any, Node, Sequence[str], Path], str | None]] = {
+    **dict.fromkeys([*PRIMITIVES, nn.Linear], TokenPlan._primitive), Block: TokenPlan._block, Scan: TokenPlan._scan,
+    Residual: TokenPlan._residual, Repeat: TokenPlan._repeat, Parallel: TokenPlan._parallel,
+    Experts: TokenPlan._experts, Cell: TokenPlan._cell,
 }  # fmt: skip
 
 
@@ -577,17 +578,23 @@ def _as_they_are(parameters: Iterable[Tensor]) -> list[tuple[Any, ...]]:
     return [(id(x), x._version, *_memory(x)) for x in parameters]
 
 
-def _prepared(op: Op, parameters: dict[str, Any]) -> Callable[..., Any] | None:
+def _prepared(op: Op, parameters: dict[str, Any]) -> TokenFunction | None:
     """Return a function for one token of an op that prepares one or is a matrix, otherwise None."""
-    run: Callable[..., Any] | None = op.prepare_step(parameters)
+    run: Any = op.prepare_token(parameters)
+    if run is not None and not isinstance(run, TokenFunction):
+        cls = type(op)
+        raise UsageError(
+            f"{cls.__module__}.{cls.__qualname__}.prepare_token must return a TokenFunction or None, not {run!r:.80}"
+        )
     if run is None and (matrix := op.matrix(parameters)) is not None:
-        return prepare_joined([Matrix(*matrix)])
-    return run
+        return TokenFunction(prepare_joined([Matrix(*matrix)]))
+    made: TokenFunction | None = run
+    return made
 
 
 def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
-    matrix = op.matrix(parameters) if type(op).prepare_step is Op.prepare_step else None
+    matrix = op.matrix(parameters) if type(op).prepare_token is Op.prepare_token else None
     own = {id(x) for x in (None, *parameters.values())}
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 

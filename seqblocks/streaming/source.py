@@ -1,4 +1,4 @@
-"""Source text of the functions of a stepper.
+"""Source text of the functions of a plan.
 
 There are two: one for one token, and one for several tokens, which are read together
 (`seqblocks/streaming/frames.py`). Both are made of the same calls, and each line is written for both at once. The only
@@ -19,6 +19,7 @@ from seqblocks.graph import Node, is_prefix_join
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
 from seqblocks.streaming.token_rows import as_rows, over_tokens
+from seqblocks.token_function import TokenFunction
 
 Path = tuple[str, ...]
 Values = Mapping[str, Any]  # of constants, by name
@@ -32,9 +33,8 @@ class Several(NamedTuple):
 
     when: a condition in the generated source, such as "tokens <= 8", under which its function for one token is used;
         "" for never.
-    together: whether that function takes all tokens in one call, by its attribute `several`, or is called for each.
-    whole: the name of the function that is used otherwise, with the batch, the state and the inputs; "" if there is
-        none.
+    together: whether that function takes all tokens in one call (`TokenFunction.several`) or is called for each.
+    whole: the name of the function of several tokens that is used otherwise; "" if there is none.
     """
 
     when: str
@@ -46,8 +46,8 @@ class Several(NamedTuple):
         return bool(self.when or self.whole)
 
 
-class StepperSource:
-    """Builder of the source of a stepper's function. Variables are numbered; states are addressed by path."""
+class PlanSource:
+    """Builder of the source of a plan's function. Variables are numbered; states are addressed by path."""
 
     def __init__(self) -> None:
         self.splits = True  # whether several tokens can be read
@@ -188,7 +188,7 @@ class StepperSource:
     def call(
         self, run: str, inputs: Sequence[str], path: Path, state: list[str], several: Several | None = None
     ) -> str:
-        """Call the function in the variable `run` with a step's state and inputs; return the variable of the output.
+        """Call the TokenFunction of the name `run` with a step's state and inputs; return the variable of the output.
 
         several: how several tokens of each sequence are computed (default: as those of several sequences).
         """
@@ -203,16 +203,16 @@ class StepperSource:
     ) -> None:
         """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
         results, given = ", ".join(made), ", ".join([*state, *inputs])
-        call = f"{run}({given})"
+        call = f"{run}.one({given})"
         if several and several.together:
             call = f"{run}.several(batch, {given})"
         elif several:
-            arguments = f"{run}, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
+            arguments = f"{run}.one, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
             call = f"{self.constant(over_tokens)}({arguments})"
         if several and several.whole and several.when != "True":
             whole = f"{several.whole}(batch, {given})"
             call = f"{call} if {several.when} else {whole}" if several.when else whole
-        self.add(f"{results} = {run}({given})", f"{results} = {call}")
+        self.add(f"{results} = {run}.one({given})", f"{results} = {call}")
 
     def call_joined(
         self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str],
@@ -236,16 +236,13 @@ class StepperSource:
             whole = (*path, part)
             self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
 
-    def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
-        """Call a function with the whole state at a path, a dict, or None if there is no state.
-
-        `run.several` is called for several tokens, with the batch before these.
-        """
+    def call_with_all_state(self, run: TokenFunction, inputs: Sequence[str], path: Path) -> str:
+        """Call a function with the whole state at a path, a dict, or None if there is no state."""
         y, made, given = self.variable(), self.variable(), ", ".join([self._given.get(path, "None"), *inputs])
         self.calls_modules = True
         self._made[path] = made
         name = self.constant(run)
-        self.add(f"{y}, {made} = {name}({given})", f"{y}, {made} = {name}.several(batch, {given})")
+        self.add(f"{y}, {made} = {name}.one({given})", f"{y}, {made} = {name}.several(batch, {given})")
         return y
 
     def function(self, y: str, declared: States) -> Maker:

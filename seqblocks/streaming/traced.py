@@ -1,7 +1,7 @@
-"""One token of a stream under torch.compile: a stepper's function that reads weights instead of preparing them.
+"""One token of a stream under torch.compile: a plan's function that reads weights instead of preparing them.
 
 A compiler traces every Python call that leads to an operation and guards every attribute read there, which took longer
-than compiling the operations themselves. Tracing a stepper's function avoids this. Values derived from parameters are
+than compiling the operations themselves. Tracing a plan's function avoids this. Values derived from parameters are
 computed in the graph, since compiled code continues to run after the parameters have changed.
 """
 
@@ -21,12 +21,12 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
 from seqblocks.runtime.primitive import Primitive, is_primitive, parameters_of
 from seqblocks.state import States, compact
-from seqblocks.streaming.plan import PLANNED, Stepper, holders, is_own_matrix, is_plain, is_pointwise, stepper
+from seqblocks.streaming.plan import PLANNED, TokenPlan, holders, is_own_matrix, is_plain, is_pointwise, plan_tokens
 from seqblocks.streaming.source import Path
 
 
-class TracedStepper(Stepper):
-    """A stepper whose function reads parameters from their modules' dicts.
+class TracedPlan(TokenPlan):
+    """A plan whose function reads parameters from their modules' dicts.
 
     may_break: whether it calls code of a user (a module, a primitive, a hook), which may break the graph.
     """
@@ -73,8 +73,8 @@ class TracedStepper(Stepper):
 
     def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source
-        prepared = type(op).prepare_step is not Op.prepare_step
-        prepared = prepared and op.prepare_step(parameters_of(module, self._call)) is not None
+        prepared = type(op).prepare_token is not Op.prepare_token
+        prepared = prepared and op.prepare_token(parameters_of(module, self._call)) is not None
         if not (prepared or is_pointwise(op)):
             return None
         self._note_parameters(module, derived=False)
@@ -82,7 +82,7 @@ class TracedStepper(Stepper):
         parameters = "{" + ", ".join(f"{name!r}: {table}[{key!r}]" for name, table, key in tables) + "}"
         given, own = source.at_ports(node, inputs), f"{source.constant(module.__dict__)}['op']"  # it may be replaced
         if prepared:
-            run = source.assign(f"{own}.prepare_step({parameters})")
+            run = source.assign(f"{own}.prepare_token({parameters})")
             y = source.call(run, given, path, [*node.state])
             source.replace_state(path, [*node.state], compact)
             return y
@@ -91,23 +91,23 @@ class TracedStepper(Stepper):
 
 
 class Traceable(Protocol):
-    """The interface of a model that a traced stepper uses."""
+    """The interface of a model that a traced plan uses."""
 
     spec: ModelSpec
     _declared_state: States
     _has_experts: bool
-    _traced: TracedStepper | None
+    _traced: TracedPlan | None
 
 
 @constant
 def is_traceable(model: Traceable) -> bool:
-    """Return whether a compiled step of this model can use a stepper, which is then `model._traced`."""
+    """Return whether a compiled step of this model can use a plan, which is then `model._traced`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
     if model._has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = stepper(model, model.spec, model._declared_state, kind=TracedStepper)  # type: ignore[arg-type, assignment]
+        model._traced = plan_tokens(model, model.spec, model._declared_state, kind=TracedPlan)  # type: ignore[arg-type, assignment]
     # guards after a break in the graph do not lead back to this function
     return model._traced is not None and not model._traced.may_break
 

@@ -17,7 +17,7 @@ from seqblocks.graph import ModelSpec
 BYTES = 256
 HELD = 20  # one in so many bytes or rows is held out
 READ = 8  # batches of held-out data that are read
-LARGE = 1 << 40  # seeds of held-out batches begin here, those of training below
+HELD_OUT_SEED = 1 << 40  # seeds of held-out batches begin here, those of training below
 
 
 class Data(Protocol):

@@ -32,7 +32,7 @@ from seqblocks.language.writing import write_text
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.streaming.generate import generate
-from seqblocks.training.data import BYTES, LARGE, READ, Data, Text
+from seqblocks.training.data import BYTES, HELD_OUT_SEED, READ, Data, Text
 from seqblocks.training.loop import adamw, step
 
 WARM_UP = 50  # steps
@@ -123,7 +123,8 @@ class Trial:
         self.model.eval()
         total = 0.0
         for number in range(READ):
-            x, target = (each.to(self.device) for each in self.data.batch(LARGE + number, self.settings.batch, True))
+            held_out = self.data.batch(HELD_OUT_SEED + number, self.settings.batch, True)
+            x, target = (each.to(self.device) for each in held_out)
             total += float(self.data.loss(self.model(x), target))
         return total / READ
 
@@ -171,7 +172,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _seed(seed: int, number: int) -> int:
-    return (seed * 1_000_003 + number) % LARGE
+    return (seed * 1_000_003 + number) % HELD_OUT_SEED
 
 
 def begin(

@@ -13,7 +13,7 @@ from seqblocks.tape import Shape, Tape, Value
 
 SPAN = 512
 NUMBERS = 1 << 17
-SHORT, LONG = 16, 32  # tokens of a chunk, with and without corrections
+CHUNK, CORRECTED_CHUNK = 32, 16  # tokens; the second for rules that correct what a state holds
 
 
 class Sizes(NamedTuple):
@@ -122,7 +122,7 @@ class _Chunks:
 
     def __init__(self, tape: Tape, x: Sizes) -> None:
         self.tape = tape
-        most = LONG if x.rule == "add" else SHORT
+        most = CHUNK if x.rule == "add" else CORRECTED_CHUNK
         self.L = min(most, 1 << (x.tokens - 1).bit_length())
         self.count = -(-x.tokens // self.L)
         self.rows = x.batch * x.heads

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqblocks.kernels import causal_conv, numerics, use_backend
 from seqblocks.kernels.causal_conv import interface
-from seqblocks.kernels.causal_conv import step as step_of_conv
+from seqblocks.kernels.causal_conv import token as token_of_conv
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -196,8 +196,8 @@ def test_several_tokens_are_single_tokens(seq: int, B: int, K: int, activation: 
     over_tokens = of_models("streaming.token_rows").over_tokens
     sizes = (5, 1, K), (5,), (B, K - 1, 5), (seq * B, 5)
     weight, bias, window, x = (torch.randn(size, dtype=torch.float64) for size in sizes)
-    step = step_of_conv.prepare(weight, bias if biased else None, activation)
-    found = step.several(B, window, x)  # type: ignore[attr-defined]
-    torch.testing.assert_close([*found], [*over_tokens(lambda *given: step(*given), B, 1, [window], [x])])
+    step = token_of_conv.prepare(weight, bias if biased else None, activation)
+    found = step.several(B, window, x)
+    torch.testing.assert_close([*found], [*over_tokens(step.one, B, 1, [window], [x])])
     assert found[1].is_contiguous()
     assert found[1].untyped_storage().nbytes() == window.untyped_storage().nbytes()

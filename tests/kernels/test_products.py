@@ -32,20 +32,52 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return calls
 
 
-@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "rows", "few", "many"),
+    ("tokens", "rows", "width", "usual", "slow"),
     [
-        (0, 1 << 21, False, False), (1, 1 << 19, True, True), (4, 1 << 19, True, True), (1, 1 << 18, False, False),
-        (8, (1 << 20) - 1, False, False), (8, 1 << 20, False, True), (64, 1 << 17, False, True),
+        (0, 1 << 11, 1024, "torch", "torch"), (1, 512, 1024, "oneDNN", "rows"), (1, 256, 1024, "torch", "torch"),
+        (2, 512, 1024, "oneDNN", "rows"), (3, 512, 1024, "oneDNN", "oneDNN"), (3, 1024, 512, "oneDNN", "oneDNN"),
+        (1, 256, 2048, "oneDNN", "rows"), (1, 256, 2049, "oneDNN", "oneDNN"), (5, 512, 1024, "torch", "torch"),
+        (8, (1 << 20) - 1, 1, "torch", "torch"), (8, 1 << 20, 1, "torch", "oneDNN"), (64, 128, 1024, "torch", "oneDNN"),
     ],
 )  # fmt: skip
-def test_sizes_alone_choose_the_library(
-    tokens: int, rows: int, few: bool, many: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
+def test_sizes_alone_choose_the_product(
+    tokens: int, rows: int, width: int, usual: str, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """few: whether oneDNN multiplies where only reading the matrix counts; many: also where MKL has only AVX2."""
-    monkeypatch.setattr(products, "ON_SLOW_MKL", slow)
-    assert products._is_faster_by_onednn(tokens, rows, 1) == (many if slow else few)
+    """slow: where MKL has only AVX2."""
+    for on_slow_mkl, expected in ((False, usual), (True, slow)):
+        monkeypatch.setattr(products, "ON_SLOW_MKL", on_slow_mkl)
+        assert products.chosen(tokens * width, rows, width) == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("rows", [128, 129, 300])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
+@pytest.mark.parametrize("graded", [False, True])
+def test_products_with_blocks_of_rows(
+    tokens: int, rows: int, layout: str, graded: bool, onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LARGE_MATRIX", 0)
+    (x, weight, bias) = drawn((tokens, 40), (rows, 41), (rows,), dtype=torch.float32)
+    weight = weight[:, :40]
+    if layout != "slice":
+        weight = weight.contiguous() if layout == "contiguous" else weight.t().contiguous().t()
+    for some in (None, bias):
+        inputs = [each.clone().requires_grad_(graded) for each in (x, weight)]
+        found, expected = (run(*inputs, some) for run in (products.linear, linear))
+        torch.testing.assert_close(found, expected)
+        assert found.is_contiguous()
+        if graded:
+            for one, other in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (found, expected)), strict=True):
+                torch.testing.assert_close(one, other)
+    assert onednn
+
+
+def test_a_row_is_read_the_same_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of a row does not depend on the number of rows around it, but for the last ones."""
+    x, weight = drawn((1, 640), (700, 640), dtype=torch.float32)
+    whole = products._by_rows(x, weight, None)
+    assert torch.equal(products._by_rows(x, weight[:256], None), whole[:, :256])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqblocks import BackendError
 from seqblocks.kernels import numerics, selective_scan, why
-from seqblocks.kernels.selective_scan import step as step_of_scan
+from seqblocks.kernels.selective_scan import token as token_of_scan
 from seqblocks.kernels.selective_scan import torch as selective_scan_torch
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from tests.kernels.conformance import (
@@ -421,10 +421,10 @@ def test_single_tokens_are_the_recurrence(dtype: torch.dtype, B: int, N: int, so
     expected = selective_scan(
         x, dt, -A, *of_states, D=D, z=x, state=h, dt_softplus=softplus, return_state=True, backend="reference"
     )  # fmt: skip
-    step = step_of_scan.prepare(A.log().to(dtype), D.to(dtype), softplus)
+    step = token_of_scan.prepare(A.log().to(dtype), D.to(dtype), softplus)
     rows = [each.to(dtype).transpose(0, 1).flatten(0, 1) for each in (x, dt, *of_states, x)]
-    found = step.several(B, h.to(dtype), *rows)  # type: ignore[attr-defined]
-    one_by_one = over_tokens(lambda *given: step(*given), B, 1, [h.to(dtype)], rows)
+    found = step.several(B, h.to(dtype), *rows)
+    one_by_one = over_tokens(step.one, B, 1, [h.to(dtype)], rows)
     exact = expected[0].transpose(0, 1).flatten(0, 1), expected[1]
     margin = 1e-5 if dtype is torch.float32 else 1e-12
     for each in (found, one_by_one):

@@ -52,6 +52,43 @@ def test_what_owns_parameters_or_has_a_chosen_name_clashes(steps: str) -> None:
         spec(steps)
 
 
+def test_words_that_torch_or_python_use_are_names_of_wires_numbers_and_blocks() -> None:
+    text = """
+    seqblocks: 1
+    let: {lambda: 8, is: 3}
+    blocks:
+      type:
+        args: {dim: int, global: wire, del: steps}
+        let: {in: "dim if not dim == 3 else is", from: "lambda - in + 4 * (is != 'as')"}
+        steps: [{linear: {features: in, as: rows}}, del, {calc: "rows * with + global / lambda", }]
+    model:
+      input: {features: lambda}
+      steps:
+        - silu: {as: step}
+        - type: {dim: lambda, global: step, del: [{linear: "2 * lambda"}], as: global}
+        - cell: {state: {train: 8}, steps: [{calc: {train: "train / 2 + x"}}]}
+    """
+    text = text.replace("with + global / lambda", "x + global / from").replace("2 * lambda", "lambda")
+    _, model = load_text(text)
+    assert model
+    assert [node.name for node in model.graph.nodes] == ["step_", "global_", "cell"]
+    names = ["global_.rows_.weight", "global_.rows_.bias", "global_.del_.linear.weight", "global_.del_.linear.bias"]
+    assert [item.name for item in parameters(model.graph)] == names
+
+
+@pytest.mark.parametrize("word", ["and", "or", "not", "if", "else", "await", "yield", "None"])
+def test_words_of_expressions_are_no_names(word: str) -> None:
+    with pytest.raises(SpecError, match="E311"):
+        load_text(f"seqblocks: 1\nlet: {{{word}: 4}}\nmodel: {{input: {{features: 4}}, steps: [silu]}}\n")
+
+
+@pytest.mark.parametrize("word", ["step", "type", "lambda", "rows"])
+def test_a_chosen_namespace_is_an_attribute_that_code_can_read(word: str) -> None:
+    for step in (f"linear: {{features: 4, name: {word}}}", f"parallel: {{branches: [{{{word}: [silu]}}]}}"):
+        with pytest.raises(SpecError, match=f"E311.*'{word}' is reserved"):
+            spec(step)
+
+
 def test_an_unused_block_reports_its_clashes() -> None:
     with pytest.raises(SpecError, match="E304"):
         spec("silu", "b: {args: {d: int}, steps: [{linear: d}, {linear: d}, silu, silu]}")

@@ -350,14 +350,14 @@ def split_model(rank: int, folder: Path) -> Any:
     x = tokens()
     loss_of(one, x).backward()
     loss_of(model, x).backward()
-    gradients = {name: model._parts.join(name, p.grad) for name, p in model.named_parameters()}
+    gradients = {name: model.tensor_shards.join(name, p.grad) for name, p in model.named_parameters()}
     wrong = {
         name: float((gradients[name] - p.grad).abs().max() / p.grad.abs().max()) for name, p in one.named_parameters()
     }
     norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
     wrong["the norm of all gradients"] = abs(float(norm) - clip_gradients(model, 0.5)) / float(norm)
     wrong |= {
-        name: float((model._parts.take(name, p.grad) - model.get_parameter(name).grad).abs().max())
+        name: float((model.tensor_shards.take(name, p.grad) - model.get_parameter(name).grad).abs().max())
         for name, p in one.named_parameters()
     }
 
@@ -413,7 +413,7 @@ def both_ways(rank: int, folder: Path) -> Any:
     model.reset_parameters(0)
     loss = loss_of(model, tokens())
     loss.backward()
-    gradients = {name: model._parts.join(name, p.grad.full_tensor()) for name, p in model.named_parameters()}
+    gradients = {name: model.tensor_shards.join(name, p.grad.full_tensor()) for name, p in model.named_parameters()}
     dcp.save(pieces(model, get_model_state_dict(model)), checkpoint_id=folder / "both")
     one = seqblocks.build_text(SPECS["split"], seed=1)
     whole = get_model_state_dict(one)
@@ -469,7 +469,7 @@ def bundled_models(rank: int, folder: Path) -> Any:
         for path, p in model.named_parameters():
             whole = one.get_parameter(path).grad
             if whole is not None:
-                wrong[f"{name}: {path}"] = float((p.grad - model._parts.take(path, whole)).abs().max()) / largest
+                wrong[f"{name}: {path}"] = float((p.grad - model.tensor_shards.take(path, whole)).abs().max()) / largest
     return wrong
 
 

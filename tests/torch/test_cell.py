@@ -166,8 +166,8 @@ def test_a_stream_is_planned(name: str) -> None:
         for t in range(4):
             y, state = model.step(x[:, t], state)
             torch.testing.assert_close(y, expected[:, t], rtol=1e-11, atol=1e-12)
-        assert model._stepper is not None
-        assert not model._stepper.calls_modules
+        assert model._token_plan is not None
+        assert not model._token_plan.calls_modules
     for name, part in last["cell"].items():
         torch.testing.assert_close(state["cell"][name], part, rtol=1e-11, atol=1e-12)
 

@@ -63,13 +63,14 @@ def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch
         for tokens in (1, 2, 4, 5, 6, 7, 8, 68, 69, 70, 113, 114, 512):
             onednn = products._suits_onednn(torch.zeros(1, 1).expand(tokens, each["columns"]), weight, None)
             told = [one["product"] for one in each["products"] if one["from_tokens"] <= tokens][-1]
-            assert told == ("oneDNN" if onednn else "torch"), (each, tokens)
+            expected = products.chosen(tokens * each["columns"], each["rows"], each["columns"])
+            assert told == (expected if onednn else "torch"), (each, tokens)
             used.add(told)
-    assert used == ({"torch", "oneDNN"} if on_onednn else {"torch"})
+    assert used == {"torch"} | ({"oneDNN"} if on_onednn else set()) | ({"rows"} if on_slow_mkl else set())
     text = run_main("explain", "mamba_130m", env=PLAIN).stdout
     assert ("all matrix products are torch's" in text) == (not on_onednn)
     if on_slow_mkl:
-        assert "mixer.out_proj (24 x)  768 x 1536   oneDNN, torch from 5, oneDNN from 8\n" in text
+        assert "mixer.out_proj (24 x)  768 x 1536   rows, oneDNN from 2, torch from 5, oneDNN from 8\n" in text
     for slow, expected in ((set(), "all matrix products are torch's"), ({torch.bfloat16}, "torch, float32 from 16\n")):
         monkeypatch.setattr(numerics, "SLOW_KINDS", slow)
         assert expected in run_main("explain", "mamba_130m", "--dtype", "bf16", env=PLAIN).stdout

@@ -10,7 +10,7 @@ from torch import nn
 
 import seqblocks
 from seqblocks.kernels import use_backend
-from seqblocks.streaming.plan import Stepper
+from seqblocks.streaming.plan import TokenPlan
 from tests.torch.planned import (
     CONVOLUTIONS,
     SMALL,
@@ -37,7 +37,7 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
     model = build(SMALL)
     step = compiled(model)
     assert_compiled_follows(model, step)
-    assert isinstance(model._traced, Stepper)
+    assert isinstance(model._traced, TokenPlan)
     for change in (add_to_all, set_data, load_others, assign_others, set_op, parametrize_last, replace_last):
         change(model)
         assert_compiled_follows(model, step)

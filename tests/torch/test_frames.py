@@ -16,16 +16,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import seqblocks
+from seqblocks.errors import UsageError
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus.interface import discretised
-from seqblocks.kernels.centaurus.step import prepare
+from seqblocks.kernels.centaurus.token import prepare
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.streaming import cuda_graph
-from seqblocks.streaming.plan import Stepper
+from seqblocks.streaming.plan import TokenPlan
 from seqblocks.streaming.token_rows import over_tokens
+from seqblocks.token_function import TokenFunction
 
 DOUBLE = torch.float64
 
@@ -114,7 +116,7 @@ def test_frames_are_the_whole_sequence(steps: list[str], batch: int) -> None:
     model = build(steps)
     assert model.frame_size > 1
     assert_follows(model, batch)
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
 
 
 def test_a_long_frame_is_convolved_by_torch() -> None:
@@ -133,8 +135,8 @@ def test_windows_of_tokens_are_read_by_all_tokens_of_a_frame(monkeypatch: pytest
     layers = ["shift: 5", "token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "causal_conv: {kernel: 3}"]
     model = build([*layers, "downsample: 4"])
     assert_follows(model)
-    assert model._stepper is not None
-    assert model._stepper.suits(torch.zeros(100, 4, 8))
+    assert model._token_plan is not None
+    assert model._token_plan.suits(torch.zeros(100, 4, 8))
 
 
 def test_corrections_of_a_token_write_to_one_new_state() -> None:
@@ -188,7 +190,7 @@ def test_tokens_of_centaurus(mode: str, hold: str, tokens: int, dtype: torch.dty
     run: Any = prepare(discretised(*parts, mode, hold))
     rows, given = x.transpose(0, 1).flatten(0, 1).to(dtype), state.to(dtype)
     before = given.clone()
-    y, after = run(given, rows) if tokens == 1 else run.several(batch, given, rows)
+    y, after = run.one(given, rows) if tokens == 1 else run.several(batch, given, rows)
     atol = 1e-12 if dtype is DOUBLE else 1e-5
     torch.testing.assert_close(y.view(tokens, batch, G).transpose(0, 1).double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(after.double(), last, rtol=0, atol=atol)
@@ -224,7 +226,7 @@ def test_no_module_of_the_bundled_models_is_called(name: str, monkeypatch: pytes
     with torch.no_grad():
         expected, last = model(x, return_state=True, **context)
         state = model.init_state(2, **context)
-    monkeypatch.setattr(Stepper, "_call_module", None)
+    monkeypatch.setattr(TokenPlan, "_call_module", None)
     monkeypatch.setattr(type(model), "forward", None)
     found, after = frames(model, x, state)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
@@ -251,7 +253,7 @@ model:
     with torch.no_grad():
         expected = model(x, by=by)
         found, _ = frames(model, x, model.init_state(2, by=by))
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
     for name in ("scaled", "raised"):
         parts = [each[name] for each in found]
         assert all(part.is_contiguous() for part in parts)
@@ -289,7 +291,7 @@ def test_context(hooked: bool) -> None:
     with torch.no_grad():
         expected, last = model(x, memory=memory, by=by, return_state=True)
         found, state = frames(model, x, model.init_state(3, memory=memory, by=by))
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
 
@@ -299,7 +301,7 @@ def test_token_ids() -> None:
     model = drawn(seqblocks.build_text(text, dtype=DOUBLE, seed=0))
     x = torch.randint(9, (3, 8), generator=torch.Generator().manual_seed(0))
     found, _ = frames(model, x)
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(found, 1), model(x), rtol=0, atol=1e-12)
 
@@ -395,7 +397,7 @@ def test_a_captured_stream_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = model.stream(2)
     stream.capture()
     found = [stream.step(part) for part in x[:, :16].split(4, 1)]
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
     found.append(stream.read(x[:, 16:20]))
     found.append(stream.step(x[:, 20:]))
     with torch.no_grad():
@@ -425,7 +427,7 @@ class Average(Op):
             found.append(m)
         return torch.stack(found, 1), {"m": m.clone()}
 
-    def prepare_step(self, p: Any) -> Any:
+    def prepare_token(self, p: Any) -> TokenFunction:
         rest = 1 - p["a"]
 
         def step(m: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -438,11 +440,8 @@ class Average(Op):
             parts = [m := p["a"] * m + rest * part for part in x.split(batch)]
             return torch.cat(parts), m.clone()
 
-        if "several" in self.attributes:
-            step.several = several  # type: ignore[attr-defined]
-        if "most_tokens" in self.attributes:
-            step.most_tokens = self.attributes["most_tokens"]  # type: ignore[attr-defined]
-        return step
+        together = several if "several" in self.attributes else None
+        return TokenFunction(step, together, self.attributes.get("most_tokens"))
 
 
 @pytest.mark.parametrize(
@@ -475,10 +474,18 @@ def test_a_plug_in_computes_several_tokens(
         Average.called.clear()
         y, after = run()
         assert Average.called == calls
-        assert isinstance(model._stepper, Stepper)
-        assert model._stepper.calls_modules
+        assert isinstance(model._token_plan, TokenPlan)
+        assert model._token_plan.calls_modules
     torch.testing.assert_close(y, expected[0][:, -1:], rtol=0, atol=1e-12)
     torch.testing.assert_close(after, expected[1], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_plug_in_that_prepares_a_bare_function_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRIMITIVES, "average", Average)
+    monkeypatch.setattr(Average, "prepare_token", lambda self, p: lambda m, x: (x, m))
+    with pytest.raises(UsageError, match=r"Average\.prepare_token must return a TokenFunction or None"):
+        build(["average", "linear: 3"]).step(torch.zeros(1, 8, dtype=DOUBLE))
 
 
 def prompted(steps: list[str]) -> SequenceModel:
@@ -517,7 +524,7 @@ def test_prompts_of_any_length_are_the_whole_sequence(steps: list[str]) -> None:
             expected, last = model(ids, return_state=True, resets=resets)
             found, state = [], model.init_state(batch)
             for part in ids[:, :-3].split([first, second], 1):
-                planned = model._stepper_for(part)
+                planned = model._plan_for(part)
                 assert planned is not None
                 done = planned.read(state, part)
                 assert done is not None
@@ -572,7 +579,7 @@ def test_a_hooked_step_reads_all_tokens_of_a_prompt() -> None:
     ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         y, _ = model._read(ids, model.init_state(2), None)
-        assert isinstance(model._stepper, Stepper)
+        assert isinstance(model._token_plan, TokenPlan)
         torch.testing.assert_close(y, model(ids)[:, -1:], rtol=0, atol=1e-12)
     assert seen == [(2, 5, 8)] * 2
 

@@ -19,6 +19,7 @@ from seqblocks.streaming import cuda_graph
 from seqblocks.streaming import generate as generation
 from seqblocks.streaming.advance import LEAST_CAPTURED, UNCHECKED
 from seqblocks.streaming.frames import MOST_ROWS
+from seqblocks.token_function import TokenFunction
 
 SMALL = {
     "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},
@@ -100,9 +101,9 @@ def test_a_short_prompt_is_read_by_the_steps_of_a_stream(name: str) -> None:
     _, state = model(first, return_state=True)
     before = tree_map(torch.clone, state)
     expected, expected_state = model(x, state=state, return_state=True)
-    stepper = model._stepper_for(x)
-    assert stepper is not None
-    done = stepper.read(state, x)
+    plan = model._plan_for(x)
+    assert plan is not None
+    done = plan.read(state, x)
     assert done is not None
     found, states = done
     torch.testing.assert_close(found, expected[:, -1:], rtol=1e-9, atol=1e-9)
@@ -115,9 +116,9 @@ def test_a_short_prompt_is_read_by_the_steps_of_a_stream(name: str) -> None:
 def test_states_after_a_short_prompt_have_the_layout_and_memory_of_initial_states(name: str) -> None:
     model = seqblocks.build(name, set=FEW_AT_ONCE[name], seed=1).eval()
     x, initial = prompt(1, 9), model.init_state(1)
-    stepper = model._stepper_for(x)
-    assert stepper is not None
-    done = stepper.read(initial, x)
+    plan = model._plan_for(x)
+    assert plan is not None
+    done = plan.read(initial, x)
     assert done is not None
     for state in (done[1], model.step(x[:, 0], done[1])[1]):
         parts = tree_leaves(state)
@@ -129,14 +130,14 @@ def test_states_after_a_short_prompt_have_the_layout_and_memory_of_initial_state
 @torch.no_grad()
 def test_the_head_of_a_short_prompt_reads_its_last_token_alone() -> None:
     model = build("mamba_small")
-    stepper = model._stepper_for(prompt())
-    assert stepper is not None
-    values, seen = dict(stepper._source.values), []
-    head = next(name for name in reversed(values) if name in stepper._source._prepared)
-    run = values[head]
-    values[head] = lambda x: seen.append(len(x)) or run(x)
-    stepper._set_values(values)
-    stepper.read(model.init_state(3), prompt())
+    plan = model._plan_for(prompt())
+    assert plan is not None
+    values, seen = dict(plan._source.values), []
+    head = next(name for name in reversed(values) if name in plan._source._prepared)
+    run = values[head].one
+    values[head] = TokenFunction(lambda x: seen.append(len(x)) or run(x))
+    plan._set_values(values)
+    plan.read(model.init_state(3), prompt())
     assert seen == [3]
 
 
@@ -147,9 +148,9 @@ def test_only_few_tokens_are_read_by_the_steps_of_a_stream() -> None:
         (recurrent, prompt(1, MOST_ROWS), True), (recurrent, prompt(1, MOST_ROWS + 1), False),
         (recurrent, prompt(8, MOST_ROWS // 8 + 1), False), (attention, prompt(8, MOST_ROWS // 8), True),
     ):  # fmt: skip
-        stepper = model._stepper_for(x)
-        assert stepper is not None
-        assert (stepper.read(model.init_state(x.shape[0]), x) is not None) == runs
+        plan = model._plan_for(x)
+        assert plan is not None
+        assert (plan.read(model.init_state(x.shape[0]), x) is not None) == runs
 
 
 def test_a_model_that_has_read_a_short_prompt_frees_its_memory_at_once() -> None:
@@ -433,8 +434,8 @@ def test_weights_that_a_callback_changes_are_used_from_the_next_token_on() -> No
 
 def test_the_model_is_compared_with_its_plan_once_for_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, count = build("mamba_small"), []
-    find = type(model)._stepper_for
-    monkeypatch.setattr(type(model), "_stepper_for", lambda self, x: count.append(1) or find(self, x))
+    find = type(model)._plan_for
+    monkeypatch.setattr(type(model), "_plan_for", lambda self, x: count.append(1) or find(self, x))
     seqblocks.generate(model, prompt(), 2 * UNCHECKED + 2)
     assert len(count) == 4  # for the prompt, the first token, and twice more
 
@@ -468,8 +469,8 @@ def test_weights_that_another_thread_loads_are_used_within_a_few_tokens(monkeypa
 def test_moving_a_model_frees_its_old_weights() -> None:
     model = build("mamba_small")
     seqblocks.generate(model, prompt(), 3)
-    assert model._stepper is not None
-    assert model.float()._stepper is None
+    assert model._token_plan is not None
+    assert model.float()._token_plan is None
 
 
 # --- recorded steps, as on a CUDA device ------------------------------------------------------------------------------

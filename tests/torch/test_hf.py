@@ -23,7 +23,7 @@ from seqblocks.distributed import shard
 from seqblocks.errors import RunError, UsageError
 from seqblocks.hf import library
 from seqblocks.hf.masks import resets_of
-from seqblocks.runtime.shards import Parts
+from seqblocks.runtime.shards import TensorShards
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -403,7 +403,7 @@ model:
 
 def test_a_part_of_a_split_model_is_not_wrapped() -> None:
     model = built()
-    model._parts = Parts(None, 0, 2, {}, model.spec)
+    model.tensor_shards = TensorShards(None, 0, 2, {}, model.spec)
     with pytest.raises(UsageError, match=r"one rank's part of the weights: save it, then wrap"):
         hf.wrap(model)
 

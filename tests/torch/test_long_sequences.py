@@ -1,4 +1,4 @@
-"""Long sequences without gradients run in parts: same outputs and states, and only where nothing could observe it."""
+"""Long sequences without gradients run in chunks: same outputs and states, and only where nothing could observe it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-12  # Chunks of a kernel may begin at other tokens, so that sums 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lower the limit, and return a list to which each run in parts adds their size."""
+    """Lower the limit, and return a list to which each run in chunks adds their size."""
     found: list[int] = []
     run = long_sequences.run
 
@@ -51,13 +51,13 @@ def at_once(model: seqblocks.SequenceModel, x: Tensor, **options: object) -> obj
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("text", [MAMBA, MLSTM, NETWORK], ids=["mamba", "mlstm", "network"])
-def test_parts_equal_the_whole(text: str, batch: int, sizes: list[int]) -> None:
+def test_chunks_equal_the_whole(text: str, batch: int, sizes: list[int]) -> None:
     model, x = built(text).eval(), drawn(batch, TOKENS, 16)
     with torch.no_grad():
         y, state = model(x, return_state=True)
         later, _ = model(x, state=state, return_state=True)
     assert len(sizes) == 2
-    assert sizes[0] % long_sequences.ROWS == 0
+    assert sizes[0] % long_sequences.CHUNK_MULTIPLE == 0
     assert sizes[0] < TOKENS
     expected, expected_state = at_once(model, x, return_state=True)  # type: ignore[misc]
     torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
@@ -75,7 +75,7 @@ def test_resets_are_cut_like_the_tokens(sizes: list[int]) -> None:
     torch.testing.assert_close(y, at_once(model, x, resets=resets), rtol=0, atol=TOLERANCE)
 
 
-def test_a_block_whose_steps_are_left_out_runs_in_parts(sizes: list[int]) -> None:
+def test_a_block_whose_steps_are_left_out_runs_in_chunks(sizes: list[int]) -> None:
     optional = "blocks: {optional: {args: {on: false}, steps: [{gelu: {when: on}}]}}\n"
     model, x = built(optional + NETWORK.replace("gelu", "optional")).eval(), drawn(1, TOKENS, 16)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_other_steps_run_at_once(steps: str, sizes: list[int]) -> None:
 
 
 def test_only_tensors_above_32_mb_are_cut() -> None:
-    found = long_sequences.Parts(widest=3072, states=29_184, draws=False)  # the mixer of mamba-130m
+    found = long_sequences.Chunks(widest=3072, states=29_184, draws=False)  # the mixer of mamba-130m
     with torch.no_grad():
         tokens = {length: found.size(torch.empty(1, length, 768), Call(training=False)) for length in (64, 2048, 8192)}
     assert tokens == {64: 0, 2048: 0, 8192: 2048}

@@ -18,8 +18,8 @@ from torch import nn
 import seqblocks
 from seqblocks import graph
 from seqblocks import state as states
-from seqblocks.analysis.steps.nodes import RESERVED_NAMES
 from seqblocks.language.files import bundled
+from seqblocks.language.keys import ATTRIBUTES
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law
@@ -530,8 +530,40 @@ def test_reserved_names_include_all_attributes_of_modules() -> None:
             if isinstance(part, Primitive) or part._parameters:
                 continue  # a leaf: it contains no steps
             public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules) - added
-            assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
-    assert {n for n in dir(nn.Module) if not n.startswith("_")} - added <= RESERVED_NAMES
+            assert public <= ATTRIBUTES, f"{type(part).__name__}: {public - ATTRIBUTES}"
+    assert {n for n in dir(nn.Module) if not n.startswith("_")} - added <= ATTRIBUTES
+
+
+def test_words_that_torch_or_python_use_as_names() -> None:
+    text = """
+    seqblocks: 1
+    blocks: {rows: {args: {lambda: int}, steps: [{linear: lambda}]}}
+    model:
+      input: {features: 4}
+      steps:
+        - linear: {features: 4, as: lambda}
+        - silu: {as: type}
+        - rows: {lambda: 4}
+        - calc: {step: "del * x + type", learned: {del: 0.5}}
+        - cell: {state: {global: {features: 4, start: 1, learned: true}}, steps: [{calc: {global: "global / 2 + x"}}]}
+    """
+    model = built(text)
+    names = ["lambda_.weight", "lambda_.bias", "rows_.linear.weight", "rows_.linear.bias", "step_.del_"]
+    assert [name for name, _ in model.named_parameters()] == [*names, "cell.start_global"]
+    check_law(randomised(model), seq=9, cuts=(1, 4), resets=((0, 5),))
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    expected = model(x)
+    gate = x @ model.lambda_.weight.T + model.lambda_.bias
+    y = torch.nn.functional.silu(gate)
+    y = model.step_.del_ * (y @ model.rows_.linear.weight.T + model.rows_.linear.bias) + y
+    memory = model.cell.start_global.expand(2, 4)
+    for t in range(6):
+        memory = memory / 2 + y[:, t]
+        torch.testing.assert_close(expected[:, t], memory)
+    torch.testing.assert_close(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), expected)
+    flat = built("\n".join(line for line in text.splitlines() if "cell" not in line))
+    torch.testing.assert_close(torch.export.export(flat, (x,)).module()(x), flat(x))  # as code with these names
+    torch.testing.assert_close(torch.compile(flat, backend="eager")(x), flat(x))
 
 
 def test_print_reads_like_the_spec_and_collapses_layers() -> None:

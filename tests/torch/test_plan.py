@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import seqblocks
 from seqblocks.errors import RunError, SpecWarning
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.streaming.plan import Stepper
+from seqblocks.streaming.plan import TokenPlan
 from tests.torch.planned import (
     CONVOLUTIONS,
     EXPERTS,
@@ -52,7 +52,7 @@ from tests.torch.planned import (
 def test_the_same_numbers_as_the_whole_sequence() -> None:
     model = build()
     assert_follows(model)
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ VERBS = [
 @pytest.mark.parametrize("verb", VERBS)
 def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned tokens equal the whole sequence, and no module is called for them."""
-    monkeypatch.setattr(Stepper, "_call_module", None)
+    monkeypatch.setattr(TokenPlan, "_call_module", None)
     steps = "linear: {features: 8, as: a}", verb, "linear: {features: 4, name: out}"
     text = "\n    - ".join(["seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:", *steps])
     model = seqblocks.build_text(text, dtype=torch.float64, seed=0).eval()
@@ -120,7 +120,7 @@ def test_tokens_of_memoroids(readout: str) -> None:
     resets = torch.zeros(2, 7, dtype=torch.bool)
     resets[0, 3] = resets[1, 0] = resets[1, 5] = True
     assert_follows(model, resets)
-    assert isinstance(model._stepper, Stepper)
+    assert isinstance(model._token_plan, TokenPlan)
 
 
 @pytest.mark.parametrize("verb", ["rotary: {heads: 2}", "rms_norm: {groups: 2}", VERBS[-3]])
@@ -156,8 +156,8 @@ def test_a_step_is_planned_again_after_its_hook_is_removed() -> None:
     def calls_modules() -> bool:
         with torch.no_grad():
             model.step(x)
-        assert model._stepper
-        return model._stepper.calls_modules
+        assert model._token_plan
+        return model._token_plan.calls_modules
 
     before = calls_modules()
     for name in ("linear", "experts.router"):
@@ -299,7 +299,7 @@ def test_an_update_by_a_fused_optimiser_applies_from_the_next_token_on(optimizer
     """Such an optimiser changes parameters, but not their versions."""
     model, x = build(), tokens()
     _, state = steps(model)
-    plan = model._stepper
+    plan = model._token_plan
     assert plan is not None
     model(x).square().mean().backward()
     optimizer(model.parameters(), lr=0.1, fused=True).step()
@@ -307,8 +307,8 @@ def test_an_update_by_a_fused_optimiser_applies_from_the_next_token_on(optimizer
         y, _ = model.step(x[:, 0], state)
         expected, _ = model(x[:, :1], state=state, return_state=True)
     torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-10)
-    assert model._stepper
-    assert model._stepper._make_run is plan._make_run  # the plan is not made again
+    assert model._token_plan
+    assert model._token_plan._make_run is plan._make_run  # the plan is not made again
 
 
 def test_a_compiled_optimiser_is_compiled_once() -> None:
@@ -327,14 +327,14 @@ def test_a_compiled_optimiser_is_compiled_once() -> None:
 def test_a_new_stream_computes_derived_values_again_without_a_new_plan(spec: str) -> None:
     model = build(spec)
     steps(model)
-    plan = model._stepper
+    plan = model._token_plan
     assert plan is not None
     for parameter in model.parameters():
         parameter.data.add_(0.1)
     model.init_state(2)
     assert_follows(model)
-    assert model._stepper
-    assert model._stepper._make_run is plan._make_run
+    assert model._token_plan
+    assert model._token_plan._make_run is plan._make_run
 
 
 def _to_float64(model: SequenceModel) -> None:
@@ -394,7 +394,7 @@ def test_a_deleted_model_frees_its_memory_at_once(spec: str) -> None:
     model = build(spec)
     next(iter(model.children())).register_forward_hook(lambda *_: None)
     steps(model)
-    assert model._stepper is not None
+    assert model._token_plan is not None
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     gc.collect()
     gc.disable()
@@ -413,25 +413,25 @@ def test_training_and_gradients_do_not_use_the_plan() -> None:
     assert y.requires_grad
     model.train()
     with torch.no_grad():
-        assert model._stepper_for(tokens()[:, 0]) is None
+        assert model._plan_for(tokens()[:, 0]) is None
 
 
 def test_the_environment_and_hooks_are_checked_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = build(), tokens()[:, 0]
     steps(model)
-    plan = model._stepper
+    plan = model._token_plan
     with torch.no_grad():
         monkeypatch.setenv("SEQBLOCKS_BACKEND", "reference")
-        assert model._stepper_for(x) is None
+        assert model._plan_for(x) is None
         monkeypatch.delenv("SEQBLOCKS_BACKEND")
         nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # of another model
-        assert model._stepper_for(x) is plan is not None
+        assert model._plan_for(x) is plan is not None
         handle = model.mlstm_block.register_forward_pre_hook(lambda *_: None)
-        assert model._stepper_for(x) is not plan
+        assert model._plan_for(x) is not plan
         handle.remove()
         assert_follows(model)
         del model.headwise_linear
-        assert not model._stepper.holds()
+        assert not model._token_plan.holds()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -24,7 +24,7 @@ from seqblocks.distributed import tensor
 from seqblocks.distributed.plan import Plan, tensor_plan
 from seqblocks.model import sequence_model as runtime
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.runtime.shards import Parts
+from seqblocks.runtime.shards import TensorShards
 from seqblocks.testing import _by_name, random_context, random_input
 from tests.compose import compose
 from tests.torch import judge
@@ -92,7 +92,7 @@ def part_of(model: SequenceModel, plan: Plan, rank: int) -> SequenceModel:
     """Return the result of `tensor_parallel` on a rank."""
     with torch.device("meta"):
         local = SequenceModel(plan.part)
-    local._parts = Parts(None, rank, plan.ranks, plan.cuts, plan.whole)
+    local.tensor_shards = TensorShards(None, rank, plan.ranks, plan.shardings, plan.whole)
     tensor._exchange(local, plan, None)
     tensor._take_weights(local, model)
     return local.train(model.training)
@@ -155,13 +155,13 @@ def check(model: SequenceModel, plan: Plan, example: Example, threads: Threads) 
 
 
 def _gradient_error(local: SequenceModel, model: SequenceModel) -> float:
-    assert local._parts
+    assert local.tensor_shards
     worst = 0.0
     for name, parameter in local.named_parameters():
         whole = model.get_parameter(name).grad
         assert (parameter.grad is None) == (whole is None), name
         if parameter.grad is not None and whole is not None:
-            worst = max(worst, (parameter.grad - local._parts.take(name, whole)).abs().max().item())
+            worst = max(worst, (parameter.grad - local.tensor_shards.take(name, whole)).abs().max().item())
     return worst
 
 

@@ -45,13 +45,13 @@ def test_each_step_is_listed_with_how_it_is_split():
 
 
 def test_rows_of_a_split_output_are_divided_by_its_parts():
-    cut = plan_of("- mlstm_layer: {dim: 16, heads: 2}").cuts["mlstm_layer.proj_up.weight"]
-    assert cut.axis == 0
-    assert [list(cut.pieces(rank, 2)) for rank in (0, 1)] == [[(0, 32), (64, 32)], [(32, 32), (96, 32)]]
+    sharding = plan_of("- mlstm_layer: {dim: 16, heads: 2}").shardings["mlstm_layer.proj_up.weight"]
+    assert sharding.axis == 0
+    assert [list(sharding.ranges(rank, 2)) for rank in (0, 1)] == [[(0, 32), (64, 32)], [(32, 32), (96, 32)]]
 
 
 def test_steps_that_would_only_be_gathered_stay_whole():
-    assert "last.weight" not in plan_of("- swiglu: {hidden: 8}").cuts
+    assert "last.weight" not in plan_of("- swiglu: {hidden: 8}").shardings
     with pytest.raises(seqblocks.UsageError, match=r"no step of .* can be split over 2 ranks"):
         plan_of("- layer_norm")
 
@@ -83,7 +83,7 @@ def test_parameters_of_a_shared_step_are_cut_alike():
 - swiglu: {share: first, hidden: 8, name: second}
 """
     plan = plan_of(steps)
-    assert sorted({name.partition(".")[0] for name in plan.cuts}) == ["first"]
+    assert sorted({name.partition(".")[0] for name in plan.shardings}) == ["first"]
     assert [path for path, _ in plan.steps] == ["first", "second"]
 
 
@@ -115,7 +115,7 @@ model:
     - linear: {features: 8, name: out}
 """)
     plan = tensor_plan(spec, 2)
-    assert plan.cuts["w.weight"].axis == 0
+    assert plan.shardings["w.weight"].axis == 0
     assert declared(spec.graph)["w"]["output"].shape == (8,)
     part = declared(plan.part.graph)
     assert part["w"]["output"].shape == (4,)
@@ -180,4 +180,4 @@ def test_parameters_not_ordered_by_heads_stay_whole():
 """)
     split = {path for path, what in plan.steps if what in ("heads", "features")}
     assert not split & {"q", "headwise_linear", "linear_attention"}
-    assert not {name for name in plan.cuts if name.startswith("q.")}
+    assert not {name for name in plan.shardings if name.startswith("q.")}

@@ -68,7 +68,7 @@ def test_threads_that_use_a_model_for_the_first_time(spec: str, is_planned: bool
     expected, end = [stepped(model, row) for row in x], time.monotonic() + SECONDS
     works = [lambda at=at: assert_same(stepped(model, x[at]), expected[at]) for at in range(THREADS)]
     while time.monotonic() < end:
-        model._stepper = None
+        model._token_plan = None
         if is_planned:
             with torch.no_grad():
                 model.step(x[0, :, 0])
@@ -101,7 +101,7 @@ def test_a_plan_that_a_thread_is_running_is_not_changed() -> None:
     """Neither a new stream nor an optimiser changes what a token under way reads; later tokens use another plan."""
     model, x = build(SPEC), prompts()[0]
     stepped(model, x)
-    plan = model._stepper
+    plan = model._token_plan
     assert plan is not None
     state = model.init_state(2)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_weights_that_change_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatc
     model, x = build(SPEC), prompts()[0]
     state = model.init_state(2)
     conv: Any = model.get_submodule("mamba_block.residual.mixer.conv1d")
-    prepare = type(conv.op).prepare_step
+    prepare = type(conv.op).prepare_token
 
     def prepare_as_weights_change(op: object, parameters: dict[str, Tensor]) -> object:
         made = prepare(op, parameters)
@@ -128,7 +128,7 @@ def test_weights_that_change_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatc
         parameters["weight"].mul_(1.5)
         return made
 
-    monkeypatch.setattr(type(conv.op), "prepare_step", prepare_as_weights_change)
+    monkeypatch.setattr(type(conv.op), "prepare_token", prepare_as_weights_change)
     with torch.no_grad():
         model.step(x[:, 0], state)
         found, _ = model.step(x[:, 0], state)

@@ -6,6 +6,7 @@ from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
 from seqblocks.language.arguments import STEP_KEYS, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.language.keys import namespace_of
 from seqblocks.language.spec import Block, SpecFile
 from seqblocks.op import Op, field_infos, find_primitive
 from seqblocks.record import Record
@@ -125,6 +126,8 @@ class Step:
             node = common[key][1] if key in common else None
             if isinstance(node, Scalar):
                 self.name, self.name_span = node.text, node.span
+        if "name" not in common:
+            self.name = namespace_of(self.name)
 
     def get(self, key: str) -> Node | None:
         entry = self.fields.get(key) or self.common.get(key)

@@ -6,7 +6,6 @@ Invalid values are reported and become UNKNOWN.
 
 from __future__ import annotations
 
-import keyword
 import math
 import re
 from collections.abc import Collection, Container, Iterable
@@ -22,7 +21,7 @@ from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain, resolve
-from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, has_syntax, parse
+from seqblocks.language.expressions import MAX_MAGNITUDE, RESERVED, UNKNOWN, NameFault, has_syntax, parse
 from seqblocks.language.keys import is_name
 from seqblocks.language.spec import SpecFile
 from seqblocks.messages.suggestions import did_you_mean, nearest
@@ -423,7 +422,7 @@ def _is_new_word(text: str, names: Collection[str]) -> bool:
     A counted word like a name in scope is more likely a misspelt product, and so is a count of 0.
     """
     word, star, count = text.partition("*")
-    if star and (not count.strip("0") or keyword.iskeyword(word) or not isinstance(resolve(word), str)):
+    if star and (not count.strip("0") or word in RESERVED or not isinstance(resolve(word), str)):
         return False
     return (text.isidentifier() or _is_word(text)) and word not in names and not (star and nearest(word, names))
 

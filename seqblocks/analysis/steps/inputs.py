@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from typing import Any
 
 from seqblocks import graph
@@ -12,7 +13,7 @@ from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.nodes import may_be_name
 from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.expressions import RESERVED, UNKNOWN
 from seqblocks.language.keys import known_keys, required
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.types import Origin, Wire
@@ -79,6 +80,9 @@ def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
     """Report an invalid name of an input (E207, E311, E317)."""
     if name in CALL_ARGUMENTS or (name == "x" and not first):
         message = f"an input cannot be named {quote(name)}: the model's call has an argument of that name"
+        ctx.report(Fault("E317", message, hint="choose another name"), span)
+    elif keyword.iskeyword(name) and name not in RESERVED:
+        message = f"an input cannot be named {quote(name)}: the model is called with its inputs as arguments in Python"
         ctx.report(Fault("E317", message, hint="choose another name"), span)
     else:
         may_be_name(ctx, name, span)

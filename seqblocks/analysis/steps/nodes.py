@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from itertools import count
 from typing import Any
 
@@ -13,30 +14,11 @@ from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.keys import is_name
+from seqblocks.language.keys import is_name, is_taken
 from seqblocks.op import Op, find_primitive
 from seqblocks.state_layout import State
 from seqblocks.types import Origin, Wire
 from seqblocks.widths import ids_have_no_features
-
-# A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
-# tests/torch/test_module.py compares the list with both.
-RESERVED_NAMES = frozenset(
-    (
-        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "sorted",
-        "sorted_reverse", "graph", "step", "init_state",
-        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
-        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
-        "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",
-        "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
-        "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer",
-        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-        "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
-        "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
-        "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
-        "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
-    )
-)  # fmt: skip
 
 
 def make_node(
@@ -97,16 +79,29 @@ def _in_lanes(state: dict[str, State], lanes: tuple[int | str, ...]) -> dict[str
 
 
 def may_be_name(ctx: Context, name: str, span: Span) -> bool:
-    """Return whether a word is a valid namespace; report it if not."""
+    """Return whether a word is a valid name of a wire or a state; report it if not."""
     if name == "input":
         ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
-    elif name in RESERVED_NAMES or name.startswith("_"):
-        message = f"{quote(name)} is reserved: built models have an attribute of that name"
-        other = (name.strip("_0123456789") or "a") + "_step"
-        ctx.report(Fault("E311", message, hint=f"choose another name, such as {quote(other)}"), span)
+    elif name.startswith("_"):
+        ctx.report(_is_attribute(name), span)
     else:
         return is_name(ctx.run.report, name, span)
     return False
+
+
+def may_own(ctx: Context, name: str, span: Span) -> bool:
+    """Return whether a word is a valid namespace; report it if not."""
+    if is_taken(name) and name != "input":
+        ctx.report(_is_attribute(name), span)
+        return False
+    return may_be_name(ctx, name, span)
+
+
+def _is_attribute(name: str) -> Fault:
+    because = "it is a keyword of Python" if keyword.iskeyword(name) else "built models have an attribute of that name"
+    message = f"{quote(name)} is reserved: {because}"
+    other = (name.strip("_0123456789") or "a") + "_step"
+    return Fault("E311", message, hint=f"choose another name, such as {quote(other)}")
 
 
 def _unique_name(ctx: Context, step: Step, node: graph.Node) -> str:
@@ -118,7 +113,7 @@ def _unique_name(ctx: Context, step: Step, node: graph.Node) -> str:
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
         ctx.report(Fault("E203", "name must be a word", found=kind_of(given[1])), given[1].span)
-    elif given and not may_be_name(ctx, name, span):
+    elif given and not may_own(ctx, name, span):
         return f"{step.verb}@{span.line}"
     clash = ctx.body.nodes.get(name)
     if clash is None or clash.kind == "unknown":

@@ -19,6 +19,7 @@ from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, byte_to_character
 from seqblocks.language.formulas import PartFault, fold, names_in, parse
+from seqblocks.language.keys import namespace_of
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.ops.calc import FLOATS, Calc, X, result
 from seqblocks.parameters import Init
@@ -108,7 +109,7 @@ def _make(
     )  # fmt: skip
     if shared.first and reading.learned:
         (first,) = shared.first
-        node.shared = {name: (2, graph.join(first.name, name)) for name in reading.learned}
+        node.shared = {own: (2, graph.join(first.name, own)) for own in map(namespace_of, reading.learned)}
         node.owner, node.owner_name = first, first.name
     shared.first[:] = shared.first or [node]
     return node

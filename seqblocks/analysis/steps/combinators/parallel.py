@@ -6,7 +6,7 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.steps.combinators.common import combines
-from seqblocks.analysis.steps.nodes import make_node, may_be_name
+from seqblocks.analysis.steps.nodes import make_node, may_own
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.parallel import Parallel
 from seqblocks.errors import Fault, listing, quote
@@ -49,7 +49,7 @@ def _branch(ctx: Context, item: Node) -> tuple[str, Node | None]:
     """Return the name and the steps of a branch: no name after a fault in it, and no steps if there are none."""
     if isinstance(item, Mapping) and len(item.entries) == 1:
         ((name, span, steps),) = list(item)
-        return (name, steps) if may_be_name(ctx, name, span) else ("", steps)
+        return (name, steps) if may_own(ctx, name, span) else ("", steps)
     fault = Fault("E203", "a branch is written `name: [steps]`", found=kind_of(item), hint="- left: [silu]")
     ctx.report(fault, item.span)
     return "", None

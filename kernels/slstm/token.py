@@ -6,40 +6,43 @@ B batch, H heads, D width of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.token_function import ReadMap, TokenFunction
+
 Gates = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
 PADDED = 1 << 16  # elements of the weights of a token's single product, half of them zeros: more take longer to read
-Map = tuple[Tensor, Tensor | None, int]  # W [H, D, I], b [H * D], and the index of the value that is mapped
 
 
-def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return f(y, c, n, m [B, H, D], i, f, z, o [B, H * D]) -> (y [B, H * D], the next y, c, n, m).
+def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> TokenFunction:
+    """Return the function (y, c, n, m [B, H, D], i, f, z, o [B, H * D]) -> (y [B, H * D], the next y, c, n, m).
 
-    recurrent [H, D, 4, D], biases [H, D] of i, f, z, o. f computes the same values as `slstm` for one token, without
-    gradients.
+    recurrent [H, D, 4, D], biases [H, D] of i, f, z, o. It computes the same values as `slstm`.
     """
-    return _cell((_gates_to_compile if torch.compiler.is_compiling() else _gates)(recurrent.flatten(2), biases))
+    gates = (_gates_to_compile if torch.compiler.is_compiling() else _gates)(recurrent.flatten(2), biases)
+    return TokenFunction(_cell(gates), of_maps=partial(_of_maps, recurrent, biases))
 
 
-def prepare_of_maps(
-    recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[Map]
-) -> Callable[..., tuple[Tensor, ...]]:
+def _of_maps(recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[ReadMap]) -> TokenFunction | None:
     """Return the function of `prepare` with other inputs, the values whose maps are i, f, z, o.
 
-    The recurrence is added to the product of the maps where that product is, and copied once.
+    The recurrence is added to the product of the maps where that product is, and copied once. Each map needs as many
+    blocks as there are heads.
     """
+    if any(len(weight) != len(recurrent) for weight, *_ in maps):
+        return None
     biases = [bias if b is None else bias + b.view_as(bias) for bias, (_, b, _) in zip(biases, maps, strict=True)]
     parts = [_Part(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]
     of_parts, rows = _gates_of_parts(parts), recurrent.shape[1] + sum(part.weight.shape[1] for part in parts)
     if rows * recurrent[:, 0].numel() > PADDED:
-        return _cell(of_parts)
+        return TokenFunction(_cell(of_parts))
     bias = torch.cat([*biases], -1).unsqueeze(1)
     of_one = _gates_of_one(_padded(recurrent, parts), bias, [part.at for part in parts])
-    return _cell(lambda y, inputs: (of_one if y.shape[0] == 1 else of_parts)(y, inputs))
+    return TokenFunction(_cell(lambda y, inputs: (of_one if y.shape[0] == 1 else of_parts)(y, inputs)))
 
 
 def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
@@ -92,7 +95,7 @@ class _Part:
     weight [H, I, P * D], recurrent [H, D, P * D], bias [H, 1, P * D].
     """
 
-    def __init__(self, recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[Map], at: int) -> None:
+    def __init__(self, recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[ReadMap], at: int) -> None:
         self.at, self.places = at, [place for place, (*_, source) in enumerate(maps) if source == at]
         self.weight = torch.cat([maps[place][0].mT for place in self.places], -1)
         self.recurrent = recurrent[:, :, self.places].flatten(2)

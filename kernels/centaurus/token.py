@@ -17,6 +17,7 @@ from torch import Tensor
 from seqblocks.kernels.centaurus.reference import Bank
 from seqblocks.kernels.centaurus.torch import chunk_length, chunk_matrices, part_by_part
 from seqblocks.kernels.products import prepare_linear
+from seqblocks.token_function import TokenFunction
 
 MOST_TOKENS = 32  # The matrices grow with the square of the number of tokens.
 LENGTHS = 4  # numbers of tokens whose matrices are kept
@@ -25,11 +26,10 @@ MANY_CHANNELS = 1 << 16  # of all tokens: with one sub-state each, parts that st
 Block = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # of batch, state and inputs
 
 
-def prepare(bank: Bank) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return f(s [R, N, M, 2], x [R, H]) -> (y [R, G], the next s).
+def prepare(bank: Bank) -> TokenFunction:
+    """Return the function (s [R, N, M, 2], x [R, H]) -> (y [R, G], the next s), in the dtype of the bank and of x.
 
-    f computes the same values as `centaurus` for one token, without gradients. f.several is for several tokens (see
-    `Op.prepare_step`). Both compute in the dtype of the bank, which is that of x.
+    It computes the same values as `centaurus`.
     """
     M, is_dense = bank.decay.shape[1], bank.B.dim() == 2
     size = torch.exp(bank.decay)
@@ -69,17 +69,16 @@ def prepare(bank: Bank) -> Callable[..., tuple[Tensor, Tensor]]:
         v, s = block(batch, s, enter(x))
         return leave(v), s
 
-    step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
-    return step
+    return TokenFunction(step, several, math.inf)
 
 
-def _prepare_real(bank: Bank, re: Tensor, im: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def _prepare_real(bank: Bank, re: Tensor, im: Tensor) -> TokenFunction:
     def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = s.unbind(-1)
         a, b = re * a - im * b + bank.enter(x).unsqueeze(-1), im * a + re * b
         return bank.leave((bank.read * a - bank.across * b).sum(-1), x.shape[1]), torch.stack([a, b], -1)
 
-    return step
+    return TokenFunction(step)
 
 
 def _times(s: Tensor, factor: Tensor) -> Tensor:

@@ -6,17 +6,19 @@ B batch, D channels, K taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.token_function import TokenFunction
+
 PRODUCT_MIN_TAPS = 8  # Fewer are added one by one; for more, one product of the whole window takes fewer operations.
 
 
-def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return f(window [B, K - 1, D], x [B, D]) -> (y [B, D], the next window), without gradients.
+def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> TokenFunction:
+    """Return the function (window [B, K - 1, D], x [B, D]) -> (y [B, D], the next window).
 
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
@@ -35,16 +37,13 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
             y = F.silu(y, inplace=True)
         return y, torch.cat([window.narrow(1, 1, latest), x.unsqueeze(1)], 1)
 
-    return step
+    return TokenFunction(step)
 
 
 def _prepare_few(
     before: Sequence[Tensor], now: Tensor, bias: Tensor | None, activation: str | None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Do the same for few taps, each [D]: products are added without a tensor of all of them.
-
-    f.several is for several tokens, see `Op.prepare_step`.
-    """
+) -> TokenFunction:
+    """Do the same for few taps, each [D]: products are added without a tensor of all of them."""
 
     def convolved(x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         y = x * now if bias is None else torch.addcmul(bias, x, now)
@@ -61,13 +60,10 @@ def _prepare_few(
         y = convolved(x, [inputs.narrow(0, at * batch, count) for at in range(len(before))])
         return y, torch.stack(inputs.narrow(0, count, len(before) * batch).split(batch), 1)
 
-    step.several, step.most_tokens = several, math.inf  # type: ignore[attr-defined]
-    return step
+    return TokenFunction(step, several, math.inf)
 
 
-def _prepare_to_compile(
-    weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def _prepare_to_compile(weight: Tensor, bias: Tensor | None, activation: str | None) -> TokenFunction:
     """Do the same with taps that are not copied, as compiled code would copy them for each token.
 
     y is computed from the next window: torch's compiler would otherwise write the windows of all layers at the end, in
@@ -82,4 +78,4 @@ def _prepare_to_compile(
             y += bias
         return F.silu(y) if activation == "silu" else y, after
 
-    return step
+    return TokenFunction(step)

@@ -5,12 +5,11 @@ G blocks with I input and O output features each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from seqblocks.kernels.products import Matrix, prepare_joined
+from seqblocks.token_function import TokenFunction
 
 DENSE = 1 << 14  # elements of the padded matrix: up to this size, one product is faster than a batch of blocks
 
@@ -21,20 +20,20 @@ def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:
     return Matrix(torch.block_diag(*weight), bias, G) if G * O * G * I <= DENSE else None
 
 
-def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return f(x [B, G * I]) -> [B, G * O], without gradients. weight [G, O, I], bias [G * O]."""
+def prepare(weight: Tensor, bias: Tensor | None) -> TokenFunction:
+    """Return the function x [B, G * I] -> [B, G * O]. weight [G, O, I], bias [G * O]."""
     G, O, I = weight.shape
     if torch.compiler.is_compiling():  # Compiled code would copy the blocks for each token.
-        return lambda x: _plus(torch.einsum("bgi,goi->bgo", x.view(-1, G, I), weight).flatten(1), bias)
+        return TokenFunction(lambda x: _plus(torch.einsum("bgi,goi->bgo", x.view(-1, G, I), weight).flatten(1), bias))
     whole = matrix(weight, bias)
     if whole is not None:
-        return prepare_joined([whole])
+        return TokenFunction(prepare_joined([whole]), blocks=(weight, bias))
     blocks = weight.transpose(1, 2).contiguous()
 
     def step(x: Tensor) -> Tensor:
         return _plus(torch.bmm(x.view(-1, G, I).transpose(0, 1), blocks).transpose(0, 1).reshape(-1, G * O), bias)
 
-    return step
+    return TokenFunction(step, blocks=(weight, bias))
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,15 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.positions import prepare_turning, rotary_rates
+from seqblocks.token_function import TokenFunction
 
 
 def prepare(
     heads: int, shared: int, rotary: float | None, scale: float | None, window: bool,
     chunk: int | None = None, soft_cap: float | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None,
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Return f(keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v [B, G * DV]).
+) -> TokenFunction:
+    """Return a function of keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v.
 
-    f returns y [B, H * DV] and the next keys, values and length, with the same values as `attention` for one token.
+    It returns y [B, H * DV] and the next keys, values and length, with the same values as `attention`; v [B, G * DV].
     With `window`, the token sees itself and the whole cache (with `chunk`, what belongs to its chunk). Otherwise the
     cache has room for all tokens, including the current one. The other arguments are those of `attention`.
     """
@@ -59,7 +60,7 @@ def prepare(
             )
         return y.flatten(1), latest, all_values, length + 1
 
-    return step
+    return TokenFunction(step)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, scores: Scores) -> Tensor:

@@ -6,18 +6,19 @@ B batch, E channels, N states of a channel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.token_function import TokenFunction
 
-def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return f(h [B, E, N], x, dt [B, E], B, C [B, N], z [B, E] or None) -> (y [B, E], the next h).
 
-    A_log [E, N], D [E]. f computes the same values as `selective_scan` for one token, without gradients. f.several
-    is for several tokens (see `Op.prepare_step`), of which everything but the state is computed at once.
+def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> TokenFunction:
+    """Return the function (h [B, E, N], x, dt [B, E], B, C [B, N], z [B, E] or None) -> (y [B, E], the next h).
+
+    A_log [E, N], D [E]. It computes the same values as `selective_scan`, and everything but the state of several tokens
+    at once.
     """
     A = torch.exp(A_log) * -math.log2(math.e)  # torch's exp2 takes a fifth of the time of exp.
     read = _read_one if torch.compiler.is_compiling() else _read
@@ -46,8 +47,7 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tu
             y.append(read(h, c))
         return finished(torch.cat(y), x, z), h
 
-    step.several, step.most_tokens = several, 32  # type: ignore[attr-defined]
-    return step
+    return TokenFunction(step, several, 32)
 
 
 def _read(h: Tensor, C: Tensor) -> Tensor:

@@ -5,22 +5,20 @@ B batch, H heads, DK width of query and key, DV width of value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
+from seqblocks.token_function import TokenFunction
 
 
 def prepare(
-    heads: int, eps: float, input_gate: str, normalize: bool, readout: str = "paper"
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Return f(C [B, H, DK, DV], n [B, H, DK], m [B, H], q, k [B, H * DK], v [B, H * DV], i, f [B, H]).
+    heads: int, eps: float, input_gate: str, normalize: bool, readout: str = "paper", most_tokens: float | None = None
+) -> TokenFunction:
+    """Return a function of C [B, H, DK, DV], n [B, H, DK], m [B, H], q, k [B, H * DK], v [B, H * DV], i, f [B, H].
 
-    f returns h [B, H * DV] and the next C, n, m: the same values as `mlstm`, or `mlstm_memoroid` with that readout, for
-    one token.
+    It returns h [B, H * DV] and the next C, n, m: the same values as `mlstm`, or `mlstm_memoroid` with that readout.
     """
     power = 0.5 if readout == "paper" else 1.0
 
@@ -44,4 +42,4 @@ def prepare(
             h /= size.add_(eps)
         return h.flatten(1), C, n, m
 
-    return step
+    return TokenFunction(step, most_tokens=most_tokens)
