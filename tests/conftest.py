@@ -68,7 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:  # more than a thousand
             config.hook.pytest_deselected(items=for_gpu)
             items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    items.sort(key=lambda item: item.get_closest_marker("timing") is not None)  # stable: the others keep their order
+    sort(items, slow_first=IN_WORKER and "gpu" not in config.option.markexpr)
+
+
+def sort(items: list[pytest.Item], slow_first: bool) -> None:
+    """Move tests that measure time to the end, and slow ones to the front, so that processes end together."""
+    items.sort(key=lambda item: (  # stable: the others keep their order
+        item.get_closest_marker("timing") is not None, slow_first and item.get_closest_marker("slow") is None
+    ))  # fmt: skip
 
 
 def pytest_collection_finish() -> None:
