@@ -134,12 +134,13 @@ def _sequences(node: graph.Node) -> int:
     return int(features // arguments.width if arguments.axis == "features" else arguments.width)
 
 
-def _each_sequence(node: graph.Node) -> tuple[float | None, int]:
+def _each_sequence(node: graph.Node) -> tuple[float | None, float]:
     """Return multiply-accumulates of one window, row or frame of an `each`, and its tokens of the model's input."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire
     rows, columns = wire.grid or (1, 1)
-    sizes = {"windows": arguments.width**2, "rows": columns, "columns": rows, "frames": arguments.width}
+    down, across = arguments.tiles((rows, columns))
+    sizes = {"windows": rows * columns / (down * across), "rows": columns, "columns": rows, "frames": arguments.width}
     return input_macs(body, None), sizes[arguments.axis] * wire.rate
 
 

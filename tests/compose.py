@@ -221,7 +221,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         axis = "features" if body.alone else chance.choice(choices)
         size: int | None = None
         made = replace(now, grid=None)
-        shift = None
+        shift, padded = None, False
         if axis == "features":
             size = self.divisor(now.width)
             made = replace(now, width=size)
@@ -231,7 +231,8 @@ class Composer(Cells, Mixers, Rates, Sequences):
             made = replace(made, length=length, rate=now.rate * (size if axis == "places" else 1))
         elif axis == "windows":
             assert now.grid
-            size = chance.choice(tiles[1:] or tiles)
+            padded = self.maybe(0.3)
+            size = chance.choice([2, 3, 4] if padded else tiles[1:] or tiles)
             made = replace(now, length=size * size, grid=(size, size))
             shift = chance.randint(1, size - 1) if size > 1 and self.maybe(0.5) else None
         else:
@@ -254,7 +255,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             assert size
             self.add(inside, "pool", Kind("vector", width), mode=chance.choice(["mean", "max", "last"]))
             result = replace(result, length=now.length and now.length // size, rate=now.rate * size, grid=None)
-        self.add_maybe(body, "each", result, axis=axis, size=size, shift=shift, steps=inside.steps)
+        self.add_maybe(body, "each", result, axis=axis, size=size, shift=shift, pad=padded or None, steps=inside.steps)
         return None
 
     @staticmethod

@@ -214,6 +214,9 @@ class Replay:
         tape, (x,), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
         before, after = _axes(node, x.shape)
         count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
+        padded = math.prod(size for name, size in before if name not in ("batch", "features"))
+        is_padded = node.arguments.pad and padded > x.shape[1]
+        x = _resized(tape, x, (x.shape[0], padded, x.shape[2])) if is_padded else x
         shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
         x = _rolled(tape, x) if shifted else x
         wire = self.spec.types[body.input]
@@ -226,8 +229,10 @@ class Replay:
             return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)
         width = {"features": y.shape[-1], "seq": y.shape[1]}
         after, before = ([(name, width.get(name, size)) for name, size in axes] for axes in (after, before))
-        y = _reordered(tape, y, after, before, self.sizes.shape(node.type) if node.type else y.shape)
-        return _rolled(tape, y) if shifted else y
+        shape = self.sizes.shape(node.type) if node.type else y.shape
+        y = _reordered(tape, y, after, before, (shape[0], padded, shape[2]) if is_padded else shape)
+        y = _rolled(tape, y) if shifted else y
+        return _resized(tape, y, shape) if is_padded else y
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
@@ -445,8 +450,8 @@ def _axes(node: Node, shape: Shape) -> tuple[Axes, Axes]:
         lanes, seq, some = ("lanes", features // size), ("seq", tokens), ("features", size)
         return [b, seq, lanes, some], [b, lanes, seq, some]
     if arguments.axis == "windows":
-        lanes, p = ("lanes", rows // size), ("p", size)
-        others, q = ("lanes_2", columns // size), ("q", size)
+        down, across = arguments.tiles((rows, columns))
+        lanes, p, others, q = ("lanes", down), ("p", size), ("lanes_2", across), ("q", size)
         return [b, lanes, p, others, q, f], [b, lanes, others, p, q, f]
     if arguments.axis in ("frames", "rows"):
         length = size if arguments.axis == "frames" else columns
@@ -462,6 +467,13 @@ def _rolled(tape: Tape, x: Value) -> Value:
     once = tape.new(x.shape, x.item)
     y = tape.new(x.shape, x.item)
     del once
+    tape.function([x], [y], (), x.bytes)
+    return y
+
+
+def _resized(tape: Tape, x: Value, shape: Shape) -> Value:
+    """Record a copy with more or fewer rows and columns, whose derivative is a copy too."""
+    y = tape.new(shape, x.item)
     tape.function([x], [y], (), x.bytes)
     return y
 

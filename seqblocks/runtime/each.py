@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from seqblocks.errors import RunError
 from seqblocks.graph import Node
@@ -37,6 +38,7 @@ class Each(Body):
         arguments = node.arguments
         self._axis, self._size, self._shift = arguments.axis, arguments.width, arguments.shift
         self._on_grid, self._carries = arguments.on_grid, arguments.carries
+        self._padded = arguments.padded if arguments.pad else None
         self._gridded = gridded(node, place)
         wire = node.wires[0]
         assert wire
@@ -82,13 +84,16 @@ class Each(Body):
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def _in_windows(self, x: Tensor, call: Call) -> Tensor:
-        rows, columns = size = self._grid_of(x, call)
+        given = self._grid_of(x, call)
+        rows, columns = size = self._padded(given) if self._padded else given
         side = self._size
         if rows % side or columns % side:
             raise RunError(f"windows of {side} x {side} do not tile the {rows} rows and {columns} columns of an image")
         moved = (self._shift if rows > side else 0, self._shift if columns > side else 0)
         before, after = WINDOWS
-        image = x.unflatten(1, size)
+        image = x.unflatten(1, given)
+        if size != given:
+            image = pad(image, (0, 0, 0, columns - given[1], 0, rows - given[0]))
         if any(moved):
             image = image.roll((-moved[0], -moved[1]), (1, 2))
         windows = rearrange(image, f"{before} -> {after}", p=side, q=side)
@@ -101,7 +106,7 @@ class Each(Body):
         image = rearrange(y, f"{after} -> {before}", batch=x.shape[0], **counts, p=side, q=side)
         if any(moved):
             image = image.roll(moved, (1, 2))
-        return image.flatten(1, 2)
+        return image[:, : given[0], : given[1]].flatten(1, 2) if size != given else image.flatten(1, 2)
 
     def _grid_of(self, x: Tensor, call: Call) -> Size:
         if call.grid:
@@ -110,7 +115,8 @@ class Each(Body):
 
     def extra_repr(self) -> str:
         size = f", size={self._size}" if self._axis not in ("rows", "columns") else ""
-        return f"axis={self._axis}{size}" + (f", shift={self._shift}" if self._shift else "")
+        more = (f", shift={self._shift}" if self._shift else "") + (", pad=True" if self._padded else "")
+        return f"axis={self._axis}{size}{more}"
 
 
 def _segments(size: Size, side: int, moved: Size, device: Any) -> Tensor:

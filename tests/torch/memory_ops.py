@@ -116,6 +116,7 @@ GRID_OPS: dict[str, list[str]] = {  # on the tokens of an image
     "attention, relative": [f"{ATTENTION}, causal: false, bias: relative}}"],
     "each, windows": ["each: {axis: windows, size: 4, steps: [{linear: 24}]}"],
     "each, shifted windows": ["each: {axis: windows, size: 4, shift: 2, steps: [silu, {linear: 24}]}"],
+    "each, padded windows": ["each: {axis: windows, size: 5, shift: 2, pad: true, steps: [silu, {linear: 24}]}"],
     "each, columns": ["each: {axis: columns, steps: [{linear: 24}]}"],
     "conv2d, depthwise": ["conv2d"],
     "conv2d, strided": ["conv2d: {features: 32, stride: 2, activation: silu}"],

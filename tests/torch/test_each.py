@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import seqblocks
+from seqblocks.cost import input_macs, macs
 from seqblocks.distributed import sequence_parallel
 from seqblocks.errors import RunError
 from seqblocks.testing import check_law, check_shapes
@@ -101,15 +102,39 @@ def swin_attention(x: Tensor, model: Any, shift: int, side: int, heads: int) -> 
 
 @pytest.mark.parametrize(("grid", "shift"), [((4, 6), 1), ((6, 4), 0), ((2, 6), 1), ((2, 2), 1)])
 def test_shifted_windows(grid: tuple[int, int], shift: int) -> None:
+    windows_agree(grid, shift)
+
+
+@pytest.mark.parametrize(("grid", "shift"), [((3, 5), 0), ((5, 4), 1), ((1, 5), 1), ((4, 6), 1)])
+def test_padded_windows(grid: tuple[int, int], shift: int) -> None:
+    """Zeros are tokens like others, as in Swin: with a bias in `qkv`, the scores of others see them."""
+    windows_agree(grid, shift, (-grid[0] % 2, -grid[1] % 2))
+
+
+def test_padded_windows_are_counted() -> None:
+    """An image of 5 x 3 has 6 windows of 2 x 2: 24 tokens of linear maps 4 x 4."""
+    spec = seqblocks.load_text(
+        "seqblocks: 1\nmodel: {input: {features: 4, grid: [5, 3]}, steps: [{each: {axis: windows, size: 2, pad: true, "
+        "steps: [{linear: 4}]}}]}\n"
+    )[1]
+    assert spec
+    assert input_macs(spec.graph, None) == 24 * 16
+    assert macs(spec.graph, None) == pytest.approx(24 * 16 / 15)
+    check_shapes(seqblocks.build_model(spec))
+
+
+def windows_agree(grid: tuple[int, int], shift: int, padding: tuple[int, int] = (0, 0)) -> None:
+    more = ", pad: true" if any(padding) else ""
     steps = "[{linear: {name: qkv, features: 18, as: [q, k, v]}}, {attention: {name: scores, q: q, k: k, v: v, "
     steps += "heads: 2, causal: false, bias: relative}}, {linear: {name: proj, features: 6}}]"
     given = f"{{features: 6, grid: {[*grid]}}}"
-    model = built(f"{{each: {{axis: windows, size: 2, shift: {shift}, steps: {steps}}}}}", given)
+    model = built(f"{{each: {{axis: windows, size: 2, shift: {shift}{more}, steps: {steps}}}}}", given)
     with torch.no_grad():
         model.each.scores.relative.normal_()
     x = draw(2, grid[0] * grid[1], 6).requires_grad_()
     found = model(x)
-    expected = swin_attention(x.unflatten(1, grid), model.each, shift, 2, 2).flatten(1, 2)
+    image = pad(x.unflatten(1, grid), (0, 0, 0, padding[1], 0, padding[0]))
+    expected = swin_attention(image, model.each, shift, 2, 2)[:, : grid[0], : grid[1]].flatten(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     weights = draw(*found.shape)
     leaves = [x, *model.parameters()]

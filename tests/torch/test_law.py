@@ -48,6 +48,9 @@ SMALL = {
         "dim": 16, "layers": "c a", "heads": 4, "kv_heads": 2, "head": 4, "hidden": 12, "vocabulary": 11,
     },
     "rwkv4_169m": {"dim": 8, "depth": 2, "hidden": 12, "vocabulary": 11},
+    "ttt_small": {
+        "dim": 12, "heads": 2, "layers_wanted": 2, "hidden": 10, "vocabulary": 11, "batch": 4,
+    },
     "nemotron_h_4b": {
         "dim": 16, "layers": "m f a", "heads": 2, "kv_heads": 1, "head": 4, "ssm": 24, "ssm_head": 4, "groups": 2,
         "state": 4, "hidden": 12, "vocabulary": 11,

@@ -48,6 +48,8 @@ def _check_size(arguments: Each) -> None:
         raise Fault("E210", f"{axis} have no `size`: each is as long as the image", at="size", hint="remove `size:`")
     if arguments.shift and axis != "windows":
         raise Fault("E210", f"only windows can be shifted, not {axis}", at="shift", hint="remove `shift:`")
+    if arguments.pad and axis != "windows":
+        raise Fault("E210", f"only windows can be padded, not {axis}", at="pad", hint="remove `pad:`")
     if arguments.shift >= arguments.width and axis == "windows":
         found, expected = str(arguments.shift), f"less than the size ({arguments.width})"
         raise Fault("E209", "windows are shifted by less than their size", at="shift", found=found, expected=expected)
@@ -73,11 +75,15 @@ def _folded(arguments: Each, x: Wire) -> Wire:
     lanes = (*x.lanes, axis)
     if axis != "windows":
         return x._replace(length=columns if axis == "rows" else rows, grid=None, lanes=lanes, origin=None)
+    if arguments.pad and arguments.padded(x.grid) != x.grid:
+        facts = x.facts.or_zero()
+        return x._replace(length=size * size, grid=(size, size), lanes=lanes, origin=None, facts=facts)
     if rows % size or columns % size:
         message = f"windows of {size} x {size} do not tile {rows} rows and {columns} columns"
         fitting = [side for side in range(1, min(x.grid) + 1) if rows % side == 0 == columns % side]
         near = sorted(sorted(fitting, key=lambda side: (abs(side - size), side))[:4])
-        raise Fault("E401", message, at="size", hint=f"sizes that tile both: {', '.join(map(str, near))}")
+        hint = f"add `pad: true`; sizes that tile both: {', '.join(map(str, near))}"
+        raise Fault("E401", message, at="size", hint=hint)
     return x._replace(length=size * size, grid=(size, size), lanes=lanes, origin=None)
 
 
