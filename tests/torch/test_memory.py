@@ -37,7 +37,7 @@ MADE_OF_OTHERS = {  # of the ops of other models; these run with `long`, which t
 }
 SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
     "captioner", "centaurus_denoiser", "centaurus_keywords", "kimi_linear_small", "memoroid_actor_critic",
-    "mingru_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
+    "mingru_small", "mod_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
 })  # fmt: skip
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
 QUICK_OPS = {
@@ -73,7 +73,7 @@ def check(name: str, batch: int, length: int, **options: str) -> None:
 
 
 def test_all_small_models_are_here() -> None:
-    assert small_models() == SMALL_MODELS
+    assert small_models() == SMALL_MODELS, "name the others above"
 
 
 def mark_of(name: str) -> Any:
