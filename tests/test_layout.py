@@ -45,6 +45,7 @@ ROOMS = """
     tape
     workspace/*
     op
+    roles
     combinators/*
     ops/*
     graph

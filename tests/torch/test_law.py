@@ -72,6 +72,7 @@ SMALL = {
     "transformer_small": {"dim": 16, "depth": 2, "vocabulary": 11, "context": 300},
     "jamba_small": {"dim": 16, "depth": 1, "hidden": 12, "vocabulary": 11},
     "zamba_small": {"dim": 16, "rounds": 2, "vocabulary": 11, "window": 5},
+    "mod_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "context": 300},
     "looped_small": {"dim": 16, "loops": 3, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
     "unet_gpt": {"dim": 16, "depth": 4, "heads": 2, "vocabulary": 11, "window": 5},

@@ -43,6 +43,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     },
     "llama2_7b": WORDS | {"dim": 64, "hidden": 16},
     "mixtral_8x7b": WORDS | {"dim": 64, "hidden": 16},
+    "mor_118m": {"input.tokens": 11, "dim": 16, "heads": 2, "kv_heads": 1, "hidden": 12, "depth": 1},
     "nemotron_h_8b": {
         "input.tokens": 11, "layers": "m f a", "dim": 16, "heads": 4, "kv_heads": 2, "hidden": 16, "inner": 512,
     },
