@@ -49,6 +49,7 @@ def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
 
 SLSTM = Kernel(
     name="slstm",
+    pairs_interpreted="long",
     function=slstm_call,
     make=slstm_inputs,
     sequences=("i", "f", "z", "o"),
@@ -296,6 +297,7 @@ def centaurus_cancellation(x: Tensors, expected: Tensors, given: Tensors, **opti
 
 CENTAURUS = Kernel(
     name="centaurus",
+    pairs_interpreted="long",
     function=kernels.centaurus,
     make=centaurus_inputs,
     sequences=("x",),
