@@ -54,8 +54,6 @@ def _write(found: Bench) -> None:
     rows = [
         (row.step + (f" ({row.count} x)" if row.count > 1 else ""), *_figures(row), row.kernel) for row in found.steps
     ]
-    rest = found.seconds_with_hooks - sum(row.seconds for row in found.steps)
-    rows.append(("between the steps", _ms(rest), "", f"{rest / found.seconds_with_hooks:.0%}", "", ""))
     rows.append(("all, timed as a whole", *_figures(found), ""))
     heads = ("step", "ms", "least", "share", "ratio", "kernel")
     widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(6)]
@@ -67,8 +65,9 @@ def _write(found: Bench) -> None:
     for why in dict.fromkeys(why for row in found.steps for why in row.why):
         output.write(f"  {why}")
     output.write(
-        f"Medians of {found.repetitions} passes; half of them are within {found.spread:.0%} of each other. "
-        f"With the hooks that time the steps, a pass took {_ms(found.seconds_with_hooks)} ms."
+        f"{found.clock.capitalize()}, the median of {found.repetitions} turns, each of which keeps its fastest pass; "
+        f"half of them are within {found.spread:.0%} of each other. With all steps timed, a pass took "
+        f"{_ms(found.seconds_with_hooks)} ms."
     )
 
 

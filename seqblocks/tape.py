@@ -478,7 +478,8 @@ class Tape:
         nodes = self._existing(first)
         layer = Layer(nodes, again)
         for node in nodes:
-            node.kept, node.layer = [], layer
+            if node.kept:  # torch computes the layer again when the first of these is read
+                node.kept, node.layer = [], layer
         return y
 
 

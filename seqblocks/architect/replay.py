@@ -11,10 +11,11 @@ from seqblocks import graph
 from seqblocks.cells import Parts, parts_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Op, may_be_matrix
+from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
+from seqblocks.roles import joins_tokens, may_be_matrix
 from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
@@ -152,27 +153,29 @@ class Replay:
     def _repeat(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
-        self.inside_layer = self.inside_layer or recompute
         spent = graph.spent_after_layers(node)
         for at, (label, body) in enumerate(node.bodies.items()):
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
-            run = partial(self._layer, body, given, below)
+            run = partial(self._layer, body, given, below, self.inside_layer or recompute)
             x, exports = self.tape.layer(run) if recompute else run()
             values |= exports
             del exports
             for value in spent[at]:
                 values.pop(value, None)
-        if recompute:
-            self.inside_layer = False
         self.exports = {value: values[value] for value in node.exports}
         return x
 
     def _layer(
-        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...]
+        self, body: Graph, inputs: Sequence[Value], paths: tuple[str, ...], inside: bool
     ) -> tuple[Value, dict[int, Value]]:
-        """Return the output of a layer, and the values that later layers or steps read."""
+        """Return the output of a layer, and the values that later layers or steps read.
+
+        inside: whether it is in one that is recomputed as a whole, also while the backward pass does so.
+        """
+        outer, self.inside_layer = self.inside_layer, inside
         y = self._inside(body, inputs, paths)
+        self.inside_layer = outer
         exports, self.exports = self.exports, {}
         return y, exports
 
@@ -233,6 +236,27 @@ class Replay:
         y = _reordered(tape, y, after, before, (shape[0], padded, shape[2]) if is_padded else shape)
         y = _rolled(tape, y) if shifted else y
         return _resized(tape, y, shape) if is_padded else y
+
+    def _choose(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the steps on the chosen tokens, as many as `top` says, or on all tokens."""
+        tape, (x, by, *others), body, outer = self.tape, inputs, node.bodies[""], self.sizes
+        batch, tokens, features = x.shape
+        count, rate = node.arguments.count(tokens), node.type.rate if node.type else 1
+        order, sorted_scores = tape.new((batch, tokens), ID), tape.new((batch, tokens), by.item)
+        places = tape.new((batch, count), ID)
+        del order, sorted_scores
+        given = []
+        for each in (x, *others):
+            part = tape.new((batch, count, *each.shape[2:]), each.item)
+            tape.function([each], [part], [places])
+            given.append(part)
+        del part
+        self.sizes = Sizes(batch, count * rate)
+        y = self._inside(body, given, paths)
+        self.sizes, tape.step = outer, paths[-1]
+        made = tape.new((batch, tokens, features), x.item)
+        tape.function([x, y], [made], [places])
+        return made
 
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
@@ -403,7 +427,7 @@ class Replay:
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
             part = [next(rest) for _ in node.inputs.get(port.name, ())]
-            axis = 1 if node.op.joins_tokens() or (part and len(part[0].shape) == 4) else -1
+            axis = 1 if joins_tokens(node.op) or (part and len(part[0].shape) == 4) else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
 
@@ -499,7 +523,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each", "cell")
+        node.kind not in ("scan", "choose", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

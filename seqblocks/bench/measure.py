@@ -6,8 +6,7 @@ import os
 import platform
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.bench.floors import Limits, measured, moved, wait
+from seqblocks.bench.clocks import Clock, Hooks, Marks, Observed, Traffic, fastest
+from seqblocks.bench.floors import Limits, measured, wait
 from seqblocks.errors import UsageError
 from seqblocks.kernels.triton_common import arch_of
 from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
-from seqblocks.runtime.primitive import is_primitive
-from seqblocks.runtime.torch_modules import all_primitives
 
 MODES = ("forward", "train", "step")
 MOST_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated
 BEYOND_CACHES = 1 << 28  # bytes of parameters that no cache of a CPU holds from one pass to the next
-PASSES = 3  # timed without hooks for each one with them
+LEAST_PASSES, MOST_PASSES = 3, 9  # of which the fastest counts: other processes only ever add to a time
+BETWEEN = "between the steps"
+TURNS = 20  # that the given time should have
 LEAST_TURNS, MOST_TURNS = 5, 500
 
 
@@ -36,8 +36,8 @@ LEAST_TURNS, MOST_TURNS = 5, 500
 class Row:
     """The steps of one place in the spec, in all layers. Times are sums over them, for one pass or one token.
 
-    share: of a pass with hooks. kernel: the implementation that ran, "torch" for steps that call torch directly. why:
-    why no faster one ran.
+    step: the place; steps that a stream computes together have one row. share: of a pass whose steps are timed. kernel:
+    the implementation that ran, "torch" for steps that call torch directly. why: why no faster one ran.
     """
 
     step: str
@@ -58,10 +58,11 @@ class Row:
 
 @dataclass
 class Bench:
-    """Times of a model: medians over all repetitions, in seconds.
+    """Times of a model in seconds: medians over all repetitions, each of which is the fastest of a few passes.
 
-    seconds: of a pass. steps: measured in passes with hooks. A stream runs its steps together, so a token takes less
-    time than they do.
+    seconds: of a pass. seconds_with_hooks: of a pass whose steps are timed. steps: what they took in it, and in the
+    last row what was between them: sums of residual branches, and Python. clock: "processor time" of one thread, which
+    other processes do not change, or "elapsed time".
     """
 
     name: str
@@ -72,6 +73,7 @@ class Bench:
     device: str
     processor: str
     threads: int
+    clock: str
     repetitions: int
     seconds: float
     spread: float
@@ -102,7 +104,7 @@ def bench(
 
     mode: "forward" (a pass without gradients), "train" (forward and backward of the output's sum), or "step" (a token
     of a stream). length: tokens of a pass, by default 256, or what the spec fixes. seconds: about how long to measure,
-    after one warm-up; passes with and without the hooks that time each step alternate. advance: is called with the part
+    after one warm-up; passes whose steps are timed alternate with others. advance: is called with the part
     of this time that is over. Then the model's mode and gradients are as before. Raises UsageError for a mode that the
     model cannot run, or a length that it does not take.
     """
@@ -111,21 +113,25 @@ def bench(
     if mode == "step" and (obstacle := graph.stream_obstacle(model.spec)):
         raise UsageError(f"the model cannot stream, so it has no steps of single tokens: {': '.join(obstacle)}")
     device = model._some_tensor().device
-    run, length = _call(model, mode, batch, length)
     limits = measured(device, dtype_of(model))
-    clock = _Clock(model, device, backward=mode == "train")
     with _as_it_was(model):
         model.train(mode == "train")
-        whole, hooked = _interleaved(run, clock, seconds, advance)
-    rows = _rows(model, clock, limits, mode, length)
-    total = statistics.median(whole)
-    with_hooks = statistics.median(hooked)
+        run, length = _call(model, mode, batch, length)
+        steps = Hooks(model, device, run, backward=mode == "train")
+        clock = (Marks.of(model, steps) if mode == "step" else None) or steps
+        whole, observed = _interleaved(run, clock, seconds, advance)
+    rows = _rows(model, steps.traffic, observed, limits, mode, length)
+    with_hooks = statistics.median(each.seconds for each in observed)
+    rest = [max(0.0, each.seconds - sum(each.steps.values())) for each in observed]
+    rows.append(Row(BETWEEN, 1, "", statistics.median(rest), _spread(rest), 0.0))
     for row in rows:
         row.share = row.seconds / with_hooks
     return Bench(
         model.spec.name, mode, batch, length, str(dtype_of(model)).removeprefix("torch."), str(device),
-        processor(device), torch.get_num_threads(), len(whole), total, _spread(whole),
-        min(sum(row.floor_seconds for row in rows), *whole), with_hooks, limits.flops, limits.memory, rows,
+        processor(device), torch.get_num_threads(),
+        "processor time" if clock.now is time.thread_time else "elapsed time", len(whole), statistics.median(whole),
+        _spread(whole), min(sum(row.floor_seconds for row in rows), *whole), with_hooks, limits.flops,
+        limits.memory, rows,
     )  # fmt: skip
 
 
@@ -197,107 +203,43 @@ def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, An
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """Times of all primitives of a model, through hooks that are attached within `running`."""
-
-    def __init__(self, model: SequenceModel, device: torch.device, backward: bool) -> None:
-        self.steps = {name: each for name, each in model.named_modules() if is_primitive(each)}
-        self.model, self.device, self.backward = model, device, backward
-        self.passes: list[dict[str, float]] = []
-        self.traffic: dict[str, tuple[list[int], int, int]] = {}  # bytes of activations, of parameters; elements of y
-        self.marks: list[tuple[str, Any, Any]] = []
-
-    @contextmanager
-    def running(self) -> Iterator[list[tuple[str, Any, Any]]]:
-        """Attach the hooks, and add the times to `passes`. Gives the list of times, so that some can be dropped."""
-        self.marks = []
-        started: dict[str, Any] = {}
-        handles = [each for name, step in self.steps.items() for each in self._hooks(name, step, started)]
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Full backward hook is firing")  # of a step that reads token ids
-                with all_primitives(self.model):
-                    yield self.marks
-        finally:
-            for handle in handles:
-                handle.remove()
-        wait(self.device)
-        found = dict.fromkeys(self.steps, 0.0)
-        for name, start, end in self.marks:
-            found[name] += start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start
-        self.passes.append(found)
-
-    def _hooks(self, name: str, step: nn.Module, started: dict[str, Any]) -> list[Any]:
-        def before(*_: Any) -> None:
-            started[name] = self._now()
-
-        def after(_: Any, inputs: Any, *rest: Any) -> None:
-            if name in started:
-                self.marks.append((name, started.pop(name), self._now()))
-            y = rest[-1]
-            if name not in self.traffic and isinstance(y, Tensor):
-                tensors = [x for x in inputs if isinstance(x, Tensor)]
-                self.traffic[name] = (*moved(tensors, [*step.parameters(), *step.buffers()], y), y.numel())
-
-        def back(*_: Any) -> None:
-            if started.get(f"{name} back") is not None:
-                self.marks.append((name, started.pop(f"{name} back"), self._now()))
-
-        def before_back(*_: Any) -> None:
-            started[f"{name} back"] = self._now()
-
-        forward = [step.register_forward_pre_hook(before), step.register_forward_hook(after)]
-        if not self.backward:
-            return forward
-        return [
-            *forward, step.register_full_backward_pre_hook(before_back), step.register_full_backward_hook(back)
-        ]  # fmt: skip
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
 def _interleaved(
-    run: Callable[[], Any], clock: _Clock, seconds: float, advance: Callable[[float], object] | None
-) -> tuple[list[float], list[float]]:
-    """Return the times of passes without and with hooks, in turns. The first pass of a turn is not timed.
+    run: Callable[[], Any], clock: Clock, seconds: float, advance: Callable[[float], object] | None
+) -> tuple[list[float], list[Observed]]:
+    """Return the times of passes without and with their steps timed, in turns: the fastest of a few in each turn.
 
-    Hooks change how a stream runs, so its next token takes longer.
+    The first pass of each few is not timed: a stream takes longer for its first token after hooks.
     """
     plain: list[float] = []
-    hooked: list[float] = []
-    start = time.perf_counter()
-    for turn in range(MOST_TURNS):
+    observed: list[Observed] = []
+    begin = start = time.perf_counter()
+    few = LEAST_PASSES
+    for turn in range(MOST_TURNS + 1):
         run()
-        times = [_timed(run, clock.device) for _ in range(PASSES)]
-        with clock.running() as kept:
-            run()
-            kept.clear()
-            with_hooks = _timed(run, clock.device)
+        seconds_of_fastest = min(_timed(run, clock) for _ in range(few))
+        with clock.observing() as observe:
+            observe()
+            with_steps = fastest(observe() for _ in range(few))
         if not turn:  # the warm-up
-            clock.passes.clear()
             start = time.perf_counter()
+            few = min(MOST_PASSES, max(few, int(few * seconds / TURNS / (start - begin))))
             continue
-        plain += times
-        hooked.append(with_hooks)
+        plain.append(seconds_of_fastest)
+        observed.append(with_steps)
         done = (time.perf_counter() - start) / seconds
         if advance:
             advance(min(1.0, done))
         if done >= 1 and turn >= LEAST_TURNS:
             break
-    return plain, hooked
+    return plain, observed
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    wait(device)
-    start = time.perf_counter()
+def _timed(run: Callable[[], Any], clock: Clock) -> float:
+    wait(clock.device)
+    start = clock.now()
     run()
-    wait(device)
-    return time.perf_counter() - start
+    wait(clock.device)
+    return clock.now() - start
 
 
 def _spread(times: list[float]) -> float:
@@ -308,30 +250,37 @@ def _spread(times: list[float]) -> float:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(model: SequenceModel, clock: _Clock, limits: Limits, mode: str, length: int | None) -> list[Row]:
+def _rows(
+    model: SequenceModel, traffic: Mapping[str, Traffic], observed: list[Observed], limits: Limits, mode: str,
+    length: int | None,
+) -> list[Row]:
     """Return a row for each place in the spec, in the order of the steps. length: tokens of a pass."""
     kernels, nodes = _kernels(model), dict(graph.walk_named(model.graph))
     from_memory = sum(p.nbytes for p in model.parameters()) >= BEYOND_CACHES
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for name, step in clock.steps.items():
-        if name in clock.traffic:
-            grouped.setdefault((_place(name), step.op.verb), []).append(name)
+    grouped: dict[str, list[tuple[str, ...]]] = {}
+    for names in observed[0].steps:
+        if all(name in traffic for name in names):
+            grouped.setdefault(_place(names), []).append(names)
     rows = []
-    for (place, verb), names in grouped.items():
-        times = [sum(each[name] for name in names) for each in clock.passes]
-        macs = [_macs(nodes.get(name), clock.traffic[name][2], length) for name in names]
-        moving = (clock.traffic[name][:2] for name in names)
-        floor = sum(_floor(each, *bytes_, limits, mode, from_memory) for each, bytes_ in zip(macs, moving, strict=True))
+    for place, together in grouped.items():
+        times = [sum(each.steps[names] for names in together) for each in observed]
+        floor = 0.0
+        for name in (name for names in together for name in names):
+            activations, parameters, elements = traffic[name]
+            macs = _macs(nodes.get(name), elements, length)
+            floor += _floor(macs, activations, parameters, limits, mode, from_memory)
         floor = min(floor, *times)  # a step that took less has shown that it needs less
-        kernel, why = kernels.get(names[0], ("torch", []))
-        seconds = statistics.median(times)
-        rows.append(Row(place, len(names), verb, seconds, _spread(times), floor, 0.0, kernel, why))
+        first = together[0][0]
+        kernel, why = kernels.get(first, ("torch", []))
+        verb = nodes[first].verb if first in nodes else ""
+        rows.append(Row(place, len(together), verb, statistics.median(times), _spread(times), floor, 0.0, kernel, why))
     return rows
 
 
-def _place(name: str) -> str:
-    """Return a path with * for the numbers of layers."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _place(names: tuple[str, ...]) -> str:
+    """Return a path with * for the numbers of layers; of several steps, the last names after the first path."""
+    first, *others = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return ", ".join([first, *(name.rpartition(".")[2] for name in others)])
 
 
 def _macs(node: graph.Node | None, elements: int, length: int | None) -> float:

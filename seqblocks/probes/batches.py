@@ -54,7 +54,8 @@ class Task:
     decode: what an answer is decoded from: the output at its place, the last output and the place, or the mean of all
     outputs. features: numbers of a token, or 0 if tokens are ids. tolerance: by which an answer that is a number may
     be wrong, or 0 if answers are labels. is_image: whether the ids are the cells of a square image, by rows.
-    has_resets: whether a row holds several episodes, marked as `resets`.
+    has_resets: whether a row holds several episodes, marked as `resets`. ends_early: whether a training may leave out
+    steps once the task is solved.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Task:
     tolerance: float = 0.0
     is_image: bool = False
     has_resets: bool = False
+    ends_early: bool = True
     published: tuple[Published, ...] = ()
 
 

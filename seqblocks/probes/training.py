@@ -21,12 +21,16 @@ from seqblocks.training.loop import adamw, step
 
 GROWTH = 0.6  # of the steps
 READ = 256  # sequences
+SOLVED = 0.01  # nats: a task is solved when the loss of so many batches in a row is below it
+IN_A_ROW = 20
+END = 0.1  # of the steps, in which the rate is low: a training that has solved its task goes on there
 
 
 @dataclass
 class Result:
     """The accuracy of one training at one length. scaled: 0 at chance, 1 if all is right. cut: whether time ran out.
 
+    steps: fewer than the task's if it was solved earlier.
     last_eighth: accuracy over the answers in the last eighth of the sequence, where early positions do not help. loss:
     the mean cross-entropy of the answers in nats, or their mean square error if they are numbers.
     """
@@ -69,8 +73,9 @@ def probe(
 
     AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
-    are the same for each model and seed. seconds: after which training ends. A KeyboardInterrupt ends training, and the
-    model is read as it is. Raises UsageError for a model that does not take the task's tokens.
+    are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
+    tenth of the steps. seconds: after which training ends. A KeyboardInterrupt ends training, and the model is read as
+    it is. Raises UsageError for a model that does not take the task's tokens.
     """
     task = fit_task(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
@@ -90,11 +95,12 @@ def _probe(
     advance: Callable[[float], object] | None,
 ) -> list[Result]:
     model = Probed(build_model(spec, seed=seed), task).to(device)
-    begin, done, interrupted = time.perf_counter(), 0, False
+    begin, done, place, interrupted = time.perf_counter(), 0, 0, False
     try:
-        for done in _training(model, task, seed, steps, rate):
+        for place in _training(model, task, seed, steps, rate):
+            done += 1
             if advance:
-                advance(done / steps)
+                advance(place / steps)
             if time.perf_counter() - begin > seconds:
                 break
     except KeyboardInterrupt:
@@ -106,7 +112,7 @@ def _probe(
         whole, last, loss = read(model, task, length)
         found.append(
             Result(
-                task.name, length, whole, task.chance, seed, last, task.length, done, taken, done < steps, params,
+                task.name, length, whole, task.chance, seed, last, task.length, done, taken, place < steps, params,
                 interrupted, rate, loss,
             )
         )  # fmt: skip
@@ -114,16 +120,22 @@ def _probe(
 
 
 def _training(model: Probed, task: Task, seed: int, steps: int, rate: float) -> Iterator[int]:
-    """Yield the number of steps after each."""
+    """Yield after each step its place in the schedule, which ends at `steps`."""
     own = [part for part in (model.embed, model.head) if part is not None]
     optimizer = adamw(model.model, rate, (p for part in own for p in part.parameters()))
     generator = torch.Generator().manual_seed(2 * seed + 1)
     device = next(model.parameters()).device
     model.train()
-    for number in range(steps):
-        batch = _on(device, task.draw(generator, task.batch, _length(task, number / steps)))
-        step(model, optimizer, rate * _schedule(task, number / steps), partial(_loss, model, batch))
-        yield number + 1
+    place = easy = 0
+    while place < steps:
+        length = _length(task, place / steps)
+        batch = _on(device, task.draw(generator, task.batch, length))
+        loss = step(model, optimizer, rate * _schedule(task, place / steps), partial(_loss, model, batch))
+        easy = easy + 1 if length == task.length and loss < SOLVED else 0
+        place += 1
+        if easy >= IN_A_ROW and task.ends_early and not task.tolerance:
+            place = max(place, steps - int(END * steps))
+        yield place
 
 
 def _on(device: torch.device, batch: Batch) -> Batch:

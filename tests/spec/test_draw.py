@@ -19,6 +19,7 @@ import seqblocks
 from seqblocks.errors import UsageError
 from seqblocks.language.files import bundled
 from seqblocks.picture.boxes import START, Box, lanes
+from seqblocks.picture.drawing import Drawing
 from seqblocks.picture.svg import GAP, LANE, Placed, place
 from seqblocks.report.summary import Row, summarise
 from tests.compose import compose
@@ -40,7 +41,8 @@ def all_boxes(boxes: list[Box]) -> list[Box]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_box_for_each_row_of_the_summary(name: str) -> None:
-    """With its shape and its counts; the line of a step is that of its verb, or of its formula."""
+    """With its shape and its counts; the line of a step is that of its verb, or of its formula. No two boxes overlap.
+    """
     drawing = seqblocks.draw(name)
     _, model = seqblocks.load_spec(name)
     boxes, expected = all_boxes(drawing.boxes), list(rows(summarise(model).rows))
@@ -49,6 +51,8 @@ def test_a_box_for_each_row_of_the_summary(name: str) -> None:
         if box.span and box.verb != "router":  # which `experts` makes
             words = (box.verb, box.path.rpartition(".")[2]) if box.verb == "calc" else (box.verb,)
             assert box.span.source.line(box.span.line)[box.span.column - 1 :].strip("{\"'").startswith(words)
+    check_places(drawing.boxes)
+    check_size(drawing)
 
 
 def flat(placed: list[Placed]) -> Iterator[Placed]:
@@ -95,10 +99,8 @@ def check_lanes(boxes: list[Box]) -> None:
         assert all(start >= end for start in others)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_places_and_sizes(name: str) -> None:
-    drawing = seqblocks.draw(name)
-    check_places(drawing.boxes)
+def check_size(drawing: Drawing) -> None:
+    """Assert that the page is small, and that no label is cut."""
     texts = sum(len(source.text.encode()) for source in drawing.sources)
     assert len(drawing.html().encode()) <= 60_000 + texts
     for each in flat(place(drawing.boxes)):  # nothing is cut

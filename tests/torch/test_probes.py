@@ -24,7 +24,7 @@ from seqblocks.probes.checks import reset_checks
 from seqblocks.probes.model import Probed, _places
 from seqblocks.probes.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, plot
 from seqblocks.probes.tasks import group
-from seqblocks.probes.training import Result
+from seqblocks.probes.training import IN_A_ROW, Result
 
 LENGTHS = {name: (task.shortest or 24, task.length) for name, task in TASKS.items()}
 
@@ -524,6 +524,17 @@ def test_a_model_of_features_gets_an_embedding_and_a_head() -> None:
     pair = type(task)(**{**vars(task), "length": 2, "lengths": (2,), "shortest": 0, "steps": 150})
     (result,) = probe(model, pair)
     assert result.accuracy == 1
+
+
+def test_a_solved_training_goes_on_with_the_last_steps() -> None:
+    """In quick settings; those of papers take all steps."""
+    model = spec("features: 16", "{causal_conv: {kernel: 2, mixing: true}}, silu, {linear: 16}, gelu")
+    pair = replace(TASKS["parity"], length=2, lengths=(2,), shortest=0, steps=600)
+    (short,), (whole,) = (probe(model, replace(pair, ends_early=early)) for early in (True, False))
+    assert 60 + IN_A_ROW <= short.steps < 600 == whole.steps
+    assert short.accuracy == whole.accuracy == 1
+    assert not short.cut
+    assert not any(task.ends_early for task in PAPER.values())
 
 
 def test_time_ends_a_training() -> None:

@@ -1,0 +1,198 @@
+"""Clocks that time each step of a pass: by hooks of the modules, or by marks in the function of a stream's token."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks.bench.floors import clock_of, moved, wait
+from seqblocks.graph import Graph, Node
+from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.runtime.primitive import is_primitive
+from seqblocks.runtime.torch_modules import all_primitives
+from seqblocks.streaming.maps import Reader
+from seqblocks.streaming.plan import TokenPlan, plan_tokens
+from seqblocks.streaming.source import Path
+
+Traffic = tuple[list[int], int, int]  # bytes of activations, bytes of parameters, elements of the output
+
+
+class Observed(NamedTuple):
+    """The time of a pass, and of its steps by name; those that are computed together have one time."""
+
+    seconds: float
+    steps: dict[tuple[str, ...], float]
+
+
+class Clock(Protocol):
+    """Times the steps of a pass. now: the clock of whole passes."""
+
+    device: torch.device
+    now: Callable[[], float]
+
+    def observing(self) -> AbstractContextManager[Callable[[], Observed]]:
+        """Give a function that runs a pass with all steps timed."""
+
+
+def reading_cost(now: Callable[[], float], readings: int = 50) -> float:
+    """Return the seconds that it takes to read a clock: more in a sandbox, and on a busy machine."""
+    start = now()
+    for _ in range(readings):
+        now()
+    return (now() - start) / (readings + 1)
+
+
+def fastest(found: Iterable[Observed]) -> Observed:
+    """Return the pass whose steps took least: other processes only ever add to a time."""
+    return min(found, key=lambda each: sum(each.steps.values()))
+
+
+class Hooks:
+    """Times all primitives of a model by hooks, which are attached while it observes.
+
+    traffic: what each step moves, which is known after a pass.
+    """
+
+    def __init__(self, model: SequenceModel, device: torch.device, run: Callable[[], Any], backward: bool) -> None:
+        self.steps = {name: each for name, each in model.named_modules() if is_primitive(each)}
+        self.model, self.device, self.run, self.backward = model, device, run, backward
+        self.now, self.cost = clock_of(device), 0.0
+        self.traffic: dict[str, Traffic] = {}
+        self.marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def observing(self) -> Iterator[Callable[[], Observed]]:
+        started: dict[str, Any] = {}
+        self.cost = 0.0 if self.device.type == "cuda" else reading_cost(self.now)
+        handles = [each for name, step in self.steps.items() for each in self._hooks(name, step, started)]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Full backward hook is firing")  # of a step that reads token ids
+                with all_primitives(self.model):
+                    yield self._observed
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _observed(self) -> Observed:
+        self.marks.clear()
+        wait(self.device)
+        start = self.now()
+        self.run()
+        wait(self.device)
+        seconds = self.now() - start - 2 * self.cost * len(self.marks)
+        found: dict[tuple[str, ...], float] = {(name,): 0.0 for name in self.steps}
+        for name, begin, end in self.marks:
+            found[name,] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin - self.cost
+        return Observed(seconds, found)
+
+    def _hooks(self, name: str, step: nn.Module, started: dict[str, Any]) -> list[Any]:
+        def before(*_: Any) -> None:
+            started[name] = self._moment()
+
+        def after(_: Any, inputs: Any, *rest: Any) -> None:
+            if name in started:
+                self.marks.append((name, started.pop(name), self._moment()))
+            y = rest[-1]
+            if name not in self.traffic and isinstance(y, Tensor):
+                tensors = [x for x in inputs if isinstance(x, Tensor)]
+                self.traffic[name] = (*moved(tensors, [*step.parameters(), *step.buffers()], y), y.numel())
+
+        def back(*_: Any) -> None:
+            if started.get(f"{name} back") is not None:
+                self.marks.append((name, started.pop(f"{name} back"), self._moment()))
+
+        def before_back(*_: Any) -> None:
+            started[f"{name} back"] = self._moment()
+
+        forward = [step.register_forward_pre_hook(before), step.register_forward_hook(after)]
+        if not self.backward:
+            return forward
+        return [
+            *forward, step.register_full_backward_pre_hook(before_back), step.register_full_backward_hook(back)
+        ]  # fmt: skip
+
+    def _moment(self) -> Any:
+        if self.device.type != "cuda":
+            return self.now()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Marks:
+    """Times the steps of a token of a stream in a copy of its function, which notes the time after each step.
+
+    These are so short that reading the processor time could take as long, so it is the elapsed time.
+    """
+
+    def __init__(self, model: SequenceModel, planned: _MarkedPlan, hooks: Hooks) -> None:
+        self.model, self.planned, self.device, self.run = model, planned, hooks.device, hooks.run
+        self.now = clock_of(hooks.device)
+
+    @classmethod
+    def of(cls, model: SequenceModel, hooks: Hooks) -> Marks | None:
+        """Return a clock of a model's tokens, None if its modules run them. hooks: learns what each step moves."""
+        hooks.run()
+        if model._token_plan is None:
+            return None
+        with hooks.observing() as observe:
+            observe()
+        made = plan_tokens(model, model.spec, model._declared_state, model._latest_stream, kind=_MarkedPlan)
+        return cls(model, made, hooks) if isinstance(made, _MarkedPlan) else None
+
+    @contextmanager
+    def observing(self) -> Iterator[Callable[[], Observed]]:
+        before, self.model._token_plan = self.model._token_plan, self.planned
+        try:
+            yield self._observed
+        finally:
+            self.model._token_plan = before
+
+    def _observed(self) -> Observed:
+        marks, steps = self.planned.marks, dict[tuple[str, ...], float]()
+        marks.clear()
+        start = self.now()
+        self.run()
+        seconds = self.now() - start
+        for (_, before), (names, moment) in pairwise(marks):
+            if names:  # else what was before is between the steps
+                steps[names] = moment - before
+        return Observed(seconds, steps)
+
+
+class _MarkedPlan(TokenPlan):
+    """A plan of a token that notes the names of steps and the time when they are done in `marks`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.marks: list[tuple[tuple[str, ...], float]] = []
+        super().__init__(*arguments)
+
+    def _mark(self, names: tuple[str, ...]) -> None:
+        marks, now = self.marks, time.perf_counter
+        self._source.add(f"{self._source.constant(lambda: marks.append((names, now())))}()")
+
+    def _body(self, module: nn.Module, body: Graph, inputs: Sequence[str], path: Path) -> str:
+        if not path:
+            self._mark(())
+        return super()._body(module, body, inputs, path)
+
+    def _first_of(self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path) -> dict[int, str]:
+        made = super()._first_of(module, nodes, values, path)
+        done = [node for node in nodes if node.outputs[0] in made]
+        self._mark(tuple(".".join((*path, node.name)) for node in done) if done[0].op else ())
+        return made
+
+    def _reader(
+        self, module: nn.Module, reader: Reader, run: str, values: dict[int, str], path: Path
+    ) -> dict[int, str]:
+        made = super()._reader(module, reader, run, values, path)
+        self._mark(tuple(".".join((*path, node.name)) for node in (*reader.maps, reader.node)))
+        return made
