@@ -208,7 +208,7 @@ def test_every_wire_of_every_bundled_file_is_renamed() -> None:
             assert all(line in lines for line in kept)  # in this order
             done += 1
     assert done > 380
-    reasons = "calls of the built model", "output of the model"
+    reasons = "calls of the built model", "output of the model", "change names in the state_dict"  # learned states
     assert [each for each in refused if not any(reason in each[2] for reason in reasons)] == []
 
 
