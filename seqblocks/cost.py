@@ -66,6 +66,9 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
     if node.kind == "each" and not node.arguments.carries:
         each, size = _each_sequence(node)
         return None if each is None else each / size
+    if node.kind == "choose":
+        share, inner = _chosen(node, tokens)
+        return None if share is None else _times(macs(node.bodies[""], inner), share)
     if node.bodies:
         return _inside(node, [macs(body, tokens) for body in node.active.values()])
     own = node.macs_at(tokens)
@@ -109,6 +112,8 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
         wire = node.wires[0]
         length = wire.length * wire.rate if wire and isinstance(wire.length, int) else tokens
         return None if each is None or length is None else each * length / size
+    if node.kind == "choose":
+        return input_macs(node.bodies[""], _chosen(node, tokens)[1])
     if node.bodies:
         return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
     if _reads_open_context(node) and not graph.is_context(node):
@@ -142,6 +147,26 @@ def _each_sequence(node: graph.Node) -> tuple[float | None, float]:
     down, across = arguments.tiles((rows, columns))
     sizes = {"windows": rows * columns / (down * across), "rows": columns, "columns": rows, "frames": arguments.width}
     return input_macs(body, None), sizes[arguments.axis] * wire.rate
+
+
+def _chosen(node: graph.Node, tokens: int | None) -> tuple[float | None, int | None]:
+    """Return the share of tokens that a `choose` chooses, and how many tokens of the model's input they stand for.
+
+    None where they are unknown. A threshold may choose all tokens.
+    """
+    arguments, wire = node.arguments, node.wires[0]
+    assert wire
+    length = wire.length if isinstance(wire.length, int) else tokens and wire.of_tokens(tokens).length
+    if arguments.top is None:
+        return 1.0, length * wire.rate if isinstance(length, int) else tokens
+    if not isinstance(length, int) or not length:
+        return (arguments.top if arguments.top < 1 else None), None
+    count = arguments.count(length)
+    return count / length, count * wire.rate
+
+
+def _times(macs: float | None, share: float) -> float | None:
+    return None if macs is None else macs * share
 
 
 def _sum(parts: list[float | None]) -> float | None:

@@ -17,6 +17,7 @@ from seqblocks.errors import Diagnostic, Span, listing, visible
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
+from seqblocks.roles import joins_tokens
 from seqblocks.state_layout import State
 from seqblocks.types import Wire
 
@@ -58,7 +59,9 @@ def owner_of(own: str, source: Source) -> str:
 
 
 # unknown: after a fault
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "each", "cell", "unknown"]
+NodeKind = Literal[
+    "op", "block", "residual", "scan", "parallel", "repeat", "experts", "choose", "each", "cell", "unknown"
+]
 
 
 class Node(Record):
@@ -84,9 +87,6 @@ class Node(Record):
     vectors: tuple[int, ...] = ()  # op: vector inputs that are broadcast to the tokens of the others
     kept: bool = False  # whether a stream computes it once and reads its output at each token
     macs: int = 0  # per token of its output, at a length that may be open
-    calls: tuple[str, dict[str, Any]] | None = (
-        None  # the kernel of an op, and the options that determine its implementation
-    )
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     shared: dict[str, Source] = field(default_factory=dict)  # parameters (relative names) that are another step's
     owner: Node | None = None  # the step whose parameters it shares, or a step around them
@@ -158,7 +158,7 @@ class Graph(Record):
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
-    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, a model's inputs, a cell's states
+    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell or a `choose`
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
@@ -487,6 +487,8 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
         why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
         if node.kind == "each" and node.arguments.on_grid:
             why = f"it reads the {node.arguments.axis} of a whole image"
+        if node.kind == "choose" and not node.arguments.is_causal:
+            why = "it chooses tokens by the scores of the whole sequence: streams need a threshold, `above:`"
         if node.kind == "scan" and any(order not in orders for order in node.arguments.orders):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
@@ -505,7 +507,7 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
 
 def is_prefix_join(node: Node) -> bool:
     """Return whether a step joins the tokens of a stream to others before them, which it reads only once."""
-    return node.op is not None and node.op.joins_tokens() and is_prefixed(node)
+    return node.op is not None and joins_tokens(node.op) and is_prefixed(node)
 
 
 def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:

@@ -45,7 +45,7 @@ class Port(NamedTuple):
     """An input of an op.
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
-    `joins`: accepts a list of wires, joined along the feature axis, or along the tokens (`Op.joins_tokens`).
+    `joins`: accepts a list of wires, joined along the feature axis, or along the tokens (`roles.joins_tokens`).
     `several`: takes only such a list, of at least two wires.
     `size_only`: the op reads only the number of tokens, not their values, so the wire does not count as used (E315).
     `length`: ports with the same word read sequences of the same length; the default is that of the main input.
@@ -67,22 +67,6 @@ class Port(NamedTuple):
     gate: bool = False
 
 
-class Split(NamedTuple):
-    """A way to split an op over several ranks, each with an equal part of the features.
-
-    op: the op that each rank computes. parts: the ports of which a rank reads only its part of the features. cuts: the
-    parameters that are split, with the axis; all others are replicated. sums: whether the outputs of the ranks are
-    summed; otherwise each is a part of the features. added: parameters that are added to the output, of which each
-    rank then adds only its share.
-    """
-
-    op: "Op"
-    parts: tuple[str, ...] = ()
-    cuts: Mapping[str, int] = types.MappingProxyType({})
-    sums: bool = False
-    added: tuple[str, ...] = ()
-
-
 X = Port("x", "the input", main=True)
 ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 
@@ -98,7 +82,10 @@ def argument(default: Any, about: str, *, inherit: str | None = None, **limits: 
 
 
 class Op(BaseModel):
-    """Base class of primitives. Decorate subclasses with `@primitive(verb)`."""
+    """Base class of primitives. Decorate subclasses with `@primitive(verb)`.
+
+    Methods that only one part of the package asks for, such as tensor parallelism, are in `seqblocks/roles.py`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -114,9 +101,9 @@ class Op(BaseModel):
     independent: ClassVar[str] = ""
     """What it processes independently, so that ranks can share the work: `features`, or the name of an argument that
     counts heads or groups (0: features). All inputs, the output and the first axis of each parameter then have the same
-    parts. See `splits` for other cases."""
+    parts. See `roles.splits` for other cases."""
     summary_cost: ClassVar[float] = 0.0
-    """Cost of `transition` relative to `forward`; 0 if it only copies inputs."""
+    """Cost of `roles.transition` relative to `forward`; 0 if it only copies inputs."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
     joins_features: ClassVar[bool] = False
@@ -182,10 +169,6 @@ class Op(BaseModel):
         tape.function(given, [y], [value for value in inputs if value is not None] + [y])
         return y
 
-    def drops_samples(self) -> bool:
-        """Return whether it drops whole samples at random in training mode, for which ranks need the same numbers."""
-        return False
-
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
         """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 
@@ -210,26 +193,6 @@ class Op(BaseModel):
         """Return warnings about probable mistakes, as Faults whose code begins with W."""
         return ()
 
-    def is_upright(self, *wires: Any, **_: Any) -> bool:
-        """Return whether the op distinguishes rows of an image from columns, so that no scan may swap them."""
-        return False
-
-    def makes_grid(self) -> bool:
-        """Return whether `forward` sets new rows and columns for its output, with `call.set_grid`."""
-        return False
-
-    def turns_length_into_width(self, *wires: Any, **_: Any) -> bool:
-        """Return whether the features of the output follow from the number of tokens, or the size, of the inputs."""
-        return False
-
-    def joins_tokens(self) -> bool:
-        """Return whether a list of wires is joined along the tokens; otherwise it is joined along the features."""
-        return False
-
-    def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return the kernel that `forward` calls, and the options that determine its implementation."""
-        return None
-
     def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
         """Compute the output. `p`: the parameters by name. `call`: the context (`seqblocks.runtime.call.Call`).
 
@@ -245,14 +208,6 @@ class Op(BaseModel):
         """
         return None
 
-    def transition(self, p: Mapping[str, Any], call: Any, *inputs: Any) -> Callable[[Any], Any] | None:
-        """Return the effect of these tokens on the state: a function from the state before them to the state after.
-
-        Used for sequences split over several devices: the expensive part is computed before the state arrives, and the
-        returned function is cheap. None, the default, means that `forward` is needed. `call` has resets but no state.
-        """
-        return None
-
     def prepare_token(self, p: Mapping[str, Any]) -> TokenFunction | None:
         """Return a function that computes one token of a stream without gradients, or None to use `forward`.
 
@@ -260,20 +215,6 @@ class Op(BaseModel):
         A subclass that replaces `forward` does not inherit this.
         """
         return None
-
-    def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
-        """Return the ways to split the op over this many ranks, by default according to `independent`.
-
-        Without any, each rank computes the whole op. Raises Fault if heads or groups cannot be divided evenly.
-        """
-        return evenly(self, ranks, self.independent, wires) if self.independent else []
-
-    def keeps_apart(self, *wires: Any, **_: Any) -> bool:
-        """Return whether a token reads only those of its own segment, if the call has `segments`.
-
-        A shifted window at the edge of an image holds segments of both edges (`each`).
-        """
-        return False
 
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
         """Return why the op cannot stream on these wires, or None."""
@@ -300,16 +241,6 @@ def drop_inherited(cls: type[Op], base: type[Op], names: Iterable[str]) -> None:
 def _depth(cls: type[Op], method: str) -> int:
     """Return which of the classes that `cls` inherits from defines a method, counted from `cls` itself."""
     return next(depth for depth, each in enumerate(cls.__mro__) if method in vars(each))
-
-
-def may_be_matrix(op: Op) -> bool:
-    """Return whether all that `forward` computes may be a product with one dense matrix, as returned by `matrix`.
-
-    `matrix` may still return None for the arguments of this op.
-    """
-    cls = type(op)
-    alone = len(op.ports) == 1 and op.reads == "token" and cls.state is Op.state and not op.makes_grid()
-    return alone and cls.matrix is not Op.matrix and cls.prepare_token is Op.prepare_token and not op.random
 
 
 T = TypeVar("T", bound=type[Op])
@@ -559,20 +490,3 @@ def field_kind(annotation: Any) -> FieldKind:
     if isinstance(options[0], type) and issubclass(options[0], BaseModel):
         return FieldKind("mapping", optional=optional, entries=options[0])
     return FieldKind("value", optional=optional)
-
-
-def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: Iterable[str] = ()) -> list[Split]:
-    """Return the split in which each rank computes a share of an op's features, or of the heads counted by `what`.
-
-    whole: ports that are not split. A single head is not split. Raises Fault E401 if several heads cannot be split
-    evenly.
-    """
-    wires = list(wires)
-    count = 0 if what == "features" else getattr(op, what)
-    if count == 1:
-        return []
-    if count % ranks:
-        raise Fault("E401", f"{what} {count} cannot be split evenly over {ranks} ranks", at=what)
-    local = op.model_copy(update={what: count // ranks} if count else {})
-    parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
-    return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]

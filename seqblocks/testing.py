@@ -26,6 +26,7 @@ from seqblocks.model.random_inputs import random_context as random_context
 from seqblocks.model.random_inputs import random_input as random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.cell import Cell
+from seqblocks.runtime.choose import Choose
 from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.modules import StepModule
 from seqblocks.runtime.primitive import Primitive
@@ -206,13 +207,15 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         def check(_module: Any, _inputs: Any, given: dict[str, Any], y: Any) -> None:
             if y is None and given["call"].phase == "context":  # this call only computed the stream's initial state
                 return
-            axes = [size_of(axis, lengths.__getitem__) for axis in wire.axes[1:]]
+            is_inside = name.startswith(inside)
+            axes = [*y.shape[1:]] if is_inside else [size_of(axis, lengths.__getitem__) for axis in wire.axes[1:]]
             if wire.prefix and given["call"].phase:  # a stream runs a step on the prefix, and then on its own tokens
                 axes[0] = wire.prefix if given["call"].phase == "context" else axes[0] - wire.prefix
             counts = [lane for lane in wire.lanes if isinstance(lane, int)]
             count = batch * prod(counts) if len(counts) == len(wire.lanes) else y.shape[0]  # of sequences inside `each`
             expected = [count, *axes]
-            if name.startswith(inside):  # an expert gets a varying number of tokens, a step of a cell one or several
+            if is_inside:  # experts and `choose` have varying numbers of tokens, a cell one or several
+                count = y.shape[0]
                 expected = [*y.shape[:-1], wire.features]
             _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
@@ -227,7 +230,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
         routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
         inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
-        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell))
+        inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell | Choose))
         hooks = [watch(name, step, step._type) for name, step in steps if step._type]
         try:
             with torch.no_grad():

@@ -42,11 +42,11 @@ class Composer(Cells, Mixers, Rates, Sequences):
         if grid is None:
             self.pointwise(body)
         elif now.rate > 6 or any(side % 2 for side in grid) or self.maybe(0.2):
-            if self.maybe(0.25):
+            if self.maybe(0.2):
                 self.add(body, "pool2d", now, kernel=3, stride=1, padding=1, mode=mode)
-            elif self.maybe(0.4):
+            elif self.maybe(0.3):
                 self.add(body, "batch_norm", now, momentum=0.2, affine=self.maybe(0.5))
-            elif self.maybe(0.7):
+            elif self.maybe(0.8):
                 self.add(body, "resize", now, rows=grid[0], columns=grid[1], mode="nearest")
             else:
                 self.add(body, "conv_transpose2d", replace(now, width=width), features=width, kernel=3, padding=1)
@@ -214,7 +214,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         """Run steps on each part of the current wire, of which they can read nothing else."""
         now, chance = body.now, self.chance
         sizes = [size for size in (2, 3, 4) if now.rate * size < 13 and (not now.length or now.length % size == 0)]
-        choices = ["features"] + (["frames", "places"] * 2 if sizes and not body.columns else [])
+        choices = ["features"] + (["frames", "places"] * 2 if sizes and not (body.columns or body.chosen) else [])
         tiles = [size for size in (1, 2, 3) if now.grid and not any(side % size for side in now.grid)]
         if now.grid and not (self.streams or body.columns):
             choices += ["windows", "windows", "rows", "columns"]
@@ -257,6 +257,25 @@ class Composer(Cells, Mixers, Rates, Sequences):
             result = replace(result, length=now.length and now.length // size, rate=now.rate * size, grid=None)
         self.add_maybe(body, "each", result, axis=axis, size=size, shift=shift, pad=padded or None, steps=inside.steps)
         return None
+
+    def choose(self, body: Body) -> None:
+        """Run steps on some tokens of the current wire, which read the same tokens of other wires."""
+        now, chance, width = body.now, self.chance, body.now.width
+        source, scores = self.named(body), self.fresh("w")
+        self.add(body, "linear", replace(now, width=1), features=1, **{"as": scores})
+        body.wires[scores] = body.now
+        wires = {name: replace(kind, length=None, grid=None) for name, kind in body.wires.items()
+                 if kind.name in ("sequence", "tokens") and (kind.length, kind.rate) == (now.length, now.rate)
+                 and not kind.prefix and name not in self.alongside}
+        place = replace(body, now=replace(now, length=None, grid=None), chosen=True, columns=False)
+        inside = self.inner(place, chance.randint(1, 2), width=width, wires=wires, linears=[], owners=[])
+        formula = {"calc": {"y": f"{scores} * {self.named(inside)}"}}
+        top = chance.choice([0.125, 0.5, "1 / 3", 1, 3])
+        above = chance.choice([-0.5137, 0.0137, 0.7137])
+        given = chance.choice([{"above": above}, {"top": top, "above": above}] + [{"top": top}] * (not self.streams))
+        body.steps.append({"identity": {"from": source}})
+        body.now = now
+        self.add_maybe(body, "choose", replace(now, grid=now.grid), by=scores, **given, steps=[*inside.steps, formula])
 
     @staticmethod
     def groupings(count: int, top: int) -> list[dict[str, int]]:
@@ -303,7 +322,12 @@ class Composer(Cells, Mixers, Rates, Sequences):
         name = chance.choice(wires) if wires else self.named(inside)
         layer = chance.choice(["layers[-1]", "layers[-2]", "layers.0", "layers[layers - 1 - layer]"])
         other = chance.choice([name, f"layers[-1].{name} or {name}"])
-        if name in inside.wires and inside.wires[name] == inside.now:
+        if name in inside.wires and chance.random() < 0.3:
+            width, now = inside.wires[name].width, inside.now
+            wires_above = f"layers[{chance.choice(['', '0', '-2'])}:].{name}"
+            self.add(inside, "linear", replace(now, width=width), **{"from": [name, wires_above], "features": width})
+            self.restore(inside, now)
+        elif name in inside.wires and inside.wires[name] == inside.now:
             self.add(inside, "add", inside.now, **{"with": f"{layer}.{name} or {other}"})
 
     def aside(self, body: Body) -> None:
@@ -433,14 +457,16 @@ class Composer(Cells, Mixers, Rates, Sequences):
             self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
             *([] if deep or body.in_each else [self.cell]),
         ]  # fmt: skip
-        moves += [] if deep or body.now.prefix else [self.each]
+        moves += [] if deep or body.now.prefix else [self.each, self.choose]
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
-        moves += [] if body.in_each else [self.after_learned_tokens, self.learned]
+        moves += [] if body.in_each or body.chosen else [self.after_learned_tokens, self.learned]
         if body.now.prefix:
             changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)
             moves = [move for move in moves if move not in changing]
+        if body.chosen:
+            moves = [move for move in moves if move not in (self.windows, self.down, self.up, self.block)]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:

@@ -54,7 +54,7 @@ class Mixers(Tokens):
                 scaling=None if where else scaling,
                 layout=self.chance.choice(["halves", "interleaved"]),
             )  # fmt: skip
-        elif body.in_each:  # a constant does not depend on the tokens
+        elif body.in_each or body.chosen:  # a constant does not depend on the tokens
             self.pointwise(body)
         else:
             source = self.named(body)

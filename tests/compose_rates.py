@@ -75,13 +75,13 @@ class Rates(Tokens):
         arguments = {"features": self.number(width), "groups": groups, "bias": self.maybe(0.5)}
         if not self.streams and self.maybe(0.3):
             arguments["causal"] = False
-        if finer and self.maybe(0.6):
+        if finer and not body.chosen and self.maybe(0.6):
             stride = self.chance.choice(finer)
             length = now.length and now.length * stride
             made = replace(now, width=width, length=length, rate=now.rate // stride, grid=None)
             self.add(body, "conv_transpose1d", made, kernel=self.chance.randint(1, 9), stride=stride, **arguments)
             return
-        stride = self.chance.choice([1, *coarser])
+        stride = 1 if body.chosen else self.chance.choice([1, *coarser])
         made = replace(now, width=width)
         if stride > 1:
             made = replace(made, length=now.length and now.length // stride, rate=now.rate * stride, grid=None)

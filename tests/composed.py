@@ -61,6 +61,7 @@ class Body:
     layered: bool = False  # inside a repeat, where the layer has a number
     owners: list[Owner] = field(default_factory=list)  # steps whose parameters later steps may share
     in_each: bool = False  # inside an `each`, whose steps read its input only
+    chosen: bool = False  # inside a `choose`, whose tokens are any number
     alone: bool = False  # inside an expert, which processes each token separately
 
 

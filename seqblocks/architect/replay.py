@@ -11,10 +11,11 @@ from seqblocks import graph
 from seqblocks.cells import Parts, parts_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Op, may_be_matrix
+from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
+from seqblocks.roles import joins_tokens, may_be_matrix
 from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
@@ -236,6 +237,27 @@ class Replay:
         y = _rolled(tape, y) if shifted else y
         return _resized(tape, y, shape) if is_padded else y
 
+    def _choose(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+        """Run the steps on the chosen tokens, as many as `top` says, or on all tokens."""
+        tape, (x, by, *others), body, outer = self.tape, inputs, node.bodies[""], self.sizes
+        batch, tokens, features = x.shape
+        count, rate = node.arguments.count(tokens), node.type.rate if node.type else 1
+        order, sorted_scores = tape.new((batch, tokens), ID), tape.new((batch, tokens), by.item)
+        places = tape.new((batch, count), ID)
+        del order, sorted_scores
+        given = []
+        for each in (x, *others):
+            part = tape.new((batch, count, *each.shape[2:]), each.item)
+            tape.function([each], [part], [places])
+            given.append(part)
+        del part
+        self.sizes = Sizes(batch, count * rate)
+        y = self._inside(body, given, paths)
+        self.sizes, tape.step = outer, paths[-1]
+        made = tape.new((batch, tokens, features), x.item)
+        tape.function([x, y], [made], [places])
+        return made
+
     def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
@@ -405,7 +427,7 @@ class Replay:
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
             part = [next(rest) for _ in node.inputs.get(port.name, ())]
-            axis = 1 if node.op.joins_tokens() or (part and len(part[0].shape) == 4) else -1
+            axis = 1 if joins_tokens(node.op) or (part and len(part[0].shape) == 4) else -1
             found.append(None if not part else part[0] if len(part) == 1 else self.tape.cat(part, axis))
         return found
 
@@ -501,7 +523,7 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
 def is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each", "cell")
+        node.kind not in ("scan", "choose", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

@@ -31,6 +31,8 @@ class Combinator(BaseModel):
     """The arguments of type `steps`; their values are document nodes."""
     open_keys: ClassVar[bool] = False
     """Whether user-defined keys contain steps too."""
+    wire_keys: ClassVar[tuple[str, ...]] = ()
+    """The arguments that are names of wires; their values are document nodes."""
     takes_init: ClassVar[bool] = False
     """Whether it has parameters that `init:` can initialise."""
     in_line: ClassVar[bool] = False
@@ -41,7 +43,7 @@ class Combinator(BaseModel):
 Combinator.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
 # in the order of the documentation
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "each", "cell", "aside")
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts", "choose", "each", "cell", "aside")
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

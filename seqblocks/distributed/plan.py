@@ -11,8 +11,9 @@ from typing import NamedTuple
 from seqblocks import graph
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Op, Split
+from seqblocks.op import Op
 from seqblocks.parameters import Parameter
+from seqblocks.roles import Split, splits
 from seqblocks.runtime.shards import Sharding
 from seqblocks.state_layout import State, kept_state
 from seqblocks.types import Wire
@@ -51,8 +52,8 @@ class Plan(NamedTuple):
 def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
     """Return how the steps of a model are split over a number of ranks.
 
-    A step is split as its op declares (`Op.splits`). Each rank computes the whole step if the op declares no split, or
-    if the result would only be gathered again. Raises UsageError with the mixers whose heads or groups cannot be
+    A step is split as its op declares (`roles.splits`). Each rank computes the whole step if the op declares no split,
+    or if the result would only be gathered again. Raises UsageError with the mixers whose heads or groups cannot be
     divided evenly, or if no step can be split.
     """
     if not isinstance(spec, ModelSpec):
@@ -242,7 +243,7 @@ class _Planner:
         if node.op is None or node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
             return None
         try:
-            found = [split for split in node.op.splits(self.ranks, *node.wires) if self._fits(node, split)]
+            found = [split for split in splits(node.op, self.ranks, node.wires) if self._fits(node, split)]
         except Fault as fault:
             if reads_parts and node.op.reads != "token":
                 self.refused.append(f"{path} ({node.span}): {fault.message}")

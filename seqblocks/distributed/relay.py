@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 from seqblocks.op import Op
+from seqblocks.roles import transition
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
@@ -146,7 +147,7 @@ class Relay:
         if call.reverse:  # the same tokens from the other end
             inputs = [x if x is None else x.flip(1) for x in inputs]
             call = replace(call, reverse=False, resets=None if call.resets is None else call.resets.flip(1))
-        return op.transition(p, call, *inputs)
+        return transition(op, p, call, inputs)
 
     def _kinds(self, step: Carrying, inputs: list[Any], before: int) -> list[Kind]:
         """Return the kinds of a step's state tensors. Tensors in the model's dtype have the dtype of the inputs."""

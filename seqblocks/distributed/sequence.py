@@ -42,6 +42,8 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
         raise RunError("the model puts tokens before the sequence, which only the first part of a sequence may do")
     if name := _carrying_each(inner.spec):
         raise RunError(f"{name} carries the states of several sequences, which ranks do not hand on")
+    if name := _choosing(inner.spec):
+        raise RunError(f"{name} chooses tokens of a sequence, of which ranks have unequal numbers")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UsageError(f"the mesh has {group.ndim} dimensions, but a sequence is split along one")
@@ -235,6 +237,12 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _carrying_each(spec: ModelSpec) -> str:
     """Return the name and the place of an `each` whose steps carry states, or "" if there is none."""
     nodes = (node for node in graph.streamed(spec.graph) if node.kind == "each" and node.arguments.carries)
+    return next((f"{node.name} ({node.span})" for node in nodes), "")
+
+
+def _choosing(spec: ModelSpec) -> str:
+    """Return the name and the place of a `choose`, or "" if there is none."""
+    nodes = (node for node in graph.streamed(spec.graph) if node.kind == "choose")
     return next((f"{node.name} ({node.span})" for node in nodes), "")
 
 

@@ -19,6 +19,7 @@ from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import (  # noqa: F401 - they register their modules
     arguments,
     cell,
+    choose,
     each,
     parallel,
     repeat,

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Op, Port, Split, argument, evenly, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire

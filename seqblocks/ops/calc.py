@@ -12,8 +12,9 @@ from typing import Any
 from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
 from seqblocks.language.keys import namespace_of
-from seqblocks.op import Op, Port, Split, argument, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.roles import Split
 from seqblocks.tape import broadcast
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire

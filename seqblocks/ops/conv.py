@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from seqblocks.op import Op, Split, argument, evenly, primitive
+from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire

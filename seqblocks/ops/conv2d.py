@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Split, argument, evenly, primitive
+from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split, evenly
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, Split, argument, primitive
+from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, Split, argument, primitive
+from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.ops.attention import must_hold
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split
 from seqblocks.state_layout import State
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire

@@ -4,8 +4,9 @@
 
 from typing import Any, ClassVar, Literal
 
-from seqblocks.op import ANY, Op, Port, Split, argument, drop_inherited, primitive
+from seqblocks.op import ANY, Op, Port, argument, drop_inherited, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.roles import Split, evenly
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -41,7 +42,7 @@ class Norm(Op):
         return out
 
     def splits(self, ranks: int, *wires: Any) -> list[Split]:
-        found = [*super().splits(ranks, *wires)]
+        found = evenly(self, ranks, self.independent, wires) if self.independent else []
         is_shared = self.gain_width(wires[0]) < wires[0].features  # by all heads or groups
         return [each._replace(cuts={}) for each in found] if is_shared else found
 

@@ -12,7 +12,7 @@ from seqblocks.types import Facts, Wire
 
 
 def position_after(x: Any, call: Any) -> Any:
-    """Return the position after tokens x, for `Op.transition`."""
+    """Return the position after tokens x, for `roles.transition`."""
     from seqblocks.kernels.positions import running_positions
 
     def move(state: Any) -> Any:

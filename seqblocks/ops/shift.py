@@ -50,7 +50,7 @@ def next_window(window: Any, x: Any) -> Any:
 
 
 def window_after(x: Any, by: int, call: Any) -> Any:
-    """Return the last `by` tokens after tokens x [B, S, D], as a function of the previous ones (`Op.transition`)."""
+    """Return the last `by` tokens after tokens x [B, S, D], as a function of the previous ones (`roles.transition`)."""
     latest = slice(max(x.shape[1] - by, 0), None)
     x, resets = x[:, latest], None if call.resets is None else call.resets[:, latest]
     return lambda state: with_past(x, by, replace(call, state=state, return_state=True, resets=resets)).state

@@ -33,12 +33,15 @@ class Argument(NamedTuple):
     default: Any
     limits: dict[str, float]
     about: str
+    is_wire: bool = False
 
     @property
     def type(self) -> str:
         """Return its type in words."""
         if self.holds_steps:
             return "steps"
+        if self.is_wire:
+            return "wire"
         if self.kind.kind == "number":
             return "whole number" if self.kind.whole else "number"
         return TYPES.get(self.kind.kind, "word")
@@ -86,7 +89,8 @@ def _argument(verb: type[BaseModel], name: str, kind: FieldKind) -> Argument:
         default = DEPTH
     limits = {key: getattr(limit, key) for limit in info.metadata for key in LIMITS if hasattr(limit, key)}
     holds_steps = name in getattr(verb, "holds", ())
-    return Argument(name, kind, holds_steps, required, default, limits, info.description or "")
+    is_wire = name in getattr(verb, "wire_keys", ())
+    return Argument(name, kind, holds_steps, required, default, limits, info.description or "", is_wire)
 
 
 def ports(verb: Verb) -> tuple[Port, ...]:

@@ -356,6 +356,8 @@ def _types(definition: Schema) -> list[str]:
 def _argument(argument: Declared, words: list[str] | None) -> Schema:
     if argument.holds_steps:
         return STEPS
+    if argument.is_wire:
+        return WIRE
     match argument.kind.kind:
         case "number":
             return _number(argument)

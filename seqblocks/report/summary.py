@@ -431,6 +431,15 @@ def _from_layers(table: _Table, node: Node) -> list[str]:
     return list(dict.fromkeys(name for wire in read if (name := wire.seen_from(table.path))))
 
 
+def _choice(top: float | None, above: float | None) -> str:
+    """Return in words which tokens a `choose` chooses."""
+    threshold = "" if above is None else f"tokens above {above:g}"
+    if top is None:
+        return threshold
+    best = f"best {top:.4g} of the tokens" if top < 1 else f"best {top:g} token{'s' * (top > 1)}"
+    return f"{best} in training, else {threshold}" if threshold else best
+
+
 def _notes(node: Node) -> list[str]:
     notes: list[str] = []
     if node.kind == "scan":
@@ -440,6 +449,8 @@ def _notes(node: Node) -> list[str]:
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
+    if node.kind == "choose":
+        notes.append(_choice(node.arguments.top, node.arguments.above))
     if node.kind == "cell":
         states = [*node.bodies[""].carried]
         notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context, is_prefixed
-from seqblocks.op import may_be_matrix
+from seqblocks.roles import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from seqblocks.graph import Graph, Node, moves_tokens
+from seqblocks.roles import makes_grid
 from seqblocks.types import Wire
 
 Types = Mapping[int, Wire | None]
@@ -45,7 +46,7 @@ def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
 
 def _source(node: Node, found: dict[int, int]) -> int | None:
     """Return the value that the grid of a step's output comes from, or None."""
-    if node.op and node.op.makes_grid():
+    if node.op and makes_grid(node.op):
         return node.outputs[0]
     results = [found.get(body.result) for body in node.bodies.values()]
     if results and (node.kind in ("block", "repeat") or (node.kind == "scan" and not is_moved(node))):

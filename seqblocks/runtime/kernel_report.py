@@ -17,6 +17,7 @@ from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
 from seqblocks.kernels.products import by_tokens
+from seqblocks.roles import calls
 from seqblocks.runtime.fusion import Fused, find
 from seqblocks.types import Wire
 
@@ -51,6 +52,11 @@ class KernelUse:
         return out | {"implementations": [verdict._asdict() for verdict in self.verdicts]}
 
 
+def kernel_of(node: Node) -> tuple[str, dict[str, Any]] | None:
+    """Return the kernel that a step calls, and the options that determine its implementation, or None."""
+    return calls(node.op, node.wires) if node.op and node.type else None
+
+
 def kernel_uses(
     model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None
 ) -> list[KernelUse]:
@@ -58,7 +64,7 @@ def kernel_uses(
     backend = dispatch.requested(backend)
     found: dict[Any, KernelUse] = {}
     for path, node, fused in _walk(model.graph, model.types, ()):
-        kernel, facts = node.calls or ("", {})
+        kernel, facts = kernel_of(node) or ("", {})
         facts = facts | (fused.facts() if fused else {})
         others = fused.nodes[1:] if fused else []
         name = " + ".join([".".join(label for label, _ in path), *(other.name for other in others)])
@@ -121,7 +127,7 @@ def _walk(
     for at, node in enumerate(body.nodes):
         own_path = (*path, (node.name, False))
         fused = found.get(at) or (following if at == len(body.nodes) - 1 else None)
-        if node.calls or (with_all and node.op):
+        if kernel_of(node) or (with_all and node.op):
             yield own_path, node, fused
         for label, inner in node.bodies.items():
             inside = (*own_path, (label, node.kind in ("repeat", "experts"))) if label else own_path

@@ -18,6 +18,7 @@ from seqblocks import graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Node, is_context, is_prefix_join
 from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.roles import joins_tokens, makes_grid
 from seqblocks.runtime.call import NO_VALUE, Call, Grid, Gridded
 from seqblocks.runtime.grids import has_grid
 from seqblocks.state import States
@@ -107,7 +108,7 @@ def make(node: Node, place: Place) -> StepModule:
 
 def gridded(node: Node, place: Place) -> Gridded | None:
     """Return how a step uses rows and columns of tokens, or None if it does not."""
-    made = node.outputs[0] if node.op and node.op.makes_grid() else None
+    made = node.outputs[0] if node.op and makes_grid(node.op) else None
     read = next((value for value in node.reads if has_grid(place.types[value])), None)
     if read is None:
         return None if made is None else Gridded(None, NO_VALUE, made)
@@ -238,7 +239,7 @@ def present(part: Sequence[Any], call: Call) -> list[Tensor]:
 def joining_axis(node: Node) -> int:
     """Return the axis along which an op's inputs are joined, that of the features or of the tokens."""
     assert node.op is not None
-    if node.op.joins_tokens():
+    if joins_tokens(node.op):
         return 1
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)

@@ -18,6 +18,7 @@ from seqblocks.graph import Node
 from seqblocks.kernels import dispatch, products
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
+from seqblocks.roles import drops_samples, turns_length_into_width
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, FusedStep
 from seqblocks.runtime.modules import (
@@ -44,7 +45,7 @@ class Primitive(StepModule, Owner):
         assert node.op is not None
         self.op = node.op
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
-        self._drops_samples = f"{node.name} ({node.span})" if node.op.drops_samples() else ""
+        self._drops_samples = f"{node.name} ({node.span})" if drops_samples(node.op) else ""
         self._stateful = type(node.op).state is not Op.state  # a stateful op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
@@ -54,7 +55,7 @@ class Primitive(StepModule, Owner):
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
         self._gridded = gridded(node, place)
         wires = [wire for wire in node.wires if wire]
-        self._sized_input = wires[0] if wires and node.op.turns_length_into_width(*wires) else None
+        self._sized_input = wires[0] if wires and turns_length_into_width(node.op, wires) else None
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._declare(node, place)
         self._kept = node.op.buffers(*node.wires)

@@ -172,7 +172,7 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
 def _is_reversible(body: Graph) -> bool:
     """Return whether all steps support reverse order."""
     return all(
-        node.kind not in ("scan", "each", "cell")
+        node.kind not in ("scan", "choose", "each", "cell")
         and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )

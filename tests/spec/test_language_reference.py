@@ -52,7 +52,7 @@ def test_complete_examples_validate() -> None:
 
 @pytest.mark.parametrize("verb", COMBINATORS)
 def test_examples_of_combinators_validate(verb: str) -> None:
-    (example,) = [text for text in examples() if text.startswith(f"- {verb}:")]
+    (example,) = [text for text in examples() if re.match(rf"(- linear: .*\n)?- {verb}:", text)]
     steps = "".join(f"    {line}\n" for line in example.splitlines())
     head = "seqblocks: 1\nuse: [vil]\nlet: {dim: 8}\nmodel:\n  input: {features: dim}\n  steps:\n"
     check.load_text(head + steps)

@@ -450,3 +450,10 @@ def test_built_in_verbs_are_found_without_sources(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert str(archive) in done.stdout
+
+
+def test_a_primitive_has_few_methods_to_override() -> None:
+    """What one part of the package alone asks for is in seqblocks/roles.py."""
+    public = [name for name, each in vars(op.Op).items() if callable(each) and not name.startswith(("_", "model_"))]
+    assert {"shape", "forward", "prepare_token"} <= {*public}
+    assert len(public) <= 15, public

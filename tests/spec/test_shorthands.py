@@ -83,7 +83,7 @@ def test_a_list_is_the_steps_of_a_combinator(verb: str) -> None:
     (key,) = find_combinator(verb).holds
     steps = {"parallel": "[{a: [silu]}, {b: [relu]}]", "aside": "[silu, {relu: {as: side}}]"}.get(verb, "[silu, relu]")
     found = answer(f"{verb}: {steps}")
-    if verb in ("experts", "each", "cell"):  # which also require their number, an axis, or states
+    if verb in ("experts", "choose", "each", "cell"):  # which also require their number, scores, an axis, or states
         assert isinstance(found, list)
         assert [code for code, _ in found] == ["E203"]
     else:

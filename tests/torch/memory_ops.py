@@ -55,6 +55,14 @@ OPS: dict[str, list[str]] = {
         "linear: {features: 128, as: m}", "matrix_product: {from: x, matrix: m, heads: 32}",
         "matrix_product: {matrix: m, heads: 32, transposed: true}",
     ],
+    "choose": [
+        "linear: {features: 1, as: r}",
+        "choose: {from: x, by: r, top: 0.25, steps: [{linear: {features: 64, as: y}}, {calc: r * y}]}",
+    ],
+    "choose, other wires": [
+        Z, "linear: {from: x, features: 1, as: r}",
+        "choose: {from: x, by: r, top: 0.5, steps: [{swiglu: 128}, {multiply: {by: z, as: y}}, {calc: r * y}]}",
+    ],
     "cell, linear": [Z, 'cell: {from: x, state: {s: 64}, steps: [{calc: {s: "sigmoid(z) * s + x"}}]}'],
     "cell, pair": [
         Z, 'cell: {from: x, state: {s: 64, t: 64}, steps: [{calc: {s: "tanh(z) * s + x - 0.1 * t", t: "t + s / 9"}}]}',

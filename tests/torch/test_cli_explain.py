@@ -15,7 +15,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.kernels import dispatch, numerics, products, triton_common
-from seqblocks.runtime.kernel_report import kernel_uses
+from seqblocks.runtime.kernel_report import kernel_of, kernel_uses
 from seqblocks.testing import random_input
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -181,7 +181,7 @@ def test_ops_call_the_kernels_that_they_declare(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(dispatch, "choose", record)
     model = seqblocks.build(name, set=SMALL[name])
     model(random_input(model, 2, 5))
-    declared = [node.calls for node in graph.walk(model.graph) if node.calls]
+    declared = [used for node in graph.walk(model.graph) if (used := kernel_of(node))]
     assert [op for op, _ in calls] == [op for op, _ in declared]
     for (_, facts), (_, facts_declared) in zip(calls, declared, strict=True):
         assert {key: facts[key] for key in facts_declared} == facts_declared

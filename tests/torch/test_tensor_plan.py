@@ -10,7 +10,8 @@ import torch
 import seqblocks
 from seqblocks.distributed import tensor, tensor_plan
 from seqblocks.distributed.plan import Exchange
-from seqblocks.op import PRIMITIVES, Op, Split, load_builtin, primitive
+from seqblocks.op import PRIMITIVES, Op, load_builtin, primitive
+from seqblocks.roles import Split
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.residual_sums import Sum
 from seqblocks.state import declared

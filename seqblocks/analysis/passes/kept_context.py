@@ -58,6 +58,8 @@ class _Reads:
             read = self.of_body(body, body.exports)  # other uses of the block may need them
             ports = {"x": body.input, **body.ports}
             return {value for port, values in node.inputs.items() for value in values if ports[port] in read}
+        if node.kind == "choose":
+            return at_ports
         inside = set[int]()
         for body in reversed(node.bodies.values()):
             inside |= self.of_body(body, {*later, *inside})

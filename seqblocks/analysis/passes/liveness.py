@@ -65,11 +65,15 @@ def unused_parts(node: Node, names: list[str]) -> Fault:
 
 def without_gradient(node: Node, body: Graph) -> Fault:
     """Return the fault of a step that receives no gradient because of a constant output after it."""
+    message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
+    for each in graph.walk(body):
+        if each.kind == "choose" and each.inputs["by"][0] in node.outputs:
+            notes = [Note(f"{_shown(each)} reads it as scores, and a choice has no gradient", each.span)]
+            return Fault("W902", message, notes=notes, hint="multiply by it in the steps there: `calc: r * y`")
     constant, notes = _constant_after(node, body), []
     if constant and constant.type:
         value = f"{constant.type.facts.low:g}"
         notes = [Note(f"the output of {_shown(constant)} is always {value}", constant.span)]
-    message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
     return Fault("W902", message, notes=notes, hint="remove the step, or make that output depend on its input")
 
 
@@ -168,6 +172,13 @@ class _Liveness:
             return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
             return self._layers(node, idle, later)
+        if node.kind == "choose":  # the choice has no gradient
+            (body,) = node.bodies.values()
+            inside = self.body(body)
+            _add(idle, inside)
+            ports = {"x": body.input, **body.ports}
+            found = {v for port, each in node.inputs.items() if ports.get(port) in inside.used for v in each}
+            return found | {*node.inputs["x"], *(() if self.by_gradient else node.inputs["by"])}
         if node.kind == "each":
             (body,) = node.bodies.values()
             inside = self.body(body)

@@ -160,6 +160,8 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         return _scan(node, known, path, walk)
     if node.kind == "each":
         return _each(node, read[0], path, walk)
+    if node.kind == "choose":
+        return _choose(node, known, path, walk)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
@@ -185,6 +187,18 @@ def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
         most = Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), True, later=WHOLE)
     _run(body, {**known, body.input: most, **dict.fromkeys(body.ports.values(), most)}, path, walk)
     return most
+
+
+def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+    """Return the lookahead of a choose, whose steps may skip any number of tokens from one chosen token to the next."""
+    body = node.bodies[""]
+    most = _most([known[value] for value in node.reads])
+    before = most._replace(mixes=False)
+    inside = _run(body, dict.fromkeys((body.input, *body.ports.values()), before), path, walk)
+    mixes = most.mixes or inside.mixes or not node.arguments.is_causal
+    if node.arguments.is_causal and inside.bound <= before.bound:
+        return most._replace(mixes=mixes)
+    return Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), mixes, later=WHOLE)
 
 
 def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:

@@ -45,7 +45,7 @@ class Body(Record):
     formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
     inner: list[Body] = field(default_factory=list)  # the lists of steps of its combinators, so far
     layers: dict[str, Layers] = field(default_factory=dict)  # that can be read here, by the word for them
-    hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` cannot read
+    hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` or a `choose` may not read
     place: Body | None = None  # for the steps of an argument: the body in which they are written
 
     def may_set(self, name: str) -> bool:

@@ -14,7 +14,7 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context, Layers
 from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.language.document import Scalar
+from seqblocks.language.document import Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.messages.suggestions import did_you_mean
 
@@ -22,6 +22,8 @@ _WORD = r"(?P<word>[^\W\d]\w*)\s*"
 _INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once
 _LAYER = _WORD + _INDEX
 _WIRE = r"\s*(?P<wire>\w+(?:\.\w+)*)(?:\s*$|\s+or\s+(?P<default>\S.*)$)"
+
+_RANGE = _WORD + r"\[(?P<first>[^:\[\]]*):(?P<last>[^:\[\]]*)\]\s*\.\s*(?P<wire>\w+(?:\.\w+)*)\s*"
 
 
 class LayerWire(NamedTuple):
@@ -36,6 +38,17 @@ class LayerWire(NamedTuple):
     default: tuple[int, str] | None
 
 
+class LayerRange(NamedTuple):
+    """A reference to the wires of several layers: parts of a text, each with its place in it.
+
+    ends: the first layer and the one after the last, as in Python; None: from the first one, up to the last one.
+    """
+
+    word: str
+    ends: tuple[tuple[int, str] | None, tuple[int, str] | None]
+    wire: tuple[int, str]
+
+
 def read_reference(text: str) -> LayerWire | None:
     """Return a reference such as `layers[-1].v or input`, or None if the text is something else."""
     first = re.match(_LAYER, text)  # compiled on first use, which few specs need
@@ -45,6 +58,36 @@ def read_reference(text: str) -> LayerWire | None:
     which = "plain" if first["plain"] else "index"
     default = (rest.start("default"), rest["default"].strip()) if rest["default"] else None
     return LayerWire(first["word"], (first.start(which), first[which]), (rest.start("wire"), rest["wire"]), default)
+
+
+def read_range(node: Node) -> LayerRange | None:
+    """Return a reference to the wires of several layers, such as `layers[:].v`, or None if it is something else."""
+    text = node.value if isinstance(node, Scalar) else None
+    found = re.fullmatch(_RANGE, text) if isinstance(text, str) and ":" in text else None
+    if found is None:
+        return None
+    ends = [(found.start(name), found[name]) if found[name].strip() else None for name in ("first", "last")]
+    return LayerRange(found["word"], (ends[0], ends[1]), (found.start("wire"), found["wire"]))
+
+
+def wires_of_layers(ctx: Context, node: Scalar, given: LayerRange) -> list[int]:
+    """Return the values of a wire in a range of the layers above, as Python slices a list, of those that have it.
+
+    Raises Fault (E302, E324); returns an unknown value if the layers are unknown.
+    """
+    layers = _find(ctx, LayerWire(given.word, (0, ""), given.wire, None))
+    if layers is None:
+        return [ctx.run.unknown()]
+    ends: list[int | None] = []
+    for end in given.ends:
+        at = number(ctx, Scalar(node.part(end[0], len(end[1])), 1, 1, end[1], end[1]), whole=True) if end else None
+        if at is UNKNOWN:
+            return [ctx.run.unknown()]
+        ends.append(at)
+    any_layer = LayerWire(given.word, (0, ""), given.wire, (0, "input"))  # a layer may lack the wire
+    chosen = range(len(layers.scopes))[slice(*ends)]
+    values = (_in_layer(ctx, node, any_layer, layers, index) for index in chosen)
+    return [value for value in values if value is not None]
 
 
 def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
@@ -218,6 +261,8 @@ def _obstacle(node: graph.Node) -> str | None:
     """Return why a value inside a node cannot be read outside of it, or None."""
     if node.kind == "experts":
         return "an expert computes only the tokens that are routed to it"
+    if node.kind == "choose":
+        return "the steps of `choose` compute only the chosen tokens"
     if node.kind == "cell":
         return "the steps of a cell compute one token at a time"
     if node.kind == "each":

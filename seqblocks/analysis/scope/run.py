@@ -58,7 +58,7 @@ class Run:
         self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether the value is unused
         self.overridden = False  # whether there are overrides
         self.ties = 0
-        self.has_constants = False  # whether some step has a constant output
+        self.has_constants = False  # whether some step has a constant output, or only chooses by an input
         self.may_look_ahead = False  # whether some step may read later tokens
 
         # the model's input, from which arguments may inherit

@@ -59,7 +59,8 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
         infos, holds = field_infos(combinator), combinator.holds[0]
         required = tuple(key for key, info in infos.items() if info.is_required())
         keys = IN_LINE_STEP_KEYS if combinator.in_line else STEP_KEYS
-        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None, common=keys)
+        steps = holds if {*required} <= {holds} else None
+        return Verb(combinator, required, tuple(infos), combinator.wire_keys, steps, keys)
     op = find_primitive(verb)
     if op is None:
         return None

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from seqblocks.analysis.scope.context import Body, Context
-from seqblocks.analysis.scope.layers import LayerWire, is_left_out, read_reference, wire_of_layer
+from seqblocks.analysis.scope.layers import (
+    LayerWire,
+    is_left_out,
+    read_range,
+    read_reference,
+    wire_of_layer,
+    wires_of_layers,
+)
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
+from seqblocks.roles import joins_tokens
 from seqblocks.types import Facts, Origin, Wire, show_axes, summed
 from seqblocks.widths import ids_have_no_features
 
@@ -26,7 +34,7 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         ctx.report(Fault("E210", f"the input is given twice: as `from` and as `{port.name}`", at=port.name), step)
         return (ctx.run.unknown(),)
     entry = entry or given
-    if entry and port.several and not (isinstance(entry[1], Sequence) and len(entry[1].items) > 1):
+    if entry and port.several and not _names_several(entry[1]):
         ctx.report(_too_few(step), entry[1].span)
         return (ctx.run.unknown(),)
     if entry:
@@ -55,6 +63,13 @@ def _too_few(step: Step) -> Fault:
 
 def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     """Return the values of the wires that a node names, or an unknown value after a fault."""
+    if joins and (ranges := [item for item in _items(node) if read_range(item)]):
+        return _with_ranges(ctx, node, ranges)
+    if read_range(node):
+        assert isinstance(node, Scalar)
+        hint = "join them in a step above: `concat: {from: \"" + node.text + "\"}`"
+        ctx.report(Fault("E410", "this input takes a single wire, not those of several layers", hint=hint), node.span)
+        return (ctx.run.unknown(),)
     if not isinstance(node, Sequence):
         return (_wire(ctx, node),)
     if joins and node.items:
@@ -64,6 +79,36 @@ def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     several = Fault("E410", "this input takes a single wire, not a list", hint=hint)
     ctx.report(Fault("E411", "the list of wires is empty") if joins else several, node.span)
     return (ctx.run.unknown(),)
+
+
+def _items(node: Node) -> Iterable[Node]:
+    return node.items if isinstance(node, Sequence) else (node,)
+
+
+def _names_several(node: Node) -> bool:
+    return (isinstance(node, Sequence) and len(node.items) > 1) or any(map(read_range, _items(node)))
+
+
+def _with_ranges(ctx: Context, node: Node, ranges: list[Node]) -> Values:
+    """Return the values of wires of which some are those of several layers; an unknown one if there are none."""
+    found: list[int] = []
+    for item in _items(node):
+        given = read_range(item) if item in ranges else None
+        if given is None:
+            found.append(_wire(ctx, item))
+            continue
+        assert isinstance(item, Scalar)
+        try:
+            found += wires_of_layers(ctx, item, given)
+        except Fault as fault:
+            ctx.report(fault, item.span)
+            found.append(ctx.run.unknown())
+    if not found:
+        message = "there is no wire to read: no layer above this one has it"
+        hint = f"list what the first layer reads too: `from: [input, {ranges[0].text!r}]`"  # type: ignore[attr-defined]
+        ctx.report(Fault("E411", message, hint=hint), node.span)
+        return (ctx.run.unknown(),)
+    return tuple(found)
 
 
 def _wire(ctx: Context, node: Node) -> int:
@@ -102,8 +147,10 @@ def _of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int:
 def _no_wire(ctx: Context, name: str) -> Fault:
     if place := _place(ctx.body, name):
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
-    if value := _hidden(ctx.body, name):
-        return _wire_outside_each(name, ctx.run.types[value], ctx.run.makers.get(value))
+    if found := _hidden(ctx.body, name):
+        verb, value = found
+        describe = _wire_outside_choose if verb == "choose" else _wire_outside_each
+        return describe(name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
@@ -128,11 +175,20 @@ def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fa
     return Fault("E302", message, expected=expected, notes=notes, hint=hint)
 
 
-def _hidden(body: Body | None, name: str) -> int | None:
-    """Return the wire of this name outside an `each` that contains the body, if there is one."""
+def _wire_outside_choose(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire with other tokens than those among which a `choose` chooses."""
+    notes = [Note(f"`{name}` is defined here, outside `choose`", maker.span)] if maker and maker.span else []
+    message = f"the steps of `choose` cannot read {quote(name)}, whose tokens are not those of its input"
+    expected, hint = "a wire with the same tokens as the input", "combine it with the input in a step above `choose`"
+    return Fault("E302", message, expected=expected, found=f"{wire}" if wire else None, notes=notes, hint=hint)
+
+
+def _hidden(body: Body | None, name: str) -> tuple[str, int] | None:
+    """Return the wire of this name outside an `each` or a `choose` that contains the body, and its verb; None if none
+    is there."""
     while body:
-        if body.hidden and name in body.hidden:
-            return body.hidden[name]
+        if body.hidden and name in body.hidden and body.current:
+            return body.current.verb, body.hidden[name]
         body = body.outer
     return None
 
@@ -217,7 +273,7 @@ def wire_at(ctx: Context, step: Step, port: Port, values: Values | None, op: Op 
             return None
     if port.several and op is None:
         return None
-    if op and op.joins_tokens() and port.joins:
+    if op and port.joins and joins_tokens(op):
         return _joined_tokens(ctx, step, values)
     return wire if len(values) == 1 else _joined(ctx, step, values)
 

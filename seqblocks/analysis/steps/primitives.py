@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
@@ -31,7 +30,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
     """Return the node of an op, or None after a fault: its inputs do not fit its arguments, or it is too large."""
     inputs: dict[str, tuple[int, ...]] = {}
     wires: list[Wire | None] = []
-    early = read_arguments(ctx, step, cls) if cls.joins_tokens is not Op.joins_tokens else None
+    early = read_arguments(ctx, step, cls) if hasattr(cls, "joins_tokens") else None
     for port in cls.ports:
         values = read_port(ctx, step, port)
         if values is None and not port.optional:
@@ -68,7 +67,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
         return None
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
-        macs=declared.macs, calls=declared.calls, wires=tuple(wires), vectors=vectors,
+        macs=declared.macs, wires=tuple(wires), vectors=vectors,
     )  # fmt: skip
 
 
@@ -88,7 +87,6 @@ class _Declared(Record):
     parameters: Mapping[str, Parameter] = MappingProxyType({})
     state: Mapping[str, State] = MappingProxyType({})
     macs: int = 0
-    calls: tuple[str, dict[str, Any]] | None = None
     fits: bool = True
 
 
@@ -111,7 +109,7 @@ def _declare(ctx: Context, step: Step, op: Op, wires: list[Wire | None]) -> _Dec
                 raise Fault("E504", message, expected="at most 10^12")
         if made.facts is not facts:
             made = made.with_facts(facts)
-        return _Declared(made, parameters, states, macs, op.calls(*wires))
+        return _Declared(made, parameters, states, macs)
     except Fault as fault:
         ctx.report(fault, step)
         return _Declared(fits=False)

@@ -48,6 +48,8 @@ def _mixes_tokens(node: graph.Node, x: Wire, fixed: Container[int]) -> str | Non
     """
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
         return "reads earlier tokens"
+    if node.kind == "choose":
+        return "chooses among several tokens"
     if node.kind == "cell":
         return "carries a state from token to token"
     if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):

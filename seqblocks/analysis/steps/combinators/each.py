@@ -11,6 +11,7 @@ from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.each import Each
 from seqblocks.errors import Fault, Note
 from seqblocks.ops.rate import merged_tokens
+from seqblocks.roles import keeps_apart
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
 
@@ -112,10 +113,12 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
         return "has states whose width does not yet include the sequences of `each`"
     if not (arguments.shift and node.type):
         return None
+    if node.kind == "choose":
+        return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
     if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
         return "reorders tokens, but shifted windows may hold tokens of two edges of the image"
     op, wires = node.op, node.wires
-    if op is None or op.keeps_apart(*wires):
+    if op is None or keeps_apart(op, wires):
         return None
     if op.reads == "token" and not (node.whole_inputs or op.looks_ahead(*wires) or node.type.kind == "vector"):
         return None

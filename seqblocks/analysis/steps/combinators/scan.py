@@ -16,6 +16,7 @@ from seqblocks.combinators.scan import Scan, check_key
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
+from seqblocks.roles import is_upright, makes_grid
 from seqblocks.types import UNBOUNDED, Wire
 from seqblocks.widths import must_have_grid
 
@@ -91,7 +92,7 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
             message = f"{node.verb} reads rows and columns, but the order {order} has none"
             notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
             raise Fault("E407", message, at="order", entry=order, notes=notes, hint=hint)
-        if node.type and (node.op.is_upright(*node.wires) if node.op else _is_on_grid(node)):
+        if node.type and (is_upright(node.op, node.wires) if node.op else _is_on_grid(node)):
             message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
             notes, hint = [Note("the step is here", node.span)], f"move {node.verb} out of the scan"
             raise Fault("E407", message, at="order", entry=order, notes=notes, hint=hint)
@@ -109,7 +110,7 @@ def _is_on_grid(node: graph.Node) -> bool:
 def _reads_grid(node: graph.Node) -> bool:
     """Return whether a step reads or makes rows and columns."""
     if node.op:
-        return node.op.makes_grid() or node.op.is_upright(*node.wires)
+        return makes_grid(node.op) or is_upright(node.op, node.wires)
     return _is_on_grid(node) or (node.kind == "scan" and any(order in GRID_ORDERS for order in node.arguments.orders))
 
 
