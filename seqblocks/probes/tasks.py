@@ -116,8 +116,7 @@ def copying(g: Generator, batch: int, length: int, count: int = 4) -> Batch:
 
 _ALL = (
     make_task(
-        "parity", 2, 2, _running_sum(2), (40, 80, 256), "the parity of the bits so far, at each bit", 2, shortest=3,
-        steps=300,
+        "parity", 2, 2, _running_sum(2), (40, 80, 256), "the parity of the bits so far, at each bit", 2, shortest=3
     ),
     make_task("modular", 8, 5, arithmetic, (41, 81, 255), "the value mod 5 of an expression so far", 5, shortest=3),
     make_task(
