@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_token
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
@@ -22,7 +24,7 @@ class Activation(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return TokenFunction(activation_of_token(self.verb))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return activation_memory(tape, self.verb, x)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -56,7 +58,7 @@ class LeakyRelu(Activation):
     slope: float = argument(0.01, "slope for negative x", ge=0, le=1)
     source = "Maas et al. 2013"
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
 from seqblocks.op import ANY, Op, Over, Port, argument, primitive
 from seqblocks.parameters import LISTED, Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
@@ -31,7 +33,7 @@ class Identity(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return TokenFunction(lambda x: x)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -55,7 +57,7 @@ class Add(Op):
     def facts(self, x: Wire, other: Wire) -> Facts:
         return x.facts.plus(other.facts)
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.add(x, other)
 
     def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
@@ -82,7 +84,7 @@ class Multiply(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.multiply(x, by)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
@@ -106,7 +108,7 @@ class Divide(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.divide(x, by)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
@@ -144,7 +146,7 @@ class Lerp(Op):
     def macs(self, x: Wire, to: Wire, by: Wire | None = None) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, to: Any, by: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, to: Value, by: Value | None = None) -> Value:
         return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.subtract(to, x)))
 
     def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
@@ -168,7 +170,7 @@ class Select(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -190,7 +192,7 @@ class Scale(Op):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -239,7 +241,7 @@ class Constant(Op):
         init = Init("constant", self.numbers) if self.formula is None else Init(LISTED, self.numbers)
         return {"weight": Parameter((self.features,), init, decay=False, trained=self.learned)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         if "weight" in p:
             return tape.expand(p["weight"], tape.out)
         numbers = tape.new(tape.out if self.formula is None else (self.features,))

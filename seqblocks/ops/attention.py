@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
@@ -60,7 +62,7 @@ class _Heads(Op):
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
-    def cut_memory(self, tape: Any, q: Any, k: Any, v: Any) -> list[Any]:
+    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Any]:
         """Record the views of all heads [batch, seq, heads, width] on a tape."""
         counts = (self.heads, self.shared, self.shared)
         return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
@@ -282,7 +284,7 @@ class Attention(_Heads):
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
         from seqblocks.workspace import attention
 
         q, k, v = self.cut_memory(tape, q, k, v)
@@ -398,7 +400,7 @@ class CrossAttention(_Heads):
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": None}
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
         from seqblocks.workspace import attention
 
         scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from seqblocks.errors import Fault, RunError, listing
 from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import UNBOUNDED, Facts, Wire
 
 Axis = tuple[str, ...]  # parts of an axis, outermost first
@@ -288,7 +289,7 @@ class Rearrange(_Axes):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         left, right = parse(self.pattern)
         if [*names(left)] == [*names(right)]:
             return tape.view(x, tape.out)
@@ -335,7 +336,7 @@ class Reduce(_Axes):
             raise RunError(f"reduce needs at least one value, but the sequence is empty: {list(x.shape)}")
         return reduce(x, pattern, self.deviation if self.by == "std" else self.by, **self.lengths)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         match self.by:
             case "mean":
                 return tape.mean(x, tape.out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 
 
@@ -51,7 +53,7 @@ class BatchNorm(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(x.shape, x.item)
         statistics = 2 * x.features * max(x.item, 4)
         tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes)  # the gradient is copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -152,7 +154,7 @@ class Centaurus(Op):
 
         return prepare(discretised(*self.bank(p), p["B"], p["C"], p.get("E"), self.kernel_mode, self.hold))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import centaurus
 
         bank = centaurus.bank_of(tape, p, self.kernel_mode, self.hold, self.stable)

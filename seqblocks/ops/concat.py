@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
@@ -50,7 +52,7 @@ class Concat(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.op import Op, argument, primitive
@@ -9,6 +10,7 @@ from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -63,7 +65,7 @@ class CausalConv(Op):
 
         return prepare(p["weight"], p.get("bias"), None if self.activation == "none" else self.activation)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import causal_conv
 
         convolve = causal_conv.mix if self.mixing and x.features > 1 else causal_conv.convolve

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
@@ -123,7 +125,7 @@ class Conv1d(_Conv):
             return "a window may span two sequences"
         return "it reads tokens on both sides" if self.later() else None
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         later, earlier, (batch, tokens, _) = self.later(), self.earlier(), x.shape
         if later:
             x = tape.pad(x, (batch, tokens + earlier, x.shape[2]))
@@ -232,7 +234,7 @@ class ConvTranspose1d(_Conv):
     def ignores_resets(self, x: Wire) -> str | None:
         return "a token contributes to several outputs"
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         if self.earlier() and not self.later():
             x = with_past_memory(tape, x, self.earlier())
         batch, tokens, _ = x.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
 
@@ -109,7 +111,7 @@ class Conv2d(_Conv2d):
         depthwise = self.features is None and self.groups is None and x.kind == "sequence"
         return evenly(self, ranks, "features", [x]) if depthwise else []
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
         return tape.unary(y) if self.activation == "silu" else y
 
@@ -168,7 +170,7 @@ class ConvTranspose2d(_Conv2d):
     def macs(self, x: Wire) -> int:
         return x.features * (self.features // self.groups) * self.kernel**2 // self.stride**2
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire
 from seqblocks.widths import must_divide, must_match
@@ -48,7 +50,7 @@ class TimeStep(Op):
         init = Init("inverse_softplus", (1e-3, 0.1, 1e-4))
         return {"bias": Parameter((x.features,), init, decay=False, full_precision=True)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         steps = tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"]))
         return tape.unary(steps, backward=2 * steps.numbers)
 
@@ -125,7 +127,7 @@ class LogDecay(Op):
         rates = rates.repeat_interleave(len(bias) // len(rates))
         return TokenFunction(lambda x, lower=None: softplus(x + bias).mul_(rates))
 
-    def memory(self, tape: Any, p: Any, x: Any, lower: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, lower: Value | None = None) -> Value:
         x = tape.cast(x, max(x.item, 4))
         x = tape.add(x, p["dt_bias"]) if self.kind in WITH_BIAS else x
         rate = tape.expand(tape.unary(p["A_log"], ["output"]), x.shape[-1:]) if "A_log" in p else tape.new(())
@@ -207,7 +209,7 @@ class LowerDecays(Op):
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         return {"weight": Parameter((self.layers, self.features), Init("zeros"), decay=False, full_precision=True)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         shares = tape.unary(tape.unary(p["weight"], ["output"]), ())
         return tape.expand(tape.view(tape.unary(shares, ()), (shares.numbers,)), tape.out)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
@@ -22,7 +24,7 @@ def drop_samples(x: Any, p: float) -> Any:
     return x * (torch.rand(shape, device=x.device, dtype=torch.float32) < 1 - p).to(x.dtype) / (1 - p)
 
 
-def drop_samples_memory(tape: Any, x: Any) -> Any:
+def drop_samples_memory(tape: Tape, x: Value) -> Value:
     """Record `drop_samples` on a tape."""
     mask = tape.new((x.shape[0], *(1,) * (len(x.shape) - 1)))
     return tape.unary(tape.multiply(x, mask), ())
@@ -42,7 +44,7 @@ class Dropout(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return TokenFunction(lambda x: x)  # it is only used in evaluation mode
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.dropout(x) if self.p else x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -69,7 +71,7 @@ class DropPath(Op):
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return drop_samples_memory(tape, x) if self.p else x
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

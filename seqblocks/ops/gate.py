@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_match
@@ -49,7 +50,7 @@ def activate(name: str, x: Any) -> Any:
     return activation(name)(x)
 
 
-def activation_memory(tape: Any, name: str, x: Any) -> Any:
+def activation_memory(tape: Tape, name: str, x: Value) -> Value:
     """Record an activation by name on a tape, like `activate`."""
     one = tape.new(())
     match name:
@@ -142,7 +143,7 @@ class Gate(Op):
         function = activation_of_token(self.activation)
         return TokenFunction(lambda x, by: function(by).mul_(x))
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         opening = activation_memory(tape, self.activation, by)
         if not self.heads:
             return tape.multiply(x, opening)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_match
@@ -82,7 +83,7 @@ class GatedRecurrence(Op):
         summary = Affine(piece, piece.masked(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
-    def memory(self, tape: Any, p: Any, x: Any, decay: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, decay: Value) -> Value:
         from seqblocks.workspace import gated_recurrence
 
         item = max(x.item, decay.item, 4)
@@ -91,7 +92,7 @@ class GatedRecurrence(Op):
             scaled = tape.multiply(self._share_memory(tape, decay), scaled)
         return tape.cast(gated_recurrence.scan(tape, scaled, decay), x.item)
 
-    def _share_memory(self, tape: Any, decay: Any) -> Any:
+    def _share_memory(self, tape: Tape, decay: Value) -> Value:
         """Record `share` on a tape."""
         if self.factor == "complement":
             share = tape.unary(tape.unary(decay, ["output"]), ())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, Port, X, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 
@@ -24,7 +26,7 @@ class RepeatHeads(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return y
@@ -49,7 +51,7 @@ class JoinHeads(Op):
     def facts(self, x: Wire, other: Wire) -> Facts:
         return Facts(min(x.facts.low, other.facts.low), max(x.facts.high, other.facts.high))
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.cat([x, other])
 
     def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
@@ -79,7 +81,7 @@ class RollHeads(_OfHeads):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -96,7 +98,7 @@ class Softmax(_OfHeads):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -114,7 +116,7 @@ class SumNorm(_OfHeads):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         exact = tape.view(tape.cast(x, max(x.item, 4)), (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
         return tape.cast(tape.view(tape.divide(exact, tape.sum(exact, (*exact.shape[:-1], 1))), x.shape), x.item)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 
@@ -30,7 +32,7 @@ class L2Norm(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
         exact = tape.view(tape.cast(x, max(x.item, 4)), heads)
         norm = tape.unary(tape.sum(tape.square(exact), (*heads[:-1], 1)), ["output"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
@@ -42,7 +44,7 @@ class LearnableSkip(Op):
         weight = p["weight"]
         return None if self.heads else TokenFunction(lambda x, skip: addcmul(x, weight, skip))
 
-    def memory(self, tape: Any, p: Any, x: Any, skip: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, skip: Value) -> Value:
         weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]
         return tape.add(x, tape.multiply(weight, skip))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 
 
@@ -46,7 +48,7 @@ class Affine(Op):
     def matrix(self, p: Any) -> Any:
         return p["weight"], p.get("bias")
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.product(x, p["weight"], p.get("bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Kind, Wire
 from seqblocks.widths import must_divide
 
@@ -33,7 +35,7 @@ class OuterProduct(Op):
     def macs(self, x: Wire, other: Wire) -> int:
         return x.features // self.heads * other.features
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         rows = tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads, 1))
         columns = tape.view(other, (*other.shape[:-1], self.heads, 1, other.shape[-1] // self.heads))
         return tape.view(tape.multiply(rows, columns), tape.out)
@@ -71,7 +73,7 @@ class MatrixProduct(Op):
     def macs(self, x: Wire, matrix: Wire) -> int:
         return matrix.features
 
-    def memory(self, tape: Any, p: Any, x: Any, matrix: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, matrix: Value) -> Value:
         inner, outer = x.shape[-1] // self.heads, tape.out[-1] // self.heads
         vector = tape.view(x, (*x.shape[:-1], self.heads, inner, 1))
         whole = tape.view(matrix, (*x.shape[:-1], self.heads, outer, inner))

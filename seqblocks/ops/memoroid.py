@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.mlstm import MLSTM
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -44,7 +46,7 @@ class MLSTMMemoroid(MLSTM):
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
         from seqblocks.workspace import associative_scan
 
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -80,7 +82,7 @@ class SwiGLU(Op):
         to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
         return TokenFunction(lambda x: to_output(product(to_gate(x), to_up(x))))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         gate = tape.product(x, p["gate_weight"], p.get("gate_bias"))
         up = tape.product(x, p["up_weight"], p.get("up_bias"))
         if self.limit:

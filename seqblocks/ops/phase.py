@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
@@ -38,7 +40,7 @@ class Phase(Op):
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import gated_recurrence
 
         exact = tape.cast(x, 8)
@@ -92,7 +94,7 @@ class Rotate(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return 4 * by.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         heads = (*x.shape[:-1], self.heads)
         width, angles = x.shape[-1] // self.heads, by.shape[-1] // self.heads
         x, by = tape.view(x, (*heads, width)), tape.view(by, (*heads, angles))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
 
@@ -46,7 +48,7 @@ class Pool2d(grids.GridOp):
     def macs(self, x: Wire) -> int:
         return 0  # maxima and additions, as in pool
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         indices = 8 * y.numbers  # of the maxima
         tape.function([x], [y], [x, indices] if self.mode == "max" else [x])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 
 
@@ -76,7 +78,7 @@ class PositionEmbed(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return position_after(x, call)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         weight = p["weight"]
         if len(weight.shape) == 4:
             return tape.add(x, tape.view(weight, (1, weight.shape[1] * weight.shape[2], weight.shape[3])))
@@ -153,7 +155,7 @@ class Sinusoids(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return position_after(x, call)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         half = (*x.shape[:-1], x.shape[-1] // 2)
         angle, sine, cosine = (tape.new(half, 8) for _ in range(3))
         pairs = tape.new(x.shape, 8)

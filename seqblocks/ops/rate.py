@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 
@@ -87,7 +89,7 @@ class Downsample(_Rate):
     def looks_ahead(self, x: Wire) -> int:
         return x.rate * (self.factor - 1)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.mean(x, tape.out) if self.method == "mean" else tape.slice(x, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -115,7 +117,7 @@ class Upsample(_Rate):
     def looks_ahead(self, x: Wire) -> int:
         return 0  # copies come at or after the token that they copy
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return y

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
 
@@ -51,7 +53,7 @@ class Resize(grids.GridOp):
     def macs(self, x: Wire) -> int:
         return 4 * x.features if self.mode == "bilinear" else 0
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return tape.view(y, tape.out, dense=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -9,6 +10,7 @@ from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.positions import position_after
 from seqblocks.rotary_scaling import Scaling, unscaled
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_have_grid
@@ -155,7 +157,7 @@ class Rotary(Op):
             return turned
         return torch.cat([heads[..., : self.first], turned, heads[..., self.first + width :]], -1)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import attention
 
         heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 
 
@@ -33,7 +35,7 @@ class Router(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.count
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         item = max(x.item, 4)
         bias = tape.cast(p["bias"], item) if self.bias else None
         return tape.product(tape.cast(x, item), tape.cast(p["weight"], item), bias)

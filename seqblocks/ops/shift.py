@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_match
@@ -70,12 +72,12 @@ def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
     return lagged(past, by, by), past.state
 
 
-def with_past_memory(tape: Any, x: Any, by: int) -> Any:
+def with_past_memory(tape: Tape, x: Value, by: int) -> Value:
     """Record `with_past` on a tape and return the tokens."""
     return tape.cat([tape.new((x.shape[0], by, x.shape[2]), x.item), x], 1)
 
 
-def shifted_memory(tape: Any, x: Any, by: int) -> Any:
+def shifted_memory(tape: Tape, x: Value, by: int) -> Value:
     """Record `shifted` on a tape."""
     return tape.slice(with_past_memory(tape, x, by), x.shape)
 
@@ -115,7 +117,7 @@ class Shift(_Shifted):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return TokenFunction(lambda window, x: (window.select(1, 0).clone(), next_window(window, x)))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return shifted_memory(tape, x, self.by)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -167,7 +169,7 @@ class TokenShift(_Shifted):
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, x: Any, mix: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, mix: Value | None = None) -> Value:
         earlier = shifted_memory(tape, x, 1)
         return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.subtract(earlier, x)))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.concat import passes_on
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Size, Wire, less
 
@@ -69,7 +71,7 @@ class Slice(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

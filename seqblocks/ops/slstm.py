@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
@@ -61,7 +63,7 @@ class SLSTM(Op):
 
         return prepare(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"])
 
-    def memory(self, tape: Any, p: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], i: Value, f: Value, z: Value, o: Value) -> Value:
         from seqblocks.workspace import slstm
 
         bias = tape.stack([p[f"{gate}_bias"] for gate in "ifzo"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 
 
@@ -24,7 +26,7 @@ class SoftCap(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(tape.unary(tape.unary(x, ()), ["output"]), ())
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from seqblocks.errors import Fault
@@ -10,6 +10,7 @@ from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
@@ -126,7 +127,7 @@ class SSM(Op):
         summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
         return lambda state: {"h": summary(state["h"])}
 
-    def memory(self, tape: Any, p: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, dt: Value, B: Value, C: Value, z: Value) -> Value:
         from seqblocks.workspace import selective_scan
 
         rates = tape.cast(p["A_log"], max(p["A_log"].item, 4))
@@ -173,7 +174,7 @@ class LayerScale(Op):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.multiply(x, p["weight"])
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
