@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
@@ -14,6 +14,9 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_CONSTANT = 1e6  # magnitude of constants
 MOST_FEATURES = 4096  # of a formula, which is evaluated for each
@@ -30,13 +33,13 @@ class Identity(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(lambda x: x)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x
 
 
@@ -60,7 +63,7 @@ class Add(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.add(x, other)
 
-    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
         return x + other
 
 
@@ -87,7 +90,7 @@ class Multiply(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.multiply(x, by)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         return x * by
 
 
@@ -111,7 +114,7 @@ class Divide(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.divide(x, by)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         return x / by
 
 
@@ -149,7 +152,7 @@ class Lerp(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, to: Value, by: Value | None = None) -> Value:
         return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.subtract(to, x)))
 
-    def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, to: Any, by: Tensor | None = None) -> Any:
         return x + (p["weight"] if by is None else by) * (to - x)
 
 
@@ -173,7 +176,7 @@ class Select(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         features = slice(self.first, self.first + self.features)
         return x[:, features] if x.dim() == 4 else x[..., features]
 
@@ -195,7 +198,7 @@ class Scale(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return self.by * x
 
 
@@ -247,7 +250,7 @@ class Constant(Op):
         numbers = tape.new(tape.out if self.formula is None else (self.features,))
         return numbers if self.formula is None else tape.expand(numbers, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         places = (*x.shape[:-1], self.features)
         if "weight" in p:
             return p["weight"].expand(places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
@@ -15,12 +15,15 @@ from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire
 from seqblocks.widths import must_divide, must_match
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DecayKind = Literal["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"]
 WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log
 WITH_BIAS = ("softplus", "bounded")
 
 
-def in_float32(x: Any) -> Any:
+def in_float32(x: Tensor) -> Any:
     """Return x in at least float32, because decays close to 1 lose precision in 16 bits."""
     import torch
 
@@ -54,7 +57,7 @@ class TimeStep(Op):
         steps = tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"]))
         return tape.unary(steps, backward=2 * steps.numbers)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import softplus
 
         return softplus(in_float32(x) + p["bias"]).clamp(self.least, self.most)
@@ -118,7 +121,7 @@ class LogDecay(Op):
     def macs(self, x: Wire, lower: Wire | None = None) -> int:
         return x.features
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from torch.nn.functional import softplus
 
         if self.kind != "softplus":
@@ -153,7 +156,7 @@ class LogDecay(Op):
         small = tape.unary(tape.unary(tape.unary(x, ())), ["output"])
         return tape.where(both, both, tape.add(alone, tape.multiply(lower, small)))
 
-    def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, lower: Tensor | None = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus
 
         x = in_float32(x)
@@ -175,7 +178,7 @@ class LogDecay(Op):
         return at_least(lower, x)
 
 
-def at_least(lower: Any, x: Any) -> Any:
+def at_least(lower: Tensor, x: Tensor) -> Any:
     """Return log(lower + (1 - lower) sigmoid(x)), for 0 <= lower < 1."""
     import torch
     from torch.nn.functional import logsigmoid
@@ -213,6 +216,6 @@ class LowerDecays(Op):
         shares = tape.unary(tape.unary(p["weight"], ["output"]), ())
         return tape.expand(tape.view(tape.unary(shares, ()), (shares.numbers,)), tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         shares = p["weight"].softmax(0).cumsum(0)
         return (shares - shares[:1]).flatten().expand(*x.shape[:-1], -1)

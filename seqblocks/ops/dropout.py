@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rescaled(facts: Facts, kept: float) -> Facts:
@@ -16,7 +19,7 @@ def rescaled(facts: Facts, kept: float) -> Facts:
     return facts.times(Facts(1 / kept, 1 / kept)).or_zero()
 
 
-def drop_samples(x: Any, p: float) -> Any:
+def drop_samples(x: Tensor, p: float) -> Any:
     """Zero each sample of x [batch, …] with probability p, and divide the others by 1 - p."""
     import torch
 
@@ -41,13 +44,13 @@ class Dropout(Op):
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(lambda x: x)  # it is only used in evaluation mode
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.dropout(x) if self.p else x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import dropout
 
         return dropout(x, self.p, call.training)
@@ -74,5 +77,5 @@ class DropPath(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return drop_samples_memory(tape, x) if self.p else x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return drop_samples(x, self.p) if self.p and call.training else x

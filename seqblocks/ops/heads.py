@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, X, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("repeat_heads")
@@ -31,7 +34,7 @@ class RepeatHeads(Op):
         tape.function([x], [y])
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)
 
 
@@ -54,7 +57,7 @@ class JoinHeads(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.cat([x, other])
 
-    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
         import torch
 
         parts = [each.unflatten(-1, (self.heads, -1)) for each in (x, other)]
@@ -84,7 +87,7 @@ class RollHeads(_OfHeads):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x.unflatten(-1, (self.heads, -1)).roll(self.by, -1).flatten(-2)
 
 
@@ -101,7 +104,7 @@ class Softmax(_OfHeads):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return exact.softmax(-1).flatten(-2).to(x.dtype)
 
@@ -120,7 +123,7 @@ class SumNorm(_OfHeads):
         exact = tape.view(tape.cast(x, max(x.item, 4)), (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
         return tape.cast(tape.view(tape.divide(exact, tape.sum(exact, (*exact.shape[:-1], 1))), x.shape), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return (exact / (exact.sum(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)
 

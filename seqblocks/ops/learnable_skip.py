@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -11,6 +11,9 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("learnable_skip")
@@ -38,7 +41,7 @@ class LearnableSkip(Op):
     def macs(self, x: Wire, skip: Wire) -> int:
         return x.features
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from torch import addcmul
 
         weight = p["weight"]
@@ -48,7 +51,7 @@ class LearnableSkip(Op):
         weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]
         return tape.add(x, tape.multiply(weight, skip))
 
-    def forward(self, p: Any, call: Any, x: Any, skip: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, skip: Tensor) -> Any:
         weight = p["weight"]
         weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight
         return x + weight * skip

@@ -181,8 +181,8 @@ class LinearAttention(Op):
         return lambda state: {"S": summary(state["S"])}
 
     def memory(
-        self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, decay: Value | None = None, beta: Value | None = None, a: Value | None = None,
-        b: Value | None = None,
+        self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, decay: Value | None = None,
+        beta: Value | None = None, a: Value | None = None, b: Value | None = None,
     ) -> Value:
         from seqblocks.workspace import linear_attention
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -11,6 +11,9 @@ from seqblocks.roles import Split
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("swiglu")
@@ -62,7 +65,7 @@ class SwiGLU(Op):
         opening = torch.nn.functional.silu(gate) if self.slope == 1 else gate * torch.sigmoid(self.slope * gate)
         return opening * (up + self.offset) if self.offset else opening * up
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
         from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
@@ -74,7 +77,7 @@ class SwiGLU(Op):
         if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
             to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
-            def joined(x: Any) -> Any:
+            def joined(x: Tensor) -> Any:
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)
                 return to_output(product(opening, y))
 
@@ -93,7 +96,7 @@ class SwiGLU(Op):
         up = tape.unary(up, []) if self.offset else up
         return tape.product(tape.multiply(opening, up), p["down_weight"], p.get("down_bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.products import linear
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))

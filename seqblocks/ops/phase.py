@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
@@ -13,6 +13,9 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("phase")
@@ -32,8 +35,8 @@ class Phase(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"sum": State((x.features,))}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
-        def step(before: Any, x: Any) -> Any:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
+        def step(before: Any, x: Tensor) -> Any:
             angle = before.double() + x.double()
             turns = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor()).to(x.dtype)
             return turns, turns.clone()
@@ -50,7 +53,7 @@ class Phase(Op):
         tape.passing(turns.bytes)
         return tape.cast(tape.subtract(angle, turns), max(x.item, 4))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels import gated_recurrence
@@ -108,7 +111,7 @@ class Rotate(Op):
         y = tape.cat([tape.view(pairs, (*heads, 2 * angles)), rest])
         return tape.view(y, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         import torch
 
         x, by = x.unflatten(-1, (self.heads, -1)), by.unflatten(-1, (self.heads, -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
@@ -11,6 +11,9 @@ from seqblocks.ops import grid as grids
 from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("pool2d")
@@ -54,7 +57,7 @@ class Pool2d(grids.GridOp):
         tape.function([x], [y], [x, indices] if self.mode == "max" else [x])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import avg_pool2d, max_pool2d
 
         image = grids.as_maps(x, call)

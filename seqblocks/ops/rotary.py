@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
@@ -14,6 +14,9 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("rotary")
@@ -117,7 +120,7 @@ class Rotary(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return position_after(x, call)
 
     def _rates(self, width: int, device: Any) -> Any:
@@ -132,14 +135,14 @@ class Rotary(Op):
         amplitude = self.scaling.amplitude() if self.scaling else 1.0
         return {"interleaved": self.layout == "interleaved", "amplitude": amplitude}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.positions import prepare_turning
 
         if self.on_grid:
             return None
         turns: dict[int, Any] = {}  # by width
 
-        def step(position: Any, x: Any) -> Any:
+        def step(position: Tensor, x: Tensor) -> Any:
             heads = x.view(x.shape[0], self.heads, -1)
             width = self.features or heads.shape[2] - self.first
             if width not in turns:
@@ -149,7 +152,7 @@ class Rotary(Op):
 
         return TokenFunction(step)
 
-    def _joined(self, heads: Any, turned: Any, width: int) -> Any:
+    def _joined(self, heads: Any, turned: Tensor, width: int) -> Any:
         """Return whole heads [..., width of a head], given the features that were turned."""
         import torch
 
@@ -171,7 +174,7 @@ class Rotary(Op):
             y = tape.cat([before, y, after])
         return tape.view(y, x.shape)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.positions import running_positions, turned
 
         heads = x.unflatten(-1, (self.heads, -1))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("soft_cap")
@@ -29,5 +32,5 @@ class SoftCap(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(tape.unary(tape.unary(x, ()), ["output"]), ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return self.cap * (x / self.cap).tanh()

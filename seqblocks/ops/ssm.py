@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
@@ -14,6 +14,9 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("ssm")
@@ -91,14 +94,14 @@ class SSM(Op):
     ) -> tuple[str, dict[str, Any]]:
         return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.groups > 1 or "B" in p or "C" in p:
             return None
         from seqblocks.kernels.selective_scan.token import prepare
 
         return prepare(p["A_log"], p.get("D"), self.softplus)
 
-    def matrices(self, p: Any, B: Any, C: Any) -> tuple[Any, Any, Any]:
+    def matrices(self, p: Mapping[str, Tensor], B: Tensor, C: Tensor) -> tuple[Any, Any, Any]:
         """Return A (in at least float32), B and C (by group if there are several)."""
         import torch
 
@@ -111,7 +114,9 @@ class SSM(Op):
         exact = A_log if A_log.dtype == torch.float64 else A_log.float()
         return -torch.exp(exact), matrix(B, "B"), matrix(C, "C")
 
-    def transition(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> Any:
         from torch.nn.functional import softplus
 
         from seqblocks.kernels import selective_scan
@@ -141,7 +146,9 @@ class SSM(Op):
         )
         return selective_scan.scan(tape, x, dt, A, B, C, p.get("D"), z, self.softplus)
 
-    def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> Any:
         from seqblocks.kernels import selective_scan
 
         out: Any = selective_scan(
@@ -177,5 +184,5 @@ class LayerScale(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.multiply(x, p["weight"])
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x * p["weight"]
