@@ -80,7 +80,8 @@ case $part in
     2)
         sanitizer=${SANITIZER-$(command -v compute-sanitizer)}
         tests $(($(left) - 75 - ${sanitizer:+11}0)) tests.jsonl tests/torch/test_{stream,models_on_device}.py \
-            tests/kernels/test_{self_check_on_device,linear_attention_triton,mlstm,selective_scan,slstm,conformance}.py
+            tests/kernels/test_{self_check_on_device,linear_attention_triton,mlstm,selective_scan,slstm}.py \
+            tests/kernels/test_{torch_on_device,conformance}.py
         "$python" tests/results.py "$out/tests.jsonl" | tee "$out/tests.txt"
         "$python" tests/results.py "$out/tests.jsonl" --failed 12 > "$kept/names"
         if [ -s "$kept/names" ]; then

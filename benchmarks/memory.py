@@ -142,7 +142,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def small_models() -> list[str]:
-    """Return the names of the bundled models of at most LARGEST parameters."""
+    """Return the sorted names of the bundled models of at most LARGEST parameters."""
     from seqblocks.language.files import bundled
 
     names = (name for name, path in bundled().items() if path.parent.name == "models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import subprocess
@@ -58,12 +59,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(path, config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any(item.get_closest_marker("gpu") for item in items) and not _cuda_is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu and not _cuda_is_available():
+        if "gpu" in config.option.markexpr:  # asked for, so each says why it does not run
+            for item in for_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: item.get_closest_marker("timing") is not None)  # stable: the others keep their order
+        else:  # more than a thousand
+            config.hook.pytest_deselected(items=for_gpu)
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    sort(items, slow_first=IN_WORKER and "gpu" not in config.option.markexpr)
+
+
+def sort(items: list[pytest.Item], slow_first: bool) -> None:
+    """Move tests that measure time to the end, and slow ones to the front, so that processes end together."""
+    items.sort(key=lambda item: (  # stable: the others keep their order
+        item.get_closest_marker("timing") is not None, slow_first and item.get_closest_marker("slow") is None
+    ))  # fmt: skip
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of later collections of garbage, which some tests start themselves."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def _cuda_is_available() -> bool:

@@ -204,13 +204,11 @@ def test_every_file_has_a_place():
     assert not missing, f"ROOMS names {missing}, missing from seqblocks/: remove these rows"
 
 
-@pytest.mark.parametrize("path", CORE, ids=relative)
-def test_arrows_point_up(path):
+def test_arrows_point_up():
     """A file imports only rooms above its own."""
-    own = room(module_name(path))
     wrong = []
-    for module, line, *_ in imports(path):
-        where = part(module)
+    for path, (module, line, *_) in ((file, each) for file in CORE for each in imports(file)):
+        own, where = room(module_name(path)), part(module)
         if where == "kernels" and PLACE[own] < PLACE[MAY_USE_KERNELS]:
             wrong.append(f"{relative(path)}:{line} imports {module}: kernels are used from {MAY_USE_KERNELS} on")
         if where == "seqblocks" and own != room(module) and PLACE[own] <= PLACE[room(module)]:
@@ -238,14 +236,14 @@ def test_no_file_reaches_itself():
         walk(name, ())
 
 
-@pytest.mark.parametrize("path", python_files("kernels"), ids=relative)
-def test_kernels_stand_alone(path):
+def test_kernels_stand_alone():
     """Kernels are functions on tensors, usable without YAML. They import only each other, the errors, and the class of
     functions of tokens.
     """
     allowed = {f"seqblocks.{name}" for name in KERNELS_MAY_IMPORT}
     wrong = [
         f"{relative(path)}:{line} imports {module}"
+        for path in python_files("kernels")
         for module, line, *_ in imports(path)
         if part(module) in ("seqblocks", "cli", "specs") and module not in allowed
     ]
@@ -313,11 +311,10 @@ def _distribution(requirement: str) -> str:
 LIGHT = [path for path in CORE if room(module_name(path)) == "__init__" or PLACE.get(room(module_name(path)), 0) < LINE]
 
 
-@pytest.mark.parametrize("path", LIGHT, ids=relative)
-def test_above_the_line_torch_waits(path):
+def test_above_the_line_torch_waits():
     """By its source text, a file above the line imports no torch, no kernels and no room below the line."""
     wrong = []
-    for module, line, at_import, _ in imports(path):
+    for path, (module, line, at_import, _) in ((file, each) for file in LIGHT for each in imports(file)):
         below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[room(module)] > LINE
         if at_import and (module.split(".")[0] in HEAVY or part(module) == "kernels" or below):
             wrong.append(f"{relative(path)}:{line} imports {module}: import it inside the function that needs it")

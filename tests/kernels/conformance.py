@@ -148,6 +148,7 @@ IMPLEMENTATIONS = {
     "torch": Implementation("torch", "torch", torch.float64, (Precision(torch.float64), *SINGLE)),
     "triton": Implementation("triton", "triton", torch.float32, SINGLE, marks=(INTERPRETED,)),
     "gpu": Implementation("gpu", "triton", torch.float32, SINGLE, "cuda", (pytest.mark.gpu, COMPILED)),
+    "device": Implementation("device", "torch", torch.float32, SINGLE, "cuda", (pytest.mark.gpu,)),
 }
 CPU = ("reference", "torch", "triton")
 
@@ -473,15 +474,15 @@ def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...
     return cases
 
 
-def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+def crossed(*axes: tuple[str, Iterable[Any]], rest: str = "slow") -> pytest.MarkDecorator:
     """Return one `parametrize` for each axis, in which every value occurs. The cases that cover all pairs of values are
-    marked slow. An axis may have several names, separated by commas."""
+    marked `rest`. An axis may have several names, separated by commas."""
     names = [name.strip() for text, _ in axes for name in text.split(",")]
     found = []
     for case, quick in cover([[*values] for _, values in axes], "".join(names)):
         values = [v for (text, _), x in zip(axes, case, strict=True) for v in (x if "," in text else (x,))]
         label = "-".join(label_of(name, value) for name, value in zip(names, values, strict=True))
-        found.append(pytest.param(*values, id=label, marks=[] if quick else [pytest.mark.slow]))
+        found.append(pytest.param(*values, id=label, marks=[] if quick else [getattr(pytest.mark, rest)]))
     return pytest.mark.parametrize(names, found)
 
 
@@ -510,7 +511,7 @@ def cases(
                 first = {"triton": interpreted or kernel.first_interpreted}.get(name)
                 if quick_for and kernel.name not in quick_for:
                     first = "slow"
-                mark = first if quick or name == "gpu" else rest
+                mark = first if quick or name in ("gpu", "device") else rest
                 if name == "triton" and mark == rest == "slow" and not quick:
                     mark = kernel.pairs_interpreted
                 marks = [*found.marks, *([getattr(pytest.mark, mark)] if mark else [])]

@@ -49,6 +49,7 @@ def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
 
 SLSTM = Kernel(
     name="slstm",
+    pairs_interpreted="long",
     function=slstm_call,
     make=slstm_inputs,
     sequences=("i", "f", "z", "o"),
@@ -238,7 +239,7 @@ MIXING_CONV = Kernel(
     shapes=({"S": 1}, {"S": 2}, {"S": 30}, {"K": 1}, {"K": 6}),
     ranges={"batch": range(4), "S": range(21), "D": range(2, 5), "K": range(1, 7)},
     small={"batch": 1, "S": 5},
-    implementations=("reference", "torch"),
+    implementations=("reference", "torch", "device"),
     roundings=conv_roundings,
     double_backward=("reference", "torch"),
 )
@@ -296,6 +297,7 @@ def centaurus_cancellation(x: Tensors, expected: Tensors, given: Tensors, **opti
 
 CENTAURUS = Kernel(
     name="centaurus",
+    pairs_interpreted="long",
     function=kernels.centaurus,
     make=centaurus_inputs,
     sequences=("x",),
@@ -535,7 +537,7 @@ ASSOCIATIVE_SCAN = Kernel(
     ranges={"batch": range(1, 4), "S": range(1, 61), "D": range(1, 5)},
     small={"batch": 1, "S": 5, "D": 2},
     variants={"linear": Variant({"combine": linear}), "logarithmic": Variant({"combine": logarithmic})},
-    implementations=("reference", "torch"),
+    implementations=("reference", "torch", "device"),
     min_length=1,
     # The elements stay in their dtype: a chain of S combinations of a few roundings each, forward and backward.
     roundings=lambda backend, dtype, length: 2.0 * length + 8,
@@ -556,7 +558,7 @@ MLSTM_MEMOROID = Kernel(
     ranges={"batch": range(1, 4), "S": range(21), "H": range(1, 4), "DK": range(1, 6), "DV": range(1, 6)},
     small={"batch": 1, "S": 4, "H": 1, "DK": 2, "DV": 2},
     variants={"paper": Variant(), "unit floor": Variant({"readout": "unit_floor"})},
-    implementations=("reference", "torch"),
+    implementations=("reference", "torch", "device"),
     bar=mlstm_bar,
     double_backward=("reference", "torch"),
     reverse_mode_only=(),

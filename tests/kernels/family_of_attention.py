@@ -82,7 +82,7 @@ ATTENTION = Kernel(
         "biases, sinks": Variant(),
         "biases, sinks, window of 7": Variant({"window": 7, "soft_cap": 5.0, "scale": 0.3}, WINDOW),
     },
-    implementations=("reference", "torch"),
+    implementations=("reference", "torch", "device"),
     reverse=False,
     bar=lambda length: 8 * float32_bar(length),  # scores of size 6 in an exponential
     roundings=attention_roundings,

@@ -24,7 +24,7 @@ GATED_RECURRENCE = Kernel(
     shapes=({"S": 1}, {"S": 2}, {"S": 3}, {"S": 17}, {"S": 64}, {"S": 131}, {"batch": 1, "S": 9, "E": 4100}),
     ranges={"batch": range(4), "S": range(80), "E": range(1, 5)},
     small={"batch": 1, "S": 5, "E": 2},
-    implementations=("reference", "torch"),
+    implementations=("reference", "torch", "device"),
     errors=(
         (lambda x: {"decay": x["decay"][:, :3]}, r"expects x, decay \[B, S, E\]"),
         (lambda x: {"state": x["state"][:1]}, r"expects a state \[2, 4\]"),

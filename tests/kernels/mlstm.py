@@ -163,6 +163,7 @@ MLSTM_INPUTS: dict[str, Any] = {
 }
 MLSTM = Kernel(
     name="mlstm",
+    pairs_interpreted="long",
     function=kernels.mlstm,
     **MLSTM_INPUTS,
     shapes=(

@@ -268,7 +268,7 @@ class Windowed(torch.nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) -> None:
     def call(S: int) -> tuple[Any, ...]:

@@ -278,6 +278,7 @@ def test_only_few_sequences_are_cut_into_segments() -> None:
     ("reverse", [False, True]),
     ("resets", [False, True]),
     ("warps, segments", [(8, 26), (2, 13)]),  # of 8 tokens; of 16, because there are enough
+    rest="long",
 )
 def test_a_long_sequence_in_segments(
     warps: int, segments: int, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +297,7 @@ def test_a_long_sequence_in_segments(
     ("reverse", [False, True]),
     ("seq", [13, 43]),  # 43: in segments
     ("G, H", [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)]),
+    rest="long",
 )
 def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
@@ -311,9 +313,15 @@ MANY = {"batch": 1 << 16}  # enough sequences to fill a device
 @INTERPRETED
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.long) if mode in ("pointwise", "dws") else mode for mode in MODES]
-)
-def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("mode", "count"),  # of the calls below; only the op of `full` reads `keeps`
+    [
+        ("neck", 2), ("full", 2),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("pointwise", 2), ("dws", 2), ("full", 4))),
+    ],
+)  # fmt: skip
+def test_the_check_tries_the_mode_whole_and_in_segments(
+    mode: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, bool]] = []
     plan = centaurus_triton._Plan
 
@@ -325,7 +333,7 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: 
     monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
     facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
     calls = [({}, 3, True), (MANY, 1, False), ({}, 3, False), (MANY, 1, True)]
-    for sizes, segments, keeps in calls if mode == "full" else calls[:2]:  # only this op reads `keeps`
+    for sizes, segments, keeps in calls[:count]:
         seen.clear()
         call = self_check.KernelCall("centaurus", {**facts, "keeps": keeps}, sizes=sizes)
         assert self_check.check(call) == ("", True)

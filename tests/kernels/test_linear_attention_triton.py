@@ -178,7 +178,7 @@ def test_a_reset_stops_nan_without_a_check_of_results(rule: str, reverse: bool) 
 @pytest.mark.parametrize(
     "rule", ["head", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("key", "bonus", "delta"))]
 )
-@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_depends_on_a_fault_is_what_the_torch_implementation_finds(rule: str, reverse: bool) -> None:
     """Faults in all inputs and gradients, in sequences of a few tokens over two chunks: the same values are NaN."""
     S = 36

@@ -275,6 +275,7 @@ def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
     ("parts", [2, 4]),
     ("gate", GATES),
     ("reverse", [False, True]),
+    rest="long",
 )
 def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide heads have several tiles; this test has twice as many, and tiles without tokens in the last chunk."""

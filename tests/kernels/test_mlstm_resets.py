@@ -63,20 +63,31 @@ def gradients(x, backend, resets, weights, last_too, **options):
     return torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
 
 
-@crossed(
-    ("name", NAMES),
-    ("value", [math.nan, math.inf]),
-    ("reverse", [False, True]),
-)
-@pytest.mark.parametrize("backend", [*BACKENDS[:-1], pytest.param("memoroid compiled", marks=pytest.mark.long)])
+POISONS = (("name", NAMES), ("value", [math.nan, math.inf]), ("reverse", [False, True]))
+
+
+@crossed(*POISONS)
+@pytest.mark.parametrize("backend", [
+    *(each for each in BACKENDS[:-1] if each is not TRITON), pytest.param("memoroid compiled", marks=pytest.mark.long),
+])
 def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, name):
     check_what_is_not_finite(backend, reverse, value, name)
 
 
 @pytest.mark.slow
+@INTERPRETED
+@crossed(*POISONS, rest="long")
+def test_what_is_not_finite_stays_within_its_sequence_interpreted(name, value, reverse):
+    check_what_is_not_finite("triton", reverse, value, name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "reverse"),
-    [("q", math.nan, False), ("v", math.inf, True), ("i", math.nan, True), ("C", math.inf, False)],
+    [
+        ("q", math.nan, False), ("v", math.inf, True),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("i", math.nan, True), ("C", math.inf, False))),
+    ],
 )
 def test_what_is_not_finite_stays_within_its_sequence_compiled(name, value, reverse):
     check_what_is_not_finite("memoroid compiled", reverse, value, name)

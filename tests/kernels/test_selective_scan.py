@@ -104,6 +104,7 @@ def test_complex_is_computed_by_the_reference() -> None:
 @crossed(
     ("reverse", [False, True]),
     ("places", [(), (5, 40, 64), (33,)]),
+    rest="long",
 )
 def test_segments(reverse: bool, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a sequence into three concurrent segments, the last one shorter. A new sequence may begin in some of them."""

@@ -162,6 +162,7 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     ("reverse", [False, True]),
     ("resets", [False, True]),
     ("batch, heads, width", [(2, 2, 20), (17, 1, 40)]),
+    rest="long",
 )
 def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=6, H=heads, D=width)
@@ -175,6 +176,7 @@ def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: boo
     ("reverse", [False, True]),
     ("resets", [False, True]),
     ("batch, heads, width, seq", [(2, 2, 20, 6), (17, 1, 40, 6)]),
+    rest="long",
 )
 def test_by_team(batch: int, heads: int, width: int, seq: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=seq, H=heads, D=width, state=batch > 2)

@@ -37,7 +37,7 @@ class Planted:
 
 
 BARRIERS = {  # by file: each barrier in its order, and the case that runs it
-    "linear_attention/triton/forward.py": ("GDN bf16 64 S=140 resets", ("between levels of the inverse",)),
+    "linear_attention/triton/forward.py": ("GDN f32 32 S=70 reverse", ("between levels of the inverse",)),
     "selective_scan/triton/backward.py": ("scan f32 N=128 constant BC E=9 S=70", (
         "after `_prepare`", "after the states", "after the gradients", "after `_finish`")),
     "slstm/triton/forward.py": ("slstm f32 D=100 tiles S=3", ("by tiles, after a token",)),
@@ -73,6 +73,11 @@ plant("offset", "offset wrong by one", "causal_conv f32 4 taps S=67 D=17 reverse
 plant("last-chunk", "last chunk skipped", "GLA f32 17x20 S=67 reverse HV=2", "linear_attention/triton/forward.py",
       ("    for c in range(chunks):\n        at = wide * chunks + c\n        kept",
        "    for c in range(chunks - 1):\n        at = wide * chunks + c\n        kept"))
+plant("kept", "diagonal of the kept inverse not written", "GDN bf16 64 S=140", "linear_attention/triton/forward.py",
+      ("        tl.store(to + corner, found.to(inverse.dtype.element_ty))\n", ""))
+plant("kept-offset", "block of the kept inverse in the wrong place", "GDN bf16 64 S=140",
+      "linear_attention/triton/forward.py",
+      ("        tl.store(to + 3 * DOWN + 16, d_b.", "        tl.store(to + 3 * DOWN, d_b."))
 plant("accumulate", "sum in float16", "headwise_linear f32 70 5x3x16", "headwise_linear/triton.py",
       ("        total += weight[None, :] * value",
        "        total = (total + weight[None, :] * value).to(tl.float16).to(tl.float32)"))

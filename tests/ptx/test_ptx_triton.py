@@ -40,7 +40,7 @@ def output(root: Path, cache: Path, *words: str, right: bool = True) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90"])
 def test_planted_faults_products_and_replays(arch: str, root: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(output(root, tmp_path, "tests.ptx.planted", arch))
     kinds = {

@@ -21,7 +21,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.skipif(os.name != "posix", reason="the lines are those of a POSIX shell")
 @pytest.mark.parametrize("words", ["schema", "--help", "list", "check vil_tiny vil_small", "show vil_tiny"])
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_a_broken_pipe_ends_quietly(words: str, unbuffered: str, root: Path) -> None:
     script = f'"$PYTHON" -m seqblocks.cli {words}; echo "status $?" >&2'
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHON": sys.executable, "PYTHONUNBUFFERED": unbuffered}

@@ -37,7 +37,8 @@ def all_boxes(boxes: list[Box]) -> list[Box]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_box_for_each_row_of_the_summary(name: str) -> None:
-    """With its shape and its counts; the line of a step is that of its verb, or of its formula."""
+    """With its shape and its counts; the line of a step is that of its verb, or of its formula. No two boxes overlap.
+    """
     drawing = seqblocks.draw(name)
     _, model = seqblocks.load_spec(name)
     boxes, expected = all_boxes(drawing.boxes), list(rows(summarise(model).rows))
@@ -46,6 +47,7 @@ def test_a_box_for_each_row_of_the_summary(name: str) -> None:
         if box.span and box.verb != "router":  # which `experts` makes
             words = (box.verb, box.path.rpartition(".")[2]) if box.verb == "calc" else (box.verb,)
             assert box.span.source.line(box.span.line)[box.span.column - 1 :].strip("{\"'").startswith(words)
+    check_places(drawing.boxes)
 
 
 def flat(placed: list[Placed]) -> Iterator[Placed]:
@@ -90,11 +92,6 @@ def check_lanes(boxes: list[Box]) -> None:
     for (lane, maker), end in ends.items():
         others = (start for other, start in ends if other == lane and start > maker)
         assert all(start >= end for start in others)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_places(name: str) -> None:
-    check_places(seqblocks.draw(name).boxes)
 
 
 @pytest.mark.parametrize("name", ["hybrid_small", "captioner", "zamba2_small", "vil_segmenter", "jamba_small"])

@@ -329,6 +329,7 @@ def test_a_bundled_block_is_added_to_the_used_files(use: str, expected: str) -> 
     assert done == head.replace(f"seqblocks: 1\n{use}", f"seqblocks: 1\n{expected}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("cut", ["whole", "half", "line"])
 def test_every_word_of_bundled_files_is_offered_again(name: str, cut: str) -> None:
@@ -336,7 +337,7 @@ def test_every_word_of_bundled_files_is_offered_again(name: str, cut: str) -> No
     path = bundled()[name]
     good = opened(path.read_text("utf-8"), path)
     references = [*good.own_references.items()]
-    for span, reference in random.Random(name + cut).sample(references, min(12, len(references))):
+    for span, reference in random.Random(name + cut).sample(references, min(5, len(references))):
         start = good.lines.offset_of(Spot(*starts(span)))
         end = good.lines.offset_of(Spot(*ends(span)))
         at = start if cut == "whole" else start + max((end - start) // 2, 1)

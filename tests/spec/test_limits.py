@@ -31,6 +31,11 @@ LONG = (  # other cases of the same kind, which take less time, run without `lon
     "blocks_that_double_beside_a_fault",
     "shares_with_nothing", "shares_in_shares", "layers_that_share_many_names",
     "map_of_owned_parameters", "map_of_many_layouts",
+    "unknown_wires", "unknown_block_arguments", "unknown_parameters_to_init", "unknown_step_keys",
+    "unknown_pattern_words", "unknown_recipe_keys", "unknown_names_in_layers", "misspelt_common_keys",
+    "many_captures", "many_parameters_to_own", "torn_calls", "repeats_in_repeats", "a_long_let_in_layers",
+    "map_of_many_steps_in_layers", "map_of_many_patterns", "map_of_layouts_of_many_names",
+    "blocks_that_double_a_fault", "shares_with_parts_of_a_large_step", "faulty_expressions_in_layers",
 )  # fmt: skip
 REFUSED = (
     "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",

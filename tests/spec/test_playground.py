@@ -65,19 +65,16 @@ def equal(site: Path, requests: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("playground")
 def test_pyodide_gives_the_same_results(site: Path) -> None:
     equal(site, {name: request(name) for name in [*CASES][::8]})
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("playground")
 def test_pyodide_gives_the_same_results_for_everything(site: Path) -> None:
     equal(site, {name: request(name) for name in CASES})
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("playground")
 def test_the_folder(site: Path) -> None:
     """One version of Python and its ABI; nothing of what cannot run there, and no place to fetch it from."""
     info = json.loads((site / "pyodide" / "pyodide-lock.json").read_text())
@@ -149,7 +146,6 @@ def test_what_cannot_be_fetched(
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("playground")
 @pytest.mark.parametrize("name", ["unknown_top_keys", "unknown_step_keys", "unknown_names"])
 def test_the_largest_specs_in_pyodide(site: Path, name: str) -> None:
     """It answers, which a worker that runs out of stack or memory would not."""

@@ -56,9 +56,9 @@ def test_a_full_cache_is_reported_by_compiled_models_too() -> None:
         compiled(x[:, 4:], state=state, return_state=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_attention_scores.py compiles and exports attention
 @torch.no_grad()
-@pytest.mark.parametrize("given", [pytest.param("window: 3", marks=pytest.mark.long), "kv_heads: 1, cache: 16"])
+@pytest.mark.parametrize("given", ["kv_heads: 1, cache: 16", "window: 3"])
 def test_models_compile_and_export(given: str) -> None:
     """A model compiles to one graph, also with resets and state."""
     model = build(f"    - attention_layer: {{dim: 8, heads: 2, {given}}}\n").eval()

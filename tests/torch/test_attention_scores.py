@@ -224,6 +224,7 @@ def test_attention_to_a_memory(given: str) -> None:
     near([over(x)], [self(x)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "length"),
     [
@@ -241,7 +242,9 @@ def test_the_memory_of_training_is_estimated(given: str, length: int) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("given", ["soft_cap: 0.7, sinks: true, cache: 20", "bias: alibi, window: 3"])
+@pytest.mark.parametrize(
+    "given", [pytest.param("soft_cap: 0.7, sinks: true, cache: 20", marks=pytest.mark.long), "bias: alibi, window: 3"]
+)
 def test_models_compile_and_export(given: str) -> None:
     model = build(given).eval()
     x = torch.randn(2, 11, 8, dtype=torch.float64)

@@ -455,7 +455,7 @@ def first_hour(root: Path, folder: Path, part: int, *arguments: str) -> tuple[st
     return done.stdout, {path.name for path in (folder / "out").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_call_on_a_gpu_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
     printed, files = first_hour(root, tmp_path, 1, "--case", "conv")
     assert "| conv | B 2, S 8, D 16, K 4 | float32 |" in printed

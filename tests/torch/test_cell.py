@@ -56,6 +56,7 @@ DELTA = """
 - linear: {features: 5, name: head}
 """
 CELLS = {"linear": LINEAR, "curved": CURVED, "delta": DELTA}
+COMPILED = ["delta", *(pytest.param(name, marks=pytest.mark.long) for name in ("linear", "curved"))]
 
 
 def build(steps: str, dtype: torch.dtype = torch.float64, chunk: int | None = None, **options: Any) -> SequenceModel:
@@ -267,7 +268,8 @@ def test_copies_pickles_and_files() -> None:
     torch.save(model.state_dict(), file)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
 def test_an_exported_program_takes_any_length(name: str) -> None:
     model = build(CELLS[name], torch.float32).eval()
     program = trace(model, "forward").program.module()
@@ -277,7 +279,7 @@ def test_an_exported_program_takes_any_length(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:
     model, x = build(CELLS[name], torch.float32), given(2, 5, 3).float()
     torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x), rtol=1e-4, atol=1e-5)
@@ -322,6 +324,7 @@ LARGE = DELTA.replace("features: 14", "features: 50").replace("q: 4, k: 4, v: 4"
 LARGE = LARGE.replace("times: 2", "times: 8").replace("S: 8", "S: 128")
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_square_root_of_the_length() -> None:
     """Four times the tokens need twice the states: those between the parts, and those of one part."""
     torch.set_num_threads(1)

@@ -101,21 +101,40 @@ HOOKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOOKED)
-def test_a_hook_may_change_the_output_in_a_pass_in_steps_compiled_and_exported(name: str) -> None:
+def hooked(name: str) -> tuple[seqblocks.SequenceModel, Tensor]:
+    """Return a model, one of whose modules has a hook that changes its output, and its output."""
     model = built().eval()
     before = model(X)
     model.get_submodule(name).register_forward_hook(lambda module, given, y: 1.5 * y)
     expected = model(X)
     assert (expected - before).abs().max() > 1e-3
+    return model, expected
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_may_change_the_output_in_a_pass_and_in_steps(name: str) -> None:
+    model, expected = hooked(name)
     if name == "head":
-        torch.testing.assert_close(expected, 1.5 * before)
+        torch.testing.assert_close(expected, 1.5 * built().eval()(X))
     with torch.no_grad():
         state, found = None, []
         for token in X.unbind(1):
             y, state = model.step(token, state)
             found.append(y)
         torch.testing.assert_close(torch.stack(found, 1), expected)
+
+
+# The others, which are called in the same way, are long.
+COMPILED = [
+    pytest.param(name, marks=[] if name == "layers.1.mamba_block" else pytest.mark.long) for name in HOOKED
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_hook_may_change_the_output_compiled_and_exported(name: str) -> None:
+    model, expected = hooked(name)
+    with torch.no_grad():
         program = torch.export.export(model, (X,), strict=False)
         torch.testing.assert_close(program.module()(X), expected)
     torch._dynamo.reset()
@@ -152,6 +171,7 @@ def test_a_checkpointed_child_carries_its_state() -> None:
     torch.testing.assert_close(found, gradients(model, model))
 
 
+@pytest.mark.slow
 def test_a_compiled_child_carries_its_state() -> None:
     model, other = built().eval(), built().eval()
     torch._dynamo.reset()

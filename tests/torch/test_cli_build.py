@@ -159,6 +159,7 @@ def test_missing_packages_are_reported(run_cli: Run, run_main: Run) -> None:
     assert "--device meta" in huge.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [4, pytest.param(50, marks=pytest.mark.long)])
 def test_an_interrupt_at_any_moment_of_a_build_ends_quietly(moments: int, root: Path) -> None:
     """The import of torch turns KeyboardInterrupt into errors of its own, so interrupts are tested there too."""

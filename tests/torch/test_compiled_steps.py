@@ -54,6 +54,7 @@ def test_a_stream_that_begins_in_compiled_code_is_compiled_once() -> None:
             torch.testing.assert_close(begin(x)[0], expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_experts_follows_a_changed_model() -> None:
     """Experts break the graph: what is read before the break has to be guarded there."""
     experts = "experts: {count: 3, top: 2, steps: [{linear: 8}]}"
@@ -85,7 +86,7 @@ def test_a_compiled_step_with_a_break_follows_a_changed_model() -> None:
         torch.testing.assert_close(step(x), model.step(x))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_children.py compiles a model with a hook
 def test_a_compiled_step_calls_hooks() -> None:
     model = build(SMALL)
     hook_block(model)
@@ -103,7 +104,7 @@ def test_a_compiled_step_marks_new_sequences() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
     """It multiplies states as matrices, which autocast would round."""
     model = build(SMALL, dtype=torch.float32)
@@ -115,10 +116,10 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
     assert model._traced is None
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlstm_small", "hybrid_small", "slstm")]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("hybrid_small", "slstm")]
 
 
-@pytest.mark.parametrize("name", ["mamba_small", *SLOW])
+@pytest.mark.parametrize("name", ["mamba_small", pytest.param("mlstm_small", marks=pytest.mark.slow), *LONG])
 def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
     """One graph serves all tokens. The number of its nodes determines the compile time."""
     by_hand = benchmark()
@@ -130,7 +131,7 @@ def test_compiled_as_few_operations_as_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slstm", "gated_deltanet"))]
+    "name", ["gla", *(pytest.param(name, marks=pytest.mark.long) for name in ("slstm", "gated_deltanet"))]
 )
 def test_a_compiled_step_calls_no_library_for_one_row(name: str) -> None:
     """torch's compiler computes products of one row in its own kernels, but not `baddbmm`, which would divide them."""

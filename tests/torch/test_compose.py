@@ -24,9 +24,8 @@ def test_mutated_specs(part: int) -> None:
     assert 0 < accepted < 60
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.slow if part < 1 else pytest.mark.long) for part in range(10)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
 def test_many_composed_specs(part: int) -> None:
     start = 10_000 + 200 * part
     accepted = sum(judge(compose(seed), seed) for seed in range(start, start + 200))

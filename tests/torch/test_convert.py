@@ -80,7 +80,8 @@ def small(name: str) -> ModelSpec:
     raise AssertionError(f"{name} has no small size")
 
 
-@pytest.mark.parametrize("name", OFFICIAL.marked(MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFICIAL.marked(MODELS, pytest.mark.long))  # narrower, all sizes are nearly the same
 def test_every_bundled_map_is_written_and_read_bit_for_bit(name: str) -> None:
     spec = small(name)
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from seqblocks.distributed.fsdp import layer_paths
 from tests.processes import once
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # one pair of processes serves all tests
+pytestmark = pytest.mark.slow
 
 
 def _module(name: str) -> Any:

@@ -88,6 +88,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["", *(pytest.param(m, marks=pytest.mark.long) for m in MIXERS)])
 def test_a_stream_continues_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) -> None:
     """A chunk of any length followed by single tokens gives the result of torch on the whole sequence."""
@@ -170,6 +171,7 @@ def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
     close(session(input=x)[0]["output"], model.eval()(x))
 
 
+@pytest.mark.slow
 def test_an_empty_state_in_onnxruntime(tmp_path: Path) -> None:
     """A window of one token has a state without tokens."""
     model = made("{linear: {features: 4, as: x}}, {attention: {q: x, k: x, v: x, heads: 2, window: 1}}")
@@ -355,6 +357,7 @@ def test_a_name_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) -
     assert len(os.fsencode(files._weights_of(tmp_path / f".{files._prefix(file)}.01234567.onnx").name)) < 255
 
 
+@pytest.mark.slow
 def test_a_new_file_has_the_mode_of_the_one_it_replaces(tmp_path: Path) -> None:
     file, model = tmp_path / "m.pt2", made("{linear: 3}")
     export.pt2(model, file)

@@ -122,8 +122,11 @@ def test_gates_steps_zeros_and_constants(name: str, dtype: torch.dtype) -> None:
         assert all(torch.isfinite(t).all() for t in (y, *grads)), kind
 
 
-# 3 s each; the other kind of the same mixer, or the other gate of mlstm, takes as long
-LONGEST = {("mlstm", "random"), ("mlstm_sigmoid", "constant"), ("selective_scan", "random")}
+KINDS = ("random", "constant")  # without `long`, each mixer has one of them in turn
+
+
+def is_long(name: str, kind: str) -> bool:
+    return name == "slstm" or kind != KINDS[[*MIXERS].index(name) % 2]
 
 
 def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
@@ -141,8 +144,8 @@ def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=pytest.mark.long if name == "slstm" or (name, kind) in LONGEST else [])
-        for name in MIXERS for kind in ("random", "constant")
+        pytest.param(name, kind, marks=pytest.mark.long if is_long(name, kind) else [])
+        for name in MIXERS for kind in KINDS
     ],
 )
 def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:

@@ -37,7 +37,7 @@ def test_whole_is_chunks_is_steps(chance: random.Random, seed: int, length: int)
 
 
 @pytest.mark.slow
-@settings(GENERAL, max_examples=OFTEN or 200)
+@settings(GENERAL, max_examples=OFTEN or 100)
 @given(chance=CHANCES, seed=st.integers(0, 1000), length=st.sampled_from([1, 2, 5, 12, 30, 70]))
 def test_whole_is_chunks_is_steps_for_longer_sequences(chance: random.Random, seed: int, length: int) -> None:
     """70 tokens are more than the chunk lengths of the kernels."""

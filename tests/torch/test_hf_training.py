@@ -75,6 +75,7 @@ def test_losses_are_those_of_a_loop(done: tuple[Path, Trainer]) -> None:
     assert done[1].evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
 def test_training_is_resumed(done: tuple[Path, Trainer], tmp_path: Path, shards: bool) -> None:
     folder, whole = done

@@ -121,7 +121,7 @@ def law_holds(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start
 def test_whole_is_chunks_is_steps(
@@ -130,14 +130,15 @@ def test_whole_is_chunks_is_steps(
     law_holds(name, seq, cuts, resets, seed)
 
 
+ALONE = [name for name in SMALL if name not in MADE_OF_OTHERS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in MADE_OF_OTHERS])
-@settings(max_examples=1)
-@lengths(300, least=130)
-@example(seq=150, cuts=[67, 131], resets=[(0, 40), (1, 67), (1, 140)], seed=1)
-def test_at_length(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int) -> None:
-    """The sequence is longer than a chunk of the kernels that run on a CPU."""
-    law_holds(name, seq, cuts, resets, seed)
+@pytest.mark.parametrize("name", ALONE)
+def test_at_length(name: str) -> None:
+    """The sequence is longer than two chunks of the kernels that run on a CPU; every other model has resets."""
+    resets = [(0, 40), (1, 67), (1, 133)] if ALONE.index(name) % 2 else []
+    law_holds(name, 140, [67, 131], resets, seed=1)
 
 
 @pytest.mark.long

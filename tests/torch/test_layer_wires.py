@@ -171,6 +171,7 @@ def test_a_value_is_kept_until_its_last_reader_and_no_longer() -> None:
     assert alive == [[each == at or at - 2 <= each < 4 for each in range(at + 1)] for at in range(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", ["none", "blocks"])
 def test_the_memory_is_as_estimated(checkpointed: str) -> None:
     sizes = {"dim": 64, "depth": 6, "heads": 2, "vocabulary": 50}

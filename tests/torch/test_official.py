@@ -51,9 +51,9 @@ LARGER = (  # sizes of models of which the tests that are not slow have the smal
 )  # fmt: skip
 
 
-def marked(cases: Iterable[str]) -> list[Any]:
-    """Return the cases in order, those of larger sizes marked slow."""
-    return [pytest.param(x, marks=pytest.mark.slow if x.split()[0] in LARGER else ()) for x in sorted(cases)]
+def marked(cases: Iterable[str], mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
+    """Return the cases in order, those of larger sizes marked."""
+    return [pytest.param(x, marks=mark if x.split()[0] in LARGER else ()) for x in sorted(cases)]
 
 
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:

@@ -276,6 +276,7 @@ COMPOSITES = {  # the language models of releases that also read images: entries
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RELEASES)
 def test_decoders_have_the_size_of_the_releases(name: str) -> None:
     kind, sizes, more, count = RELEASES[name]

@@ -17,11 +17,16 @@ WORDS: dict[str, Any] = {"input.tokens": 11, "model.layers.times": 2}
 WHOLE: dict[str, dict[str, Any]] = {
     "bert_base": {"inputs.text.tokens": 11, "dim": 24, "model.layers.times": 1},
     "dinov2_small_registers": {"dim": 24, "input.image.size": 28, "model.blocks.times": 1},
+    "mambavision_t": {
+        "dim": 8, "stem": 4, "depths": [1, 1, 3, 2], "heads": [2, 2, 2, 4], "windows": [8, 8, 3, 2], "classes": 5,
+        "input.image.size": 64,
+    },
     "mixer_b16": {"dim": 8, "model.layers.times": 1},
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
 }
 STREAMS: dict[str, dict[str, Any]] = {
     "codestral_mamba_7b": WORDS | {"dim": 256},
+    "dual_path": {"dim": 8, "heads": 2, "hidden": 6, "chunk": 3, "depth": 1, "rounds": 1},
     "deepseek_v3": {
         "input.tokens": 11, "layers": "d m", "dim": 12, "heads": 2, "head": 4, "common": 2, "rank": 6, "q_rank": 5,
         "hidden": 16, "experts": 4, "top": 2, "groups": 2, "top_groups": 1, "each": 6,

@@ -551,6 +551,7 @@ def test_any_operation_that_fails_loses_nothing(path: Path) -> None:
         assert names(path.parent) == ["m"], f"{done[at - 1]}: files were left"
 
 
+@pytest.mark.slow
 @needs_fork
 def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path) -> None:
     put_others(path)

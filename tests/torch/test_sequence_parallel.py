@@ -27,12 +27,8 @@ from tests.torch import judge, test_context_models, test_law
 from tests.torch.sequence_ranks import SHARES, Errors, Example, larger, relative, run_ranks
 
 SMALL = test_law.SMALL | test_context_models.SMALL | {"caduceus_small": {"dim": 8, "depth": 2}}
-FAMILIES = (  # kinds of state, and of inputs that a step may read besides its tokens
-    "xlstm_125m_7_1", "xlstm_7b", "mamba_130m", "mamba2_130m", "gla_1_3b", "qwen3_next_small", "rwkv6_1_4b",
-    "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
-    "memoroid_agent", "captioner", "caduceus_small", "turned",
-    "cells",
-)  # fmt: skip
+# Kinds of state, and of inputs that a step may read besides its tokens; test_parts_of_all_models has the others.
+SOME = ("xlstm_7b", "qwen3_next_small", "rwkv6_1_4b", "recurrentgemma_2b", "caduceus_small", "cells")
 QUICK = ("xlstm_125m_7_1", "mamba2_130m", "gla_1_3b", "centaurus_denoiser", "captioner", "turned")
 EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence on each rank
 COMPOSED = 400  # random specs
@@ -122,7 +118,7 @@ def both(names: Iterable[str]) -> dict[str, Found]:
 
 
 def other_families() -> dict[str, Found]:
-    return both([name for name in FAMILIES if name not in QUICK])
+    return both(SOME)
 
 
 def an_empty_part(group: Any) -> Errors:
@@ -321,6 +317,7 @@ def assert_close(found: list[dict[str, Found]], how: str, name: str) -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in turn", "summaries"])
 @pytest.mark.parametrize("name", QUICK)
 def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
@@ -329,17 +326,19 @@ def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["in turn", "summaries"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
+@pytest.mark.parametrize("name", SOME)
 def test_parts_of_other_families(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
     assert_close(results("other_families"), how, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("shares", EMPTY)
 def test_parts_without_tokens(shares: tuple[int, ...], way: bool, results: Callable[[str], list[Any]]) -> None:
     assert_close(results("families"), "empty", f"{shares} {way}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]]) -> None:
     for found in results("families")[:2]:
@@ -349,6 +348,7 @@ def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]])
         assert max(errors.values()) <= tolerance, errors
 
 
+@pytest.mark.slow
 def test_rounding_errors_are_those_of_the_whole(results: Callable[[str], list[Any]]) -> None:
     """In float32 and bfloat16, parts have about the same error as the whole sequence, although they round differently.
     """

@@ -54,7 +54,7 @@ def test_a_state_owns_its_memory(name: str, batch: int, mode: Callable[[], Any])
             assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name", [name if name == "mamba_130m" else pytest.param(name, marks=pytest.mark.slow) for name in STREAMING]
 )

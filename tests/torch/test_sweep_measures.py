@@ -7,10 +7,16 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from seqblocks.probes import training
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_each_design_is_trained_and_timed(run_main: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "READ", 32)  # sequences whose answers are counted
     command = ("sweep", "mlstm_small", "--set", "dim=8,16", "--probe", "parity", "--steps", "3", "--bench", "step")
     done = run_main(*command, "--seconds", "0.02", "--format", "json", "--out", "rows.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -186,6 +186,7 @@ model:
 """
 
 
+@pytest.mark.slow
 def test_compiled_calls_and_steps_of_a_model_with_a_prefix() -> None:
     torch._dynamo.reset()
     model = seqblocks.build_text(COMPILED, dtype="float64")

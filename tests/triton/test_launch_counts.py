@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from seqblocks.kernels import linear_attention, mlstm
+from seqblocks.kernels.linear_attention.triton import launch as linear_attention_launch
 from tests.triton import launch_counts
 
 pytestmark = pytest.mark.skipif(launch_counts.triton_common.MISSING != "", reason="Triton is not installed")
@@ -67,3 +68,26 @@ def test_resets_take_at_most_four_operations_forward_and_backward(kind: str) -> 
 
     without, having = counted(None), counted(torch.zeros(2, 256, dtype=torch.bool))
     assert [b - a for a, b in zip(without, having, strict=True)] == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["head", "key", "delta head", "delta key"])
+def test_the_backward_pass_computes_no_pairs_of_tokens_again(kind: str) -> None:
+    """What it needs of them is kept, in the dtype of the inputs, unless there is no backward pass."""
+    kept: list[torch.Tensor] = []
+    given, (B, S, H, D) = inputs(kind), (2, 256, 2, 64)
+    with launch_counts.counting() as counts, torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x) or x, lambda x: x
+    ):
+        y = linear_attention(**given)
+        y.backward(y.detach())
+    of_pairs = ("pairs", "invert", "solve") if "delta" in kind else ("pairs",) if kind == "key" else ()
+    assert {name: counts.triton[name] for name in ("pairs", "invert", "solve")} == {
+        name: int(name in of_pairs) for name in ("pairs", "invert", "solve")
+    }
+    squares = [x for x in kept if x.shape == (B * H, S, D)]  # a chunk has D tokens
+    assert all(x.dtype == torch.bfloat16 for x in squares)
+    assert len(squares) == {0: 0, 1: 1, 3: 4}[len(of_pairs)]  # weights; A, the inverse, and its product with the keys
+    with launch_counts.counting(), torch.no_grad():
+        tensors = linear_attention_launch.chunks(
+            *(given.get(name) for name in ("q", "k", "v", "decay", "beta")), None, None, None, False, 1.0, False)
+    assert tensors[6].numel() == 0  # A

@@ -53,6 +53,7 @@ def close(found: list[Tensor], expected: list[Tensor], bar: float) -> None:
 @crossed(
     ("name", BLOCKS),
     ("reset", [False, True]),
+    rest="long",
 )
 def test_the_same_as_the_recurrence_in_float64(name: str, reset: bool) -> None:
     """float32: a dozen steps of 1e-6 each, the scan's and the gates' gradients 1e-5 at 12 tokens; 1e-4 leaves room for
@@ -88,7 +89,10 @@ def leaves(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [x for part in state.values() for x in leaves(part)]
 
 
-@pytest.mark.parametrize("name", ["mamba", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlstm", "vim_v2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mlstm", *(pytest.param(name, marks=pytest.mark.long) for name in ("mamba", "vim_v2"))]
+)
 def test_compiled_without_a_break_and_exported(name: str) -> None:
     made = model(name)
     x = draw(2, 6, DIM).float()

@@ -5,7 +5,7 @@ Delta rules, decays per key and a bonus have their own kernels:
 
     forward    sums of decays; weights between the tokens of a chunk; the inverse of the delta rule's system; states
                before every chunk (a program per block of the state, which stays in registers); outputs
-    backward   the first three recomputed, then gradients of states, values, weights, queries and keys, decays
+    backward   sums of decays again, then gradients of states, values, weights, queries and keys, decays
 
     tensors.py, forward.py, backward.py   the kernels
     sizes.py, launch.py                   chunks, tiles and warps; the launches and the ops of torch
@@ -42,15 +42,13 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Run as `reference.run` does, with o in v's dtype. chunk_size is for the torch implementation only."""
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
-    single = q.shape[1] == 1 and not (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    )
-    if v.numel() == 0 or q.shape[3] == 0 or single:
+    for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if v.numel() == 0 or q.shape[3] == 0 or (q.shape[1] == 1 and not for_backward):
         run_torch = implementation("linear_attention", "torch").run
         found: tuple[Tensor, Tensor] = run_torch(*tensors, resets, reverse, scale, normalize, chunk_size)
         return found
     if not _has_kernels_of_the_mlstm(decay, beta is not None, bonus is not None, q.shape[3]):
-        y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
+        y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, resets, reverse, scale, for_backward)
     else:
         if not scale > 0.0:  # the kernels take the logarithm of scale
             q, scale = q * scale, 1.0

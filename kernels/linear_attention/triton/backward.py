@@ -240,7 +240,7 @@ def weight_gradients(
     tl.store(of_queries + place, operand(read, of_queries.dtype.element_ty, PRECISION))
     if beta is not None:
         keys = tl.where(t > s, keys, 0.0)
-        own -= tl.sum(keys * tl.load(between_keys + place, t > s, 0.0), 0)
+        own -= tl.sum(keys * tl.load(between_keys + place, t > s, 0.0).to(tl.float32), 0)
         to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, L) + sign(REVERSE) * j * H
         tl.store(dbeta + to, own.to(dbeta.dtype.element_ty), is_t)
         tl.store(of_keys + place, operand(-keys * weight, of_keys.dtype.element_ty, PRECISION))

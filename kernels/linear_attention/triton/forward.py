@@ -204,7 +204,7 @@ def pairs(
     if beta is not None:
         keys = tl.where(j[:, None] > j[None, :], keys, 0.0)
         if between_keys is not None:
-            tl.store(between_keys + place, keys)
+            tl.store(between_keys + place, keys.to(between_keys.dtype.element_ty))
         gain = tl.load(start(beta, n, H, chunk, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, is_t, 0.0)
         tl.store(solved + place, keys * gain.to(tl.float32)[None, :])
 
@@ -217,30 +217,42 @@ def _product(a, b):
 
 @common.kernel()
 @no_type_check
-def invert(solved, L: tl.constexpr):
+def invert(solved, inverse, L: tl.constexpr):
     """Replace A Diag(beta) by the part of (I + A Diag(beta))^-1 up to the diagonal, in float32. A program per chunk.
 
-    The inverses of two halves are joined by the block between them: within blocks of 16 tokens from single tokens on,
-    then those blocks.
+    With `inverse`, the result is stored there in its dtype, with zeros above the diagonal, and `solved` is scratch. The
+    inverses of two halves are joined by the block between them: within blocks of 16 tokens from single tokens on, then
+    those blocks.
     """
     j = tl.arange(0, 16)
     DOWN: tl.constexpr = 16 * L
     block = tl.arange(0, L // 16)[:, None, None]
     down, along = j[None, :, None], j[None, None, :]
     solved += tl.program_id(0).to(tl.int64) * L * L
-    corner = solved + block * (DOWN + 16)
-    A = tl.load(corner + down * L + along)
+    corner = block * (DOWN + 16) + down * L + along
+    A = tl.load(solved + corner)
     found = tl.where(down == along, 1.0, -tl.where(across_halves(down, along, 0), A, 0.0))
     for level in range(1, 4):
         part = tl.where(across_halves(down, along, level), A, 0.0)
         found -= _product(_product(found, part), found)
-    tl.store(corner + down * L + along, found)
+    tl.store(solved + corner, found)
     tl.debug_barrier()  # Other threads read what was written above.
-    solved += j[:, None] * L + j[None, :]
+    cell = j[:, None] * L + j[None, :]
+    if inverse is None:
+        to = solved + cell
+    else:
+        to = inverse + tl.program_id(0).to(tl.int64) * L * L
+        tl.store(to + corner, found.to(inverse.dtype.element_ty))
+        to += cell
+        nothing = tl.zeros((16, 16), inverse.dtype.element_ty)
+        for row in tl.static_range(L // 16):
+            for column in tl.static_range(row + 1, L // 16):
+                tl.store(to + row * DOWN + column * 16, nothing)
+    solved += cell
     a = tl.load(solved)
     b = tl.load(solved + DOWN + 16)
     below = -_product(b, _product(tl.load(solved + DOWN), a))
-    tl.store(solved + DOWN, below)
+    tl.store(to + DOWN, below.to(to.dtype.element_ty))
     if L == 64:
         c = tl.load(solved + 2 * DOWN + 32)
         d = tl.load(solved + 3 * DOWN + 48)
@@ -253,11 +265,11 @@ def invert(solved, L: tl.constexpr):
         d_b = -_product(d, _product(at_b, b) + _product(at_c, c_b))
         d_a = _product(tl.load(solved + 3 * DOWN), a) + _product(at_b, below)
         d_a = -_product(d, d_a + _product(at_c, c_a))
-        tl.store(solved + 2 * DOWN + 16, c_b)
-        tl.store(solved + 2 * DOWN, c_a)
-        tl.store(solved + 3 * DOWN + 32, d_c)
-        tl.store(solved + 3 * DOWN + 16, d_b)
-        tl.store(solved + 3 * DOWN, d_a)
+        tl.store(to + 2 * DOWN + 16, c_b.to(to.dtype.element_ty))
+        tl.store(to + 2 * DOWN, c_a.to(to.dtype.element_ty))
+        tl.store(to + 3 * DOWN + 32, d_c.to(to.dtype.element_ty))
+        tl.store(to + 3 * DOWN + 16, d_b.to(to.dtype.element_ty))
+        tl.store(to + 3 * DOWN, d_a.to(to.dtype.element_ty))
 
 
 @common.kernel(do_not_specialize=["S"])

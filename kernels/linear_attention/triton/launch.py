@@ -3,7 +3,7 @@ for everything else."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,34 @@ per_head_backward.register_autograd(no_second_derivative("linear_attention", "Tr
 # Delta rules, decays per key, a bonus
 
 
+class _Sums(NamedTuple):
+    """Sums of decays, all None without decays and resets: see tensors.py."""
+
+    since: Maybe
+    until: Maybe
+    blocks: Maybe
+    through: Maybe
+
+
+class _Pairs(NamedTuple):
+    """What depends on pairs of tokens of a chunk, and is kept for the backward pass.
+
+    weights [N, T, L], and of a delta rule: between_keys [N, T, L], the weights A between keys (None if there is no
+    backward pass); solved [N, T, L], the inverse (I + A Diag(beta))^-1; of_state [N, T, K], its product with the keys.
+    """
+
+    weights: Tensor
+    between_keys: Maybe
+    solved: Maybe
+    of_state: Maybe
+
+    def as_outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return them as outputs of an op, which cannot be None."""
+        weights, *of_delta = self
+        a, b, c = (weights.new_empty(0) if x is None else x for x in of_delta)
+        return weights, a, b, c
+
+
 class _Chunks:
     """Grids, arguments and workspaces that the launches share."""
 
@@ -165,95 +193,115 @@ class _Chunks:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.given[2].new_empty(shape, dtype=dtype or self.dtype)
 
-    def prepare(self, errors: Maybe) -> dict[str, Any]:
-        """Compute decay sums, weights between tokens and a delta rule's system, solved for v into `errors` if given."""
+    def results(self, resets: Maybe) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return empty tensors for y, the last state, states per chunk, a delta rule's v - S'^T k, and faults."""
+        _, k, v, _, beta, _ = self.given
+        assert k is not None
+        assert v is not None
+        C = self.empty(self.N, self.chunks * self.K * self.V)
+        errors = self.empty(self.N, self.places * self.V if beta is not None else 0)
+        return v.new_empty(v.shape), _last(k, v), C, errors, nonfinite.empty(v, resets)
+
+    def pair_tensors(self, keep: bool) -> _Pairs:
+        """Return empty tensors for what `prepare` computes. keep: whether a backward pass will read them."""
+        N, T, delta = self.N, self.places, self.given[4] is not None
+        square = (N, T, self.L)
+        return _Pairs(
+            self.empty(*square), self.empty(*square) if delta and keep else None,
+            self.empty(*square) if delta else None, self.empty(N, T, self.K) if delta else None,
+        )
+
+    def sums(self) -> _Sums:
+        """Compute sums of decays."""
+        decay, bonus = self.given[3], self.given[5]
+        if not self.decayed:
+            return _Sums(None, None, None, None)
+        N, T, W, wide, found = self.N, self.places, self.W, torch.float32, self.found
+        since, until = (self.empty(N, T, W, dtype=wide) for _ in range(2))
+        sums = _Sums(
+            since, until, self.empty(3, N, T // 16, W, dtype=wide), self.empty(N, self.chunks, W, dtype=wide))
+        size = self.size("sums")
+        forward.sums[N * self.chunks, ceil_div(W, size["BD"])](
+            decay, found.resets, *sums, found.g, found.flag,
+            self.S, self.H, *token_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
+        )
+        return sums
+
+    def prepare(self, sums: _Sums, pairs: _Pairs, errors: Tensor) -> None:
+        """Compute weights between tokens, and a delta rule's system, solved for v into `errors`."""
         q, k, v, decay, beta, bonus = self.given
         assert q is not None
         assert k is not None
         assert v is not None
-        wide, N, T, found = torch.float32, self.N, self.places, self.found
-        work: dict[str, Any] = dict.fromkeys(
-            ("since", "until", "blocks", "through", "solved", "of_state", "between_keys"))
-        if self.decayed:
-            work |= {name: self.empty(N, T, self.W, dtype=wide) for name in ("since", "until")}
-            work["blocks"] = self.empty(3, N, T // 16, self.W, dtype=wide)
-            work["through"] = self.empty(N, self.chunks, self.W, dtype=wide)
-            size = self.size("sums")
-            forward.sums[N * self.chunks, ceil_div(self.W, size["BD"])](
-                decay, found.resets, work["since"], work["until"], work["blocks"], work["through"], found.g, found.flag,
-                self.S, self.H, *token_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
-            )
-        work["weights"] = self.empty(N, T, self.L)
-        if beta is not None:
-            work |= {"solved": self.empty(N, T, self.L, dtype=wide), "of_state": self.empty(N, T, self.K)}
-            if errors is None:
-                work["between_keys"] = self.empty(N, T, self.L, dtype=wide)
+        N, found = self.N, self.found
+        inverse, solved = pairs.solved, pairs.solved
+        if solved is not None and solved.dtype != torch.float32:
+            solved = torch.empty_like(solved, dtype=torch.float32)
         forward.pairs[(N * self.chunks,)](
-            q, k, decay, beta, bonus, found.resets, work["since"], work["until"], work["blocks"], work["weights"],
-            work["between_keys"], work["solved"], found.q, found.k, found.g, found.x, found.flag,
+            q, k, decay, beta, bonus, found.resets, *sums[:3], pairs.weights, pairs.between_keys, solved,
+            found.q, found.k, found.g, found.x, found.flag,
             self.S, self.H, self.K, *token_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
             **self.size("pairs"),
         )
         if beta is not None:
-            forward.invert[(N * self.chunks,)](work["solved"], L=self.L, num_warps=4)
+            forward.invert[(N * self.chunks,)](
+                solved, None if solved is inverse else inverse, L=self.L, num_warps=4)
             forward.solve[(N * self.chunks,)](
-                k, v, work["since"], work["blocks"], work["solved"], work["of_state"], errors,
-                found.k, found.v, found.flag,
+                k, v, sums.since, sums.blocks, inverse, pairs.of_state, errors, found.k, found.v, found.flag,
                 self.S, self.H, self.K, self.V, *token_strides(k, v), W=self.W, **self.of_dots, **self.size("solve"),
             )
-        return work
 
 
 @custom_op("seqblocks::linear_attention_triton_chunks")
 def chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
-    reverse: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y, the last state, and for the backward pass states per chunk, a delta rule's v - S'^T k, and faults."""
+    reverse: bool, scale: float, for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y, the last state, and for the backward pass states per chunk, a delta rule's v - S'^T k, faults, and what
+    depends on pairs of tokens: weights, a delta rule's A, inverse, and inverse times keys. Absent ones are empty."""
     q, k, v, decay, bonus, state = _laid_out((q, k, v, decay), (bonus, state))
-    results = _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
-    y, last, C, errors, faults = results
     plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
+    y, last, C, errors, faults = plan.results(resets)
     with common.on(q):
         if resets is not None:
             plan.found = plan.inputs.searched((state, None, None), resets, faults)
-        found = plan.found
-        work = plan.prepare(errors)
+        found, sums, pairs = plan.found, plan.sums(), plan.pair_tensors(for_backward)
+        plan.prepare(sums, pairs, errors)
         size = plan.size("states")
         across, along = plan.tiles(size)
         forward.states[(plan.N * across * along,)](
-            k, v, beta, state, work["until"], work["blocks"], work["through"], work["of_state"], errors, C, last,
-            found.k, found.v, found.x, found.flag,
+            k, v, beta, state, *sums[1:], pairs.of_state, errors, C, last, found.k, found.v, found.x, found.flag,
             plan.S, plan.H, plan.K, plan.V, *token_strides(k, v, beta), W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("outputs")
         forward.outputs[(plan.N * plan.chunks * plan.tiles(size)[1],)](
-            q, v, beta, work["since"], work["blocks"], errors, work["weights"], C, y,
-            found.q, found.v, found.x, found.flag,
+            q, v, beta, sums.since, sums.blocks, errors, pairs.weights, C, y, found.q, found.v, found.x, found.flag,
             plan.S, plan.H, plan.K, plan.V, *token_strides(q, v, beta), plan.scale, W=plan.W, **plan.of_dots, **size,
         )
         if resets is not None:
             plan.inputs.spread(found, y, (last, None, None), reverse)
-    return results
+    return y, last, C, errors, faults, *pairs.as_outputs()
 
 
 @chunks.register_fake
-def _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale):  # type: ignore[no-untyped-def]
+def _chunks_fake(  # type: ignore[no-untyped-def]
+    q, k, v, decay, beta, bonus, state, resets, reverse, scale, for_backward
+):
     plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
-    C = plan.empty(plan.N, plan.chunks * plan.K * plan.V)
-    errors = plan.empty(plan.N, plan.places * plan.V if beta is not None else 0)
-    return v.new_empty(v.shape), _last(k, v), C, errors, nonfinite.empty(v, resets)
+    return *plan.results(resets), *plan.pair_tensors(for_backward).as_outputs()
 
 
 @custom_op("seqblocks::linear_attention_triton_chunks_backward", outputs=7)
 def chunks_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
-    state: Maybe, last: Tensor, C: Tensor, errors: Tensor, faults: Tensor, reverse: bool, scale: float,
+    state: Maybe, last: Tensor, C: Tensor, errors: Tensor, faults: Tensor, weights: Tensor, between_keys: Tensor,
+    solved: Tensor, of_state: Tensor, reverse: bool, scale: float,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, decay, beta, bonus and the state; empty for absent ones."""
     dy, q, k, v, decay, bonus, dlast = _laid_out((dy, q, k, v, decay), (bonus, dlast))
     resets = faults if faults.numel() else None
-    results = _chunks_backward_fake(dy, dlast, q, k, v, decay, beta, bonus, state, *(None,) * 6)
+    pairs = _Pairs(weights, *(None if beta is None else x for x in (between_keys, solved, of_state)))
+    results = _chunks_backward_fake(dy, dlast, q, k, v, decay, beta, bonus, state, *(None,) * 10)
     _, _, dv, ddecay, dbeta, _, dstate = results
     dq, dk = _for_value_heads(q, v), _for_value_heads(k, v)
     plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
@@ -263,9 +311,7 @@ def chunks_backward(
     with common.on(q):
         if resets is not None:
             plan.found = plan.inputs.searched_with_gradients(dy, (dlast, None, None), faults, reverse)
-        found = plan.found
-        work = plan.prepare(None)
-        sums = (work["since"], work["until"], work["blocks"])
+        found, sums = plan.found, plan.sums()
         size = plan.size("state_gradients")
         across, along = plan.tiles(size)
         dC, dx = torch.empty_like(C), torch.empty_like(errors)
@@ -273,21 +319,21 @@ def chunks_backward(
         if decay is not None:
             flows = plan.empty(along if plan.per_key else across * along, N, plan.chunks + 1, plan.W, dtype=wide)
         backward.state_gradients[(N * across * along,)](
-            q, k, dy, beta, *sums, work["through"], work["of_state"], work["weights"], C, last, dlast, dC, dx,
+            q, k, dy, beta, *sums, pairs.of_state, pairs.weights, C, last, dlast, dC, dx,
             _if(state, dstate), flows, found.q, found.k, found.dy, found.x, found.flag,
             *lengths, *token_strides(q, k, dy, beta), scale,
             W=plan.W, **plan.of_walks, **size,
         )
         size = plan.size("value_gradients")
         backward.value_gradients[(N * plan.chunks * plan.tiles(size)[1],)](
-            k, dy, beta, work["until"], work["blocks"], work["weights"], work["solved"], dx, dC, dv,
+            k, dy, beta, sums.until, sums.blocks, pairs.weights, pairs.solved, dx, dC, dv,
             found.k, found.dy, found.x, found.flag, *lengths, *token_strides(k, dy, beta), **of_weights, **size,
         )
         of_queries = plan.empty(N, plan.places, plan.L)
         of_keys = None if beta is None else torch.empty_like(of_queries)
-        of_heads = (None, None, None) if plan.per_key else (decay, found.resets, work["blocks"])
+        of_heads = (None, None, None) if plan.per_key else (decay, found.resets, sums.blocks)
         backward.weight_gradients[(N * plan.chunks,)](
-            v, dy, beta, *of_heads, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
+            v, dy, beta, *of_heads, errors, dx, dv, pairs.between_keys, of_queries, of_keys, _if(beta, dbeta),
             found.v, found.dy, found.g, found.x, found.flag,
             plan.S, plan.H, plan.V, *token_strides(v, dy, decay, beta, dv), scale, BONUS=bonus is not None,
             **{name: x for name, x in plan.of_dots.items() if name != "GROUP"}, **plan.size("weight_gradients"),
@@ -300,7 +346,7 @@ def chunks_backward(
         dbonus = None
         if bonus is not None:
             dbonus = q.new_zeros(N * plan.places // 16, plan.K, dtype=wide)
-        given = (beta, bonus, *sums, errors, C, dC, of_queries, of_keys, dq, dk, dbonus, reads, writes)
+        given = (beta, bonus, *sums[:3], errors, C, dC, of_queries, of_keys, dq, dk, dbonus, reads, writes)
         if plan.per_key:
             backward.key_gradients_per_key[(N * plan.places // 16 * columns,)](
                 q, k, v, dy, dv, decay, found.resets, *given,
@@ -332,13 +378,14 @@ def chunks_backward(
 
 @chunks_backward.register_fake
 def _chunks_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, q, k, v, decay, beta, bonus, state, last, C, errors, faults, reverse, scale
+    dy, dlast, q, k, v, decay, beta, bonus, state, last, C, errors, faults, weights, between_keys, solved, of_state,
+    reverse, scale
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, decay, beta, bonus, state)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, _, ctx.reverse, ctx.scale = inputs
+    *tensors, _, ctx.reverse, ctx.scale, _ = inputs
     y, *kept = output
     ctx.shape = y.shape
     ctx.set_materialize_grads(False)
@@ -350,7 +397,7 @@ def _differentiate(ctx, dy, dlast, *_):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     dy = saved[2].new_zeros(ctx.shape) if dy is None else dy
     grads = chunks_backward(dy, dlast, *saved, ctx.reverse, ctx.scale)
-    return *(None if x is None else g for x, g in zip(saved[:7], grads, strict=True)), None, None, None
+    return *(None if x is None else g for x, g in zip(saved[:7], grads, strict=True)), None, None, None, None
 
 
 chunks.register_autograd(_differentiate, setup_context=_save)

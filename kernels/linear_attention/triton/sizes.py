@@ -30,6 +30,7 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
         return {"BK": min(BK, most), "BV": min(BV, most), "num_warps": 4, "num_stages": 2}
     # Programs hold all keys of a chunk, so they take narrow blocks of values and more warps.
     large = BK > 128 or (BK > 64 and not narrow)
-    BV = min(BV, 16 if large or (BK > 64 and amd) else 32)
+    spills = not narrow or (kernel == "state_gradients" and per_key)  # with 32 values
+    BV = min(BV, 16 if (large and (spills or amd)) or (BK > 64 and amd) else 32)
     more = large or (BK > 64 and amd) or (kernel == "state_gradients" and ((BK > 64 and per_key) or not narrow))
     return {"BK": BK, "BV": BV, "num_warps": 8 if more else 4, "num_stages": 1 if amd or more else 2}
