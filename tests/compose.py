@@ -183,7 +183,8 @@ class Composer(Cells, Mixers, Rates, Sequences):
         listed = len(orders) > 1 or self.maybe(0.3)
         arguments: dict[str, Any] = {"order": orders if listed else orders[0], "merge": merge}
         if by_key:
-            arguments["key"] = chance.choice(["row + column", "(row // 2) * columns + column", "-column"])
+            keys = ["row + column", "hilbert(row, column, rows + columns)", "(row // 2) * columns + column", "-column"]
+            arguments["key"] = chance.choice(keys)
         mine = [name for name, *_ in inside.linears]
         if own == "some":
             own = [chance.choice([f"{name}.weight", name]) for name in mine[:1]] or "none"

@@ -102,6 +102,25 @@ def _round_down(value: Number, multiple: Number) -> int:
     return math.floor(value / multiple) * _whole(multiple)
 
 
+def _hilbert(row: Number, column: Number, side: Number) -> int:
+    """Return the place of a token along Hilbert's curve, in the least square with a power of 2 as side, from `side` on.
+
+    Each quarter of the square is filled by a smaller curve, of which the first and the last are turned.
+    """
+    y, x, least = map(_whole, (row, column, side))
+    if not (0 <= y < least and 0 <= x < least and least <= 2**32):
+        raise ValueError(f"row {y} and column {x} do not lie in a square with sides of {least}")
+    place, size = 0, 1 << (least - 1).bit_length()
+    while size > 1:
+        size //= 2
+        right, below = x >= size, y >= size
+        x, y = x % size, y % size
+        place = 4 * place + (2 + (not below) if right else int(below))
+        if not below:
+            x, y = (size - 1 - y, size - 1 - x) if right else (y, x)
+    return place
+
+
 def _whole(value: Number) -> int:
     if value != int(value):
         raise ValueError(f"{value} is not a whole number")
@@ -146,6 +165,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "len": (len, 1, 1),
     "round_up": (_round_up, 2, 2),
     "round_down": (_round_down, 2, 2),
+    "hilbert": (_hilbert, 3, 3),
 }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import seqblocks
+from seqblocks.combinators.scan import places_by_key
 from seqblocks.errors import RunError
 from seqblocks.testing import check_shapes
 from tests.draws import draw
@@ -13,7 +16,9 @@ from tests.draws import draw
 SNAKE = "row * columns + (column if row % 2 == 0 else columns - 1 - column)"
 WINDOWS = "(row // 2 * columns // 2 + column // 2) * 4 + row % 2 * 2 + column % 2"
 DIAGONALS = "(row + column) * (rows + columns) + (row if (row + column) % 2 == 0 else column)"
+HILBERT = "hilbert(row, column, max(rows, columns))"
 PLACES = {
+    HILBERT: [0, 1, 5, 4, 8, 12, 13, 9, 10, 14, 15, 11, 7, 6, 2, 3],
     SNAKE: [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12],
     WINDOWS: [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15],
     DIAGONALS: [0, 4, 1, 2, 5, 8, 12, 9, 6, 3, 7, 10, 13, 14, 11, 15],
@@ -40,6 +45,14 @@ def test_tokens_are_read_in_the_order_of_the_key(key: str, order: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     (one,), (other,) = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
     torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("side", [1, 2, 8, 32])
+def test_neighbours_along_hilberts_curve_are_neighbours_in_the_image(side: int) -> None:
+    places = places_by_key(HILBERT, (side, side))
+    assert sorted(places) == [*range(side * side)]
+    steps = [abs(b // side - a // side) + abs(b % side - a % side) for a, b in itertools.pairwise(places)]
+    assert steps == [1] * (side * side - 1)
 
 
 def test_several_orders_own_parameters_and_images_have_other_sizes() -> None:
