@@ -30,6 +30,7 @@ class Entry(Record):
     theirs: tuple[recipes.Recipe, ...]
     node: tuple[Any, ...]  # of each alternative, in the document
     layout: str = ""  # the one that it belongs to; empty for the map itself
+    optional: bool = False  # whether it may match nothing, as most entries of a map that has a name
 
 
 # A direction is a child module, and a torch module has a method `forward`.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_token
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Activation(Op):
@@ -19,13 +24,13 @@ class Activation(Op):
     def facts(self, x: Wire) -> Facts:
         return activated(self.verb, x.facts)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(activation_of_token(self.verb))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return activation_memory(tape, self.verb, x)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return activate(self.verb, x)
 
 
@@ -56,10 +61,10 @@ class LeakyRelu(Activation):
     slope: float = argument(0.01, "slope for negative x", ge=0, le=1)
     source = "Maas et al. 2013"
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import leaky_relu
 
         return leaky_relu(x, self.slope)

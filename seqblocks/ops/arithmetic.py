@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
 from seqblocks.op import ANY, Op, Over, Port, argument, primitive
 from seqblocks.parameters import LISTED, Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 from seqblocks.widths import must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_CONSTANT = 1e6  # magnitude of constants
 MOST_FEATURES = 4096  # of a formula, which is evaluated for each
@@ -28,13 +33,13 @@ class Identity(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(lambda x: x)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x
 
 
@@ -55,10 +60,10 @@ class Add(Op):
     def facts(self, x: Wire, other: Wire) -> Facts:
         return x.facts.plus(other.facts)
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.add(x, other)
 
-    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
         return x + other
 
 
@@ -82,10 +87,10 @@ class Multiply(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.multiply(x, by)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         return x * by
 
 
@@ -106,10 +111,10 @@ class Divide(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.divide(x, by)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         return x / by
 
 
@@ -144,10 +149,10 @@ class Lerp(Op):
     def macs(self, x: Wire, to: Wire, by: Wire | None = None) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any, to: Any, by: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, to: Value, by: Value | None = None) -> Value:
         return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.subtract(to, x)))
 
-    def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, to: Any, by: Tensor | None = None) -> Any:
         return x + (p["weight"] if by is None else by) * (to - x)
 
 
@@ -168,10 +173,10 @@ class Select(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         features = slice(self.first, self.first + self.features)
         return x[:, features] if x.dim() == 4 else x[..., features]
 
@@ -190,10 +195,10 @@ class Scale(Op):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return self.by * x
 
 
@@ -239,13 +244,13 @@ class Constant(Op):
         init = Init("constant", self.numbers) if self.formula is None else Init(LISTED, self.numbers)
         return {"weight": Parameter((self.features,), init, decay=False, trained=self.learned)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         if "weight" in p:
             return tape.expand(p["weight"], tape.out)
         numbers = tape.new(tape.out if self.formula is None else (self.features,))
         return numbers if self.formula is None else tape.expand(numbers, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         places = (*x.shape[:-1], self.features)
         if "weight" in p:
             return p["weight"].expand(places)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Heads(Op):
@@ -60,7 +65,7 @@ class _Heads(Op):
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
-    def cut_memory(self, tape: Any, q: Any, k: Any, v: Any) -> list[Any]:
+    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Any]:
         """Record the views of all heads [batch, seq, heads, width] on a tape."""
         counts = (self.heads, self.shared, self.shared)
         return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
@@ -163,7 +168,7 @@ class Attention(_Heads):
         # a slope depends on the head's number, and a table has all heads
         return [] if self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
 
-    def slopes(self, p: Any, device: Any) -> Any:
+    def slopes(self, p: Mapping[str, Tensor], device: Any) -> Any:
         """Return the slopes of the bias [H], or None."""
         from seqblocks.kernels.attention import alibi_slopes
 
@@ -234,7 +239,7 @@ class Attention(_Heads):
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": self.span or None}
 
-    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         from seqblocks.kernels.attention import attention_state
 
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
@@ -260,7 +265,7 @@ class Attention(_Heads):
         """Return the state of the step, given one of the kernel."""
         return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.keep_first:
             return None
         import torch
@@ -282,7 +287,7 @@ class Attention(_Heads):
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
         from seqblocks.workspace import attention
 
         q, k, v = self.cut_memory(tape, q, k, v)
@@ -299,7 +304,7 @@ class Attention(_Heads):
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
         return tape.view(run(tape, q, k, v), tape.out)
 
-    def _relative(self, p: Any, call: Any, q: Any) -> Any:
+    def _relative(self, p: Mapping[str, Tensor], call: Any, q: Tensor) -> Any:
         """Return what relative positions add to the scores [H, S, S], or None. Raises RunError for another grid."""
         if self.bias != "relative":
             return None
@@ -313,7 +318,7 @@ class Attention(_Heads):
             )
         return relative_bias(table, size)
 
-    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         from seqblocks.kernels import attention
 
         q = q.unflatten(-1, (self.heads, -1))
@@ -360,7 +365,7 @@ def relative_bias(table: Any, grid: tuple[int, int]) -> Any:
     return table[index].view(tokens, tokens, -1).permute(2, 0, 1)
 
 
-def must_hold(cache: int, length: Any, compiling: bool, instead: str = "") -> None:
+def must_hold(cache: int, length: Tensor, compiling: bool, instead: str = "") -> None:
     """Raise RunError if a cache is too small for a sequence; in a compiled model, fail an assertion.
 
     length [B]: tokens of each sequence. instead: what else the message proposes.
@@ -398,14 +403,14 @@ class CrossAttention(_Heads):
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": None}
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
         from seqblocks.workspace import attention
 
         scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
         return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
-    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         from seqblocks.kernels import attention
 
         if k.shape[1] == 0:
@@ -417,14 +422,14 @@ class CrossAttention(_Heads):
         )
         return out.flatten(-2)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.soft_cap or self.sinks:  # torch's fused attention has neither
             return None
         from torch.nn.functional import scaled_dot_product_attention
 
         heads, shared, scale = self.heads, self.shared, self.scale or None
 
-        def run(q: Any, k: Any, v: Any) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             if k.shape[1] == 0:
                 raise RunError(EMPTY)
             q = q.unflatten(-1, (heads, 1, -1))

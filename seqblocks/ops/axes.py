@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
 from seqblocks.errors import Fault, RunError, listing
 from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import UNBOUNDED, Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Axis = tuple[str, ...]  # parts of an axis, outermost first
 Sizes = dict[str, int | None]  # by name; None if the size is not fixed
@@ -221,13 +225,13 @@ class _Axes(Op):
         lengths = {*names(left)} - {*of_features} - {*self.given}
         return not lengths.isdisjoint(right[0 if to_image(right) else -1])
 
-    def transform(self, x: Any, pattern: str) -> Any:
+    def transform(self, x: Tensor, pattern: str) -> Any:
         """Apply einops to x with the axes of `pattern`, including the batch."""
         from einops import rearrange
 
         return rearrange(x, pattern, **self.lengths)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from einops import EinopsError
 
         left, right = _parsed(self.pattern)
@@ -288,7 +292,7 @@ class Rearrange(_Axes):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         left, right = parse(self.pattern)
         if [*names(left)] == [*names(right)]:
             return tape.view(x, tape.out)
@@ -317,7 +321,7 @@ class Reduce(_Axes):
             raise _fault("by: std needs an axis to reduce", "a pattern with an axis that occurs only on the left")
         return sides
 
-    def deviation(self, x: Any, axes: tuple[int, ...]) -> Any:
+    def deviation(self, x: Tensor, axes: tuple[int, ...]) -> Any:
         """Return the standard deviation along some axes: the square root of the mean squared deviation."""
         from torch import var
 
@@ -328,14 +332,14 @@ class Reduce(_Axes):
             return Facts(low=math.sqrt(self.eps))
         return UNBOUNDED if self.by == "sum" else x.facts.range
 
-    def transform(self, x: Any, pattern: str) -> Any:
+    def transform(self, x: Tensor, pattern: str) -> Any:
         from einops import reduce
 
         if x.shape[1] == 0 and x.dim() == 3:
             raise RunError(f"reduce needs at least one value, but the sequence is empty: {list(x.shape)}")
         return reduce(x, pattern, self.deviation if self.by == "std" else self.by, **self.lengths)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         match self.by:
             case "mean":
                 return tape.mean(x, tape.out)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("batch_norm")
@@ -51,13 +56,13 @@ class BatchNorm(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(x.shape, x.item)
         statistics = 2 * x.features * max(x.item, 4)
         tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes)  # the gradient is copied
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import batch_norm
 
         check_batch(x, call.training)
@@ -70,17 +75,17 @@ class BatchNorm(Op):
         return as_input(y, x)
 
 
-def as_maps(x: Any) -> Any:
+def as_maps(x: Tensor) -> Any:
     """View tokens [B, S, D] or vectors [B, D] as feature maps [B, D, 1, S], without a copy; images are returned."""
     return {2: lambda: x[:, :, None, None], 3: lambda: x.mT.unsqueeze(2), 4: lambda: x}[x.dim()]()
 
 
-def as_input(y: Any, x: Any) -> Any:
+def as_input(y: Tensor, x: Tensor) -> Any:
     """Return feature maps with the axes of x."""
     return {2: lambda: y[:, :, 0, 0], 3: lambda: y.squeeze(2).mT, 4: lambda: y}[x.dim()]()
 
 
-def check_batch(x: Any, training: bool) -> None:
+def check_batch(x: Tensor, training: bool) -> None:
     """Raise RunError for a batch with less than two values of each feature, which have no variance."""
     features = x.shape[1 if x.dim() == 4 else -1]
     if training and x.numel() < 2 * features:

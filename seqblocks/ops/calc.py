@@ -15,7 +15,7 @@ from seqblocks.language.keys import namespace_of
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.roles import Split
-from seqblocks.tape import broadcast
+from seqblocks.tape import Tape, Value, broadcast
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
@@ -72,7 +72,7 @@ class Calc(Op):
         wide = [name for name, wire in zip(self.wires(), wires, strict=True) if wire.features == width]
         return [Split(self, tuple(wide))] if width > 1 else []
 
-    def memory(self, tape: Any, p: Any, *inputs: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], *inputs: Any) -> Value:
         return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
 
     def prepare_token(self, p: Any) -> TokenFunction | None:
@@ -259,7 +259,7 @@ def _higher(a: Any, b: Any) -> Any:
     return a.clamp(min=b) if isinstance(b, int | float) else a.maximum(b)
 
 
-def _recorded(tape: Any, name: str, a: Any, *others: Any) -> Any:
+def _recorded(tape: Tape, name: str, a: Value, *others: Any) -> Value:
     """Record what an operator or a function keeps for the backward pass."""
     if name in ("min", "max") and len(others) > 1:
         return reduce(partial(_recorded, tape, name), others, a)

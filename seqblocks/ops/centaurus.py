@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("centaurus")
@@ -116,7 +121,7 @@ class Centaurus(Op):
         substates = rows * self.sub_states // channels
         return "centaurus", {"mode": self.kernel_mode, "channels": channels, "substates": substates}
 
-    def bank(self, p: Any) -> tuple[Any, Any, Any]:
+    def bank(self, p: Mapping[str, Tensor]) -> tuple[Any, Any, Any]:
         """Return the real and the imaginary part of A [N, M], and dt [N], in float32 at least."""
         import torch
         from torch.nn.functional import softplus
@@ -125,7 +130,7 @@ class Centaurus(Op):
         A_real, A_imag, log_dt = (t if t.dtype == torch.float64 else t.float() for t in exact)
         return -softplus(A_real) if self.stable else A_real, A_imag, torch.exp(log_dt)
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels.summaries import last_piece
@@ -146,19 +151,19 @@ class Centaurus(Op):
     def kernel_mode(self) -> str:
         return "pointwise" if self.mode == "s5" else self.mode
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.centaurus.interface import discretised
         from seqblocks.kernels.centaurus.token import prepare
 
         return prepare(discretised(*self.bank(p), p["B"], p["C"], p.get("E"), self.kernel_mode, self.hold))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import centaurus
 
         bank = centaurus.bank_of(tape, p, self.kernel_mode, self.hold, self.stable)
         return tape.cast(centaurus.run(tape, bank, x), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels import centaurus
 
         out: Any = centaurus(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("concat")
@@ -47,13 +52,13 @@ class Concat(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return passes_on()
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x  # the module has joined the wires of the list
 
 

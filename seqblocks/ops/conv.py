@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Activation = Literal["none", "silu"]
 
@@ -53,23 +58,23 @@ class CausalConv(Op):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return window_after(x, self.kernel - 1, call)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.mixing or self.kernel == 1:
             return None
         from seqblocks.kernels.causal_conv.token import prepare
 
         return prepare(p["weight"], p.get("bias"), None if self.activation == "none" else self.activation)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import causal_conv
 
         convolve = causal_conv.mix if self.mixing and x.features > 1 else causal_conv.convolve
         return convolve(tape, x, p["weight"], p.get("bias"), self.activation)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels import causal_conv
 
         activation = None if self.activation == "none" else self.activation

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 
@@ -22,7 +27,7 @@ MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 MANY_TAPS = 1 << 15
 
 
-def as_image(x: Any) -> Any:
+def as_image(x: Tensor) -> Any:
     """View tokens [B, S, D] as an image of one row [B, D, 1, S], channels-last in memory, without a copy."""
     return x.mT.unsqueeze(2)
 
@@ -67,7 +72,7 @@ class _Conv(Op):
         carried = 0 if self.later() else self.earlier()
         return {"window": State((carried, x.features), "model")} if carried else {}
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return window_after(x, self.earlier(), call)
 
     def looks_back(self, x: Wire) -> int:
@@ -123,7 +128,7 @@ class Conv1d(_Conv):
             return "a window may span two sequences"
         return "it reads tokens on both sides" if self.later() else None
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         later, earlier, (batch, tokens, _) = self.later(), self.earlier(), x.shape
         if later:
             x = tape.pad(x, (batch, tokens + earlier, x.shape[2]))
@@ -133,7 +138,7 @@ class Conv1d(_Conv):
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
         return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import pad
 
         check_tokens(x, self.stride, self.verb)
@@ -152,7 +157,7 @@ class Conv1d(_Conv):
             y = y + self.convolve(lagged(past, lag, earlier), weight[..., tap : tap + 1], None if tap else bias)
         return y, past.state
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         by, every, stride = self.earlier(), self.dilation, self.stride
         if self.later() or self.groups > 1 or (stride > 1 and not by):
             return None
@@ -164,16 +169,16 @@ class Conv1d(_Conv):
         if not by:
             return TokenFunction(product)
 
-        def step(window: Any, x: Any) -> Any:
+        def step(window: Tensor, x: Tensor) -> Any:
             tokens = torch.cat([window, x.unsqueeze(1)], 1)
             return product(tokens[:, ::every].mT.flatten(1)), tokens[:, 1:].clone(memory_format=torch.contiguous_format)
 
-        def convolved(batch: int, window: Any, x: Any) -> Any:
+        def convolved(batch: int, window: Tensor, x: Tensor) -> Any:
             tokens = torch.cat([window, x.reshape(-1, batch, x.shape[1]).transpose(0, 1)], 1)
             y = self.convolve(tokens, p["weight"], p.get("bias")).transpose(0, 1).flatten(0, 1)
             return y, tokens[:, tokens.shape[1] - by :].clone(memory_format=torch.contiguous_format)
 
-        def several(batch: int, window: Any, x: Any) -> Any:
+        def several(batch: int, window: Tensor, x: Tensor) -> Any:
             if x.shape[0] >= self.features and x.numel() * self.kernel >= MANY_TAPS:
                 return convolved(batch, window, x)
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
@@ -186,7 +191,7 @@ class Conv1d(_Conv):
 
         return TokenFunction(step, several, math.inf)
 
-    def convolve(self, x: Any, weight: Any, bias: Any) -> Any:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Any) -> Any:
         """Return the convolution of x [B, S, D] without padding."""
         from torch.nn.functional import conv2d
 
@@ -232,7 +237,7 @@ class ConvTranspose1d(_Conv):
     def ignores_resets(self, x: Wire) -> str | None:
         return "a token contributes to several outputs"
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         if self.earlier() and not self.later():
             x = with_past_memory(tape, x, self.earlier())
         batch, tokens, _ = x.shape
@@ -240,7 +245,7 @@ class ConvTranspose1d(_Conv):
         y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features))
         return tape.slice(y, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import conv_transpose2d
 
         state: dict[str, Any] = {}

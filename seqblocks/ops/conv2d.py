@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Conv2d(grids.GridOp):
@@ -109,11 +114,11 @@ class Conv2d(_Conv2d):
         depthwise = self.features is None and self.groups is None and x.kind == "sequence"
         return evenly(self, ranks, "features", [x]) if depthwise else []
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
         return tape.unary(y) if self.activation == "silu" else y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import conv2d, silu
 
         from seqblocks.kernels.numerics import in_float32
@@ -168,10 +173,10 @@ class ConvTranspose2d(_Conv2d):
     def macs(self, x: Wire) -> int:
         return x.features * (self.features // self.groups) * self.kernel**2 // self.stride**2
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import conv_transpose2d
 
         image, more = grids.as_maps(x, call), self.output_padding

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DecayKind = Literal["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"]
 WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log
 WITH_BIAS = ("softplus", "bounded")
 
 
-def in_float32(x: Any) -> Any:
+def in_float32(x: Tensor) -> Any:
     """Return x in at least float32, because decays close to 1 lose precision in 16 bits."""
     import torch
 
@@ -48,11 +53,11 @@ class TimeStep(Op):
         init = Init("inverse_softplus", (1e-3, 0.1, 1e-4))
         return {"bias": Parameter((x.features,), init, decay=False, full_precision=True)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         steps = tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"]))
         return tape.unary(steps, backward=2 * steps.numbers)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import softplus
 
         return softplus(in_float32(x) + p["bias"]).clamp(self.least, self.most)
@@ -116,7 +121,7 @@ class LogDecay(Op):
     def macs(self, x: Wire, lower: Wire | None = None) -> int:
         return x.features
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from torch.nn.functional import softplus
 
         if self.kind != "softplus":
@@ -125,7 +130,7 @@ class LogDecay(Op):
         rates = rates.repeat_interleave(len(bias) // len(rates))
         return TokenFunction(lambda x, lower=None: softplus(x + bias).mul_(rates))
 
-    def memory(self, tape: Any, p: Any, x: Any, lower: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, lower: Value | None = None) -> Value:
         x = tape.cast(x, max(x.item, 4))
         x = tape.add(x, p["dt_bias"]) if self.kind in WITH_BIAS else x
         rate = tape.expand(tape.unary(p["A_log"], ["output"]), x.shape[-1:]) if "A_log" in p else tape.new(())
@@ -151,7 +156,7 @@ class LogDecay(Op):
         small = tape.unary(tape.unary(tape.unary(x, ())), ["output"])
         return tape.where(both, both, tape.add(alone, tape.multiply(lower, small)))
 
-    def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, lower: Tensor | None = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus
 
         x = in_float32(x)
@@ -173,7 +178,7 @@ class LogDecay(Op):
         return at_least(lower, x)
 
 
-def at_least(lower: Any, x: Any) -> Any:
+def at_least(lower: Tensor, x: Tensor) -> Any:
     """Return log(lower + (1 - lower) sigmoid(x)), for 0 <= lower < 1."""
     import torch
     from torch.nn.functional import logsigmoid
@@ -207,10 +212,10 @@ class LowerDecays(Op):
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         return {"weight": Parameter((self.layers, self.features), Init("zeros"), decay=False, full_precision=True)}
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         shares = tape.unary(tape.unary(p["weight"], ["output"]), ())
         return tape.expand(tape.view(tape.unary(shares, ()), (shares.numbers,)), tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         shares = p["weight"].softmax(0).cumsum(0)
         return (shares - shares[:1]).flatten().expand(*x.shape[:-1], -1)

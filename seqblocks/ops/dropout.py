@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rescaled(facts: Facts, kept: float) -> Facts:
@@ -14,7 +19,7 @@ def rescaled(facts: Facts, kept: float) -> Facts:
     return facts.times(Facts(1 / kept, 1 / kept)).or_zero()
 
 
-def drop_samples(x: Any, p: float) -> Any:
+def drop_samples(x: Tensor, p: float) -> Any:
     """Zero each sample of x [batch, …] with probability p, and divide the others by 1 - p."""
     import torch
 
@@ -22,7 +27,7 @@ def drop_samples(x: Any, p: float) -> Any:
     return x * (torch.rand(shape, device=x.device, dtype=torch.float32) < 1 - p).to(x.dtype) / (1 - p)
 
 
-def drop_samples_memory(tape: Any, x: Any) -> Any:
+def drop_samples_memory(tape: Tape, x: Value) -> Value:
     """Record `drop_samples` on a tape."""
     mask = tape.new((x.shape[0], *(1,) * (len(x.shape) - 1)))
     return tape.unary(tape.multiply(x, mask), ())
@@ -39,13 +44,13 @@ class Dropout(Op):
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(lambda x: x)  # it is only used in evaluation mode
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.dropout(x) if self.p else x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import dropout
 
         return dropout(x, self.p, call.training)
@@ -69,8 +74,8 @@ class DropPath(Op):
     def facts(self, x: Wire) -> Facts:
         return rescaled(x.facts, 1 - self.p)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return drop_samples_memory(tape, x) if self.p else x
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return drop_samples(x, self.p) if self.p and call.training else x

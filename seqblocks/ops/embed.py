@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
@@ -41,7 +43,7 @@ class Embed(Op):
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out)
         tape.function([p["weight"]], [y], [x])
         return y
@@ -86,7 +88,7 @@ class Unembed(Op):
     def matrix(self, p: Any) -> Any:
         return p["weight"], p.get("bias")
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.product(x, p["weight"], p.get("bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

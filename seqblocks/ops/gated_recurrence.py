@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("gated_recurrence")
@@ -57,7 +61,7 @@ class GatedRecurrence(Op):
     def calls(self, x: Wire, decay: Wire) -> tuple[str, dict[str, Any]]:
         return "gated_recurrence", {}
 
-    def scaled_input(self, call: Any, x: Any, decay: Any) -> tuple[Any, Any]:
+    def scaled_input(self, call: Any, x: Tensor, decay: Tensor) -> tuple[Any, Any]:
         """Return the input multiplied by its share, and the decay, both in float32 or float64."""
         import torch
 
@@ -70,7 +74,7 @@ class GatedRecurrence(Op):
             scaled = factor * scaled
         return scaled, decay
 
-    def transition(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor, decay: Tensor) -> Any:
         from seqblocks.kernels import gated_recurrence
         from seqblocks.kernels.summaries import Affine, last_piece
 
@@ -82,7 +86,7 @@ class GatedRecurrence(Op):
         summary = Affine(piece, piece.masked(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
-    def memory(self, tape: Any, p: Any, x: Any, decay: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, decay: Value) -> Value:
         from seqblocks.workspace import gated_recurrence
 
         item = max(x.item, decay.item, 4)
@@ -91,7 +95,7 @@ class GatedRecurrence(Op):
             scaled = tape.multiply(self._share_memory(tape, decay), scaled)
         return tape.cast(gated_recurrence.scan(tape, scaled, decay), x.item)
 
-    def _share_memory(self, tape: Any, decay: Any) -> Any:
+    def _share_memory(self, tape: Tape, decay: Value) -> Value:
         """Record `share` on a tape."""
         if self.factor == "complement":
             share = tape.unary(tape.unary(decay, ["output"]), ())
@@ -103,7 +107,7 @@ class GatedRecurrence(Op):
         mask = tape.new((*decay.shape[:2], 1), 1)
         return tape.pointwise(share, keeps=[mask])
 
-    def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, decay: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels import gated_recurrence
@@ -121,10 +125,10 @@ class GatedRecurrence(Op):
             begun = {"begun": torch.ones(x.shape[0], dtype=torch.long, device=x.device)}
         return y.to(x.dtype), {"h": last, **begun}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
-        def step(h: Any, *given: Any) -> Any:
+        def step(h: Tensor, *given: Any) -> Any:
             *begun, x, decay = given
             if self.factor != "full":
                 factor = self.share(decay)
@@ -136,7 +140,7 @@ class GatedRecurrence(Op):
 
         return TokenFunction(step, most_tokens=12)
 
-    def share(self, decay: Any) -> Any:
+    def share(self, decay: Tensor) -> Any:
         """Return the factor of each input. The square root gets no gradient where nothing decays."""
         import torch
 
@@ -144,7 +148,7 @@ class GatedRecurrence(Op):
             return -torch.expm1(decay)
         return (-torch.expm1(2 * decay)).clamp(min=torch.finfo(decay.dtype).tiny).sqrt()
 
-    def starts(self, call: Any, x: Any) -> Any:
+    def starts(self, call: Any, x: Tensor) -> Any:
         """Return a mask [B, S] of the first tokens of sequences."""
         import torch
 

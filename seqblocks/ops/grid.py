@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Grid = tuple[int, int]
 MAX_WINDOW = 255  # kernel, stride, padding, dilation
@@ -61,18 +64,18 @@ def on_grid(x: Wire, grid: Grid, features: int) -> Wire:
     return x._replace(length=length, grid=grid, rate=max(rate, 1)).with_features(features)
 
 
-def as_maps(x: Any, call: Any) -> Any:
+def as_maps(x: Tensor, call: Any) -> Any:
     """View tokens [B, S, D] as feature maps [B, D, rows, columns], channels-last in memory; images are returned."""
     return x if x.dim() == 4 else x.mT.unflatten(2, call.grid_of(x))
 
 
-def as_tokens(y: Any, call: Any) -> Any:
+def as_tokens(y: Tensor, call: Any) -> Any:
     """Return feature maps [B, D, rows, columns] as tokens [B, S, D], and note their grid for later steps."""
     call.set_grid((y.shape[-2], y.shape[-1]))
     return y.flatten(2).mT
 
 
-def check_maps(x: Any, span: int, padding: int, verb: str) -> None:
+def check_maps(x: Tensor, span: int, padding: int, verb: str) -> None:
     """Raise RunError for feature maps that are smaller than a window: an image of another size than in the spec."""
     if min(x.shape[-2:]) + 2 * padding < span:
         window = f"a window of {span} x {span} with a padding of {padding}"

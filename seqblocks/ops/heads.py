@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, X, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("repeat_heads")
@@ -24,12 +29,12 @@ class RepeatHeads(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)
 
 
@@ -49,10 +54,10 @@ class JoinHeads(Op):
     def facts(self, x: Wire, other: Wire) -> Facts:
         return Facts(min(x.facts.low, other.facts.low), max(x.facts.high, other.facts.high))
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.cat([x, other])
 
-    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
         import torch
 
         parts = [each.unflatten(-1, (self.heads, -1)) for each in (x, other)]
@@ -79,10 +84,10 @@ class RollHeads(_OfHeads):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x.unflatten(-1, (self.heads, -1)).roll(self.by, -1).flatten(-2)
 
 
@@ -96,10 +101,10 @@ class Softmax(_OfHeads):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return exact.softmax(-1).flatten(-2).to(x.dtype)
 
@@ -114,11 +119,11 @@ class SumNorm(_OfHeads):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         exact = tape.view(tape.cast(x, max(x.item, 4)), (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
         return tape.cast(tape.view(tape.divide(exact, tape.sum(exact, (*exact.shape[:-1], 1))), x.shape), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return (exact / (exact.sum(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("headwise_linear")
@@ -59,22 +64,22 @@ class HeadwiseLinear(Op):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]] | None:
         return None if self.shared else ("headwise_linear", {"block": self.sizes(x)})
 
-    def matrix(self, p: Any) -> Any:
+    def matrix(self, p: Mapping[str, Tensor]) -> Any:
         from seqblocks.kernels.headwise_linear.token import matrix
 
         return None if self.shared else matrix(p["weight"], p.get("bias"))
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.headwise_linear.token import prepare
 
         return None if self.shared else prepare(p["weight"], p.get("bias"))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import headwise_linear
 
         return headwise_linear.product(tape, x, p["weight"], p.get("bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import linear
 
         from seqblocks.kernels import headwise_linear

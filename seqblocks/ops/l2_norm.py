@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("l2_norm")
@@ -30,13 +35,13 @@ class L2Norm(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
         exact = tape.view(tape.cast(x, max(x.item, 4)), heads)
         norm = tape.unary(tape.sum(tape.square(exact), (*heads[:-1], 1)), ["output"])
         return tape.cast(tape.view(tape.multiply(exact, norm), x.shape), x.item)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         exact = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (self.heads, -1))

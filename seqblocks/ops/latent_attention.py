@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault
@@ -10,6 +11,7 @@ from seqblocks.ops.attention import must_hold
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
@@ -71,7 +73,7 @@ class LatentAttention(Op):
     def calls(self, q: Wire, c: Wire, r: Wire | None = None) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": None}
 
-    def memory(self, tape: Any, p: Any, q: Any, c: Any, r: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, c: Value, r: Value | None = None) -> Value:
         from seqblocks.workspace import attention
 
         def heads(x: Any) -> Any:

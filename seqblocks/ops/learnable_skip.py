@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("learnable_skip")
@@ -36,17 +41,17 @@ class LearnableSkip(Op):
     def macs(self, x: Wire, skip: Wire) -> int:
         return x.features
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from torch import addcmul
 
         weight = p["weight"]
         return None if self.heads else TokenFunction(lambda x, skip: addcmul(x, weight, skip))
 
-    def memory(self, tape: Any, p: Any, x: Any, skip: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, skip: Value) -> Value:
         weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]
         return tape.add(x, tape.multiply(weight, skip))
 
-    def forward(self, p: Any, call: Any, x: Any, skip: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, skip: Tensor) -> Any:
         weight = p["weight"]
         weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight
         return x + weight * skip

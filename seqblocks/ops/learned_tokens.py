@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.errors import Fault
@@ -9,6 +10,7 @@ from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
 from seqblocks.ops.concat import passes_on
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire, summed
 
@@ -47,7 +49,7 @@ class LearnedTokens(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return None
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.expand(p["weight"], tape.out)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -93,7 +95,7 @@ class Prefix(Op):
     def prepare_token(self, p: Any) -> TokenFunction | None:
         return passes_on()
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         tokens = tape.cast(tape.expand(p["weight"], (x.shape[0], self.count, x.shape[2])), x.item)
         return tape.cat([tokens, x], 1)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Affine(Op):
@@ -43,13 +48,13 @@ class Affine(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.width()
 
-    def matrix(self, p: Any) -> Any:
+    def matrix(self, p: Mapping[str, Tensor]) -> Any:
         return p["weight"], p.get("bias")
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.product(x, p["weight"], p.get("bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.dispatch import saves_launches
         from seqblocks.kernels.products import linear
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -11,6 +11,7 @@ from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
@@ -180,9 +181,9 @@ class LinearAttention(Op):
         return lambda state: {"S": summary(state["S"])}
 
     def memory(
-        self, tape: Any, p: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
-        b: Any = None,
-    ) -> Any:
+        self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, decay: Value | None = None,
+        beta: Value | None = None, a: Value | None = None, b: Value | None = None,
+    ) -> Value:
         from seqblocks.workspace import linear_attention
 
         def cut(x: Any, heads: int) -> Any:
@@ -201,7 +202,7 @@ class LinearAttention(Op):
             o = tape.slice(o, (o.shape[0], o.shape[1] // self.writes, *o.shape[2:]))
         return tape.view(o, tape.out)
 
-    def _normed_memory(self, tape: Any, x: Any) -> Any:
+    def _normed_memory(self, tape: Tape, x: Value) -> Value:
         """Record `normed` on a tape."""
         if self.qk_norm == "none":
             return x
@@ -288,7 +289,7 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
     return step
 
 
-def spread_memory(tape: Any, writes: int, *given: Any) -> list[Any]:
+def spread_memory(tape: Tape, writes: int, *given: Any) -> list[Any]:
     """Record `spread` on a tape, for q, k, v, decay and beta."""
     found: list[Any] = []
     for at, x in enumerate(given):

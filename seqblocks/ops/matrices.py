@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Kind, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS: tuple[Kind, ...] = ("sequence", "vector")
 
@@ -33,12 +38,12 @@ class OuterProduct(Op):
     def macs(self, x: Wire, other: Wire) -> int:
         return x.features // self.heads * other.features
 
-    def memory(self, tape: Any, p: Any, x: Any, other: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         rows = tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads, 1))
         columns = tape.view(other, (*other.shape[:-1], self.heads, 1, other.shape[-1] // self.heads))
         return tape.view(tape.multiply(rows, columns), tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
         rows, columns = (each.unflatten(-1, (self.heads, -1)) for each in (x, other))
         return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(-3)
 
@@ -71,13 +76,13 @@ class MatrixProduct(Op):
     def macs(self, x: Wire, matrix: Wire) -> int:
         return matrix.features
 
-    def memory(self, tape: Any, p: Any, x: Any, matrix: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, matrix: Value) -> Value:
         inner, outer = x.shape[-1] // self.heads, tape.out[-1] // self.heads
         vector = tape.view(x, (*x.shape[:-1], self.heads, inner, 1))
         whole = tape.view(matrix, (*x.shape[:-1], self.heads, outer, inner))
         return tape.view(tape.matmul(whole, vector, (*x.shape[:-1], self.heads, outer, 1)), tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any, matrix: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, matrix: Any) -> Any:
         import torch
 
         kind = torch.promote_types(x.dtype, matrix.dtype)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.mlstm import MLSTM
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("mlstm_memoroid")
@@ -35,7 +40,7 @@ class MLSTMMemoroid(MLSTM):
     def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
         return "associative_scan", {}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.mlstm.token import prepare
 
         # `forward` computes a tree of products
@@ -44,13 +49,13 @@ class MLSTMMemoroid(MLSTM):
     def transition(self, *given: Any) -> Any:
         return None  # the read-outs scale the contents of the state differently
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
         from seqblocks.workspace import associative_scan
 
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
         return tape.view(associative_scan.mlstm(tape, q, k, v, i, f), tape.out)
 
-    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Any:
         from seqblocks.kernels import mlstm_memoroid
 
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))

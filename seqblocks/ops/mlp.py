@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("swiglu")
@@ -60,7 +65,7 @@ class SwiGLU(Op):
         opening = torch.nn.functional.silu(gate) if self.slope == 1 else gate * torch.sigmoid(self.slope * gate)
         return opening * (up + self.offset) if self.offset else opening * up
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
         from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
@@ -72,7 +77,7 @@ class SwiGLU(Op):
         if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
             to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
-            def joined(x: Any) -> Any:
+            def joined(x: Tensor) -> Any:
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)
                 return to_output(product(opening, y))
 
@@ -80,7 +85,7 @@ class SwiGLU(Op):
         to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
         return TokenFunction(lambda x: to_output(product(to_gate(x), to_up(x))))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         gate = tape.product(x, p["gate_weight"], p.get("gate_bias"))
         up = tape.product(x, p["up_weight"], p.get("up_bias"))
         if self.limit:
@@ -91,7 +96,7 @@ class SwiGLU(Op):
         up = tape.unary(up, []) if self.offset else up
         return tape.product(tape.multiply(opening, up), p["down_weight"], p.get("down_bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.products import linear
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("mlstm")
@@ -62,25 +67,27 @@ class MLSTM(Op):
         dims = (q.features // self.heads, v.features // self.heads)
         return "mlstm", {"head_dims": dims, "input_gate": self.input_gate}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.mlstm.token import prepare
 
         return prepare(self.heads, self.eps, self.input_gate, self.normalize)
 
-    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> Any:
         from seqblocks.kernels.summaries import of_mlstm
 
         k, v = (x.unflatten(-1, (self.heads, -1)) for x in (k, v))
         summary = of_mlstm(k, v, i, f, call.resets, self.input_gate)
         return lambda state: dict(zip("Cnm", summary(state["C"], state["n"], state["m"]), strict=True))
 
-    def memory(self, tape: Any, p: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
         from seqblocks.workspace import mlstm
 
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
         return tape.view(mlstm.scan(tape, q, k, v, i, f, self.normalize), tape.out)
 
-    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Any:
         from seqblocks.kernels import MLSTMState, mlstm
 
         state = call.state

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("patch_embed")
@@ -61,13 +66,13 @@ class PatchEmbed(Op):
     def makes_grid(self) -> bool:
         return True
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         batch, tokens, features = tape.out
         y = tape.new((batch, features, tokens), x.item)
         tape.function([x, p["weight"], p.get("bias")], [y], [x, p["weight"]])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from einops import rearrange
         from torch.nn.functional import conv2d
 
@@ -105,13 +110,13 @@ class ClassToken(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return "it inserts one token into the whole sequence"
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         at = {"first": 0, "middle": x.shape[1] // 2, "last": x.shape[1]}[self.position]
         token = tape.cast(tape.expand(p["weight"], (x.shape[0], 1, x.shape[2])), x.item)
         before, after = ((x.shape[0], n, x.shape[2]) for n in (at, x.shape[1] - at))
         return tape.cat([tape.slice(x, before), token, tape.slice(x, after)], 1)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         at = {"first": 0, "middle": x.shape[1] // 2, "last": x.shape[1]}[self.position]

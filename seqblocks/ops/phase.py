@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("phase")
@@ -30,15 +35,15 @@ class Phase(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"sum": State((x.features,))}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
-        def step(before: Any, x: Any) -> Any:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
+        def step(before: Any, x: Tensor) -> Any:
             angle = before.double() + x.double()
             turns = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor()).to(x.dtype)
             return turns, turns.clone()
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import gated_recurrence
 
         exact = tape.cast(x, 8)
@@ -48,7 +53,7 @@ class Phase(Op):
         tape.passing(turns.bytes)
         return tape.cast(tape.subtract(angle, turns), max(x.item, 4))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels import gated_recurrence
@@ -92,7 +97,7 @@ class Rotate(Op):
     def macs(self, x: Wire, by: Wire) -> int:
         return 4 * by.features
 
-    def memory(self, tape: Any, p: Any, x: Any, by: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         heads = (*x.shape[:-1], self.heads)
         width, angles = x.shape[-1] // self.heads, by.shape[-1] // self.heads
         x, by = tape.view(x, (*heads, width)), tape.view(by, (*heads, angles))
@@ -106,7 +111,7 @@ class Rotate(Op):
         y = tape.cat([tape.view(pairs, (*heads, 2 * angles)), rest])
         return tape.view(y, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
         import torch
 
         x, by = x.unflatten(-1, (self.heads, -1)), by.unflatten(-1, (self.heads, -1))

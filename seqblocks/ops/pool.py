@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
 
@@ -37,7 +42,7 @@ class Pool(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         match self.mode:
             case "mean":
                 return tape.mean(x, tape.out)
@@ -53,7 +58,7 @@ class Pool(Op):
                 return tape.cat([tape.slice(x, part), tape.slice(x, part)])
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         if x.shape[1] == 0:
@@ -92,10 +97,10 @@ class ToImage(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.view(x, tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from einops import rearrange
 
         rows, columns = call.grid_of(x)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("pool2d")
@@ -46,13 +51,13 @@ class Pool2d(grids.GridOp):
     def macs(self, x: Wire) -> int:
         return 0  # maxima and additions, as in pool
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         indices = 8 * y.numbers  # of the maxima
         tape.function([x], [y], [x, indices] if self.mode == "max" else [x])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import avg_pool2d, max_pool2d
 
         image = grids.as_maps(x, call)

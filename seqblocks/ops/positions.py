@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def position_after(x: Any, call: Any) -> Any:
+
+def position_after(x: Tensor, call: Any) -> Any:
     """Return the position after tokens x, for `roles.transition`."""
     from seqblocks.kernels.positions import running_positions
 
@@ -73,10 +78,10 @@ class PositionEmbed(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return position_after(x, call)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         weight = p["weight"]
         if len(weight.shape) == 4:
             return tape.add(x, tape.view(weight, (1, weight.shape[1] * weight.shape[2], weight.shape[3])))
@@ -84,7 +89,7 @@ class PositionEmbed(Op):
         tape.function([weight], [places], [tape.new(x.shape[:2], 8)], weight.bytes)
         return tape.add(x, places)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.positions import running_positions
 
         weight = p["weight"]
@@ -110,7 +115,7 @@ class PositionEmbed(Op):
         return x + weight[0][index], {"position": after}
 
 
-def resized_grid(weight: Any, grid: tuple[int, int]) -> Any:
+def resized_grid(weight: Tensor, grid: tuple[int, int]) -> Any:
     """Interpolate positions [1, rows, columns, features] of an image to another grid (bicubic)."""
     import torch
     from einops import rearrange
@@ -150,10 +155,10 @@ class Sinusoids(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")}
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return position_after(x, call)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         half = (*x.shape[:-1], x.shape[-1] // 2)
         angle, sine, cosine = (tape.new(half, 8) for _ in range(3))
         pairs = tape.new(x.shape, 8)
@@ -162,7 +167,7 @@ class Sinusoids(Op):
         del angle
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels.positions import running_positions

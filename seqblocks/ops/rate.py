@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
@@ -39,7 +44,7 @@ class PartOfWindow(RunError):
         return type(self), (*self.args, self.factor)
 
 
-def check_tokens(x: Any, factor: int, verb: str) -> None:
+def check_tokens(x: Tensor, factor: int, verb: str) -> None:
     """Raise RunError unless x [batch, seq, features] holds whole windows of `factor` tokens."""
     if x.shape[1] % factor:
         raise PartOfWindow(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}", factor)
@@ -75,10 +80,10 @@ class Downsample(_Rate):
     def shape(self, x: Wire) -> Wire:
         return merged_tokens(x, self.factor, "factor")
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         factor, means = self.factor, self.method == "mean"
 
-        def several(batch: int, x: Any) -> Any:
+        def several(batch: int, x: Tensor) -> Any:
             windows = x.view(-1, factor, batch, x.shape[1])
             return (windows.mean(1) if means else windows[:, -1]).reshape(-1, x.shape[1])
 
@@ -87,10 +92,10 @@ class Downsample(_Rate):
     def looks_ahead(self, x: Wire) -> int:
         return x.rate * (self.factor - 1)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.mean(x, tape.out) if self.method == "mean" else tape.slice(x, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         check_tokens(x, self.factor, self.verb)
         windows = x.unflatten(1, (-1, self.factor))
         return windows.mean(2) if self.method == "mean" else windows[:, :, -1]
@@ -103,10 +108,10 @@ class Upsample(_Rate):
     def shape(self, x: Wire) -> Wire:
         return split_tokens(x, self.factor, "factor", self.verb)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         factor = self.factor
 
-        def several(batch: int, x: Any) -> Any:
+        def several(batch: int, x: Tensor) -> Any:
             copies = x.view(-1, 1, batch, x.shape[1]).expand(-1, factor, -1, -1)
             return copies.reshape(-1, x.shape[1])
 
@@ -115,10 +120,10 @@ class Upsample(_Rate):
     def looks_ahead(self, x: Wire) -> int:
         return 0  # copies come at or after the token that they copy
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x.repeat_interleave(self.factor, 1)

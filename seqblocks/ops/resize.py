@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import argument, primitive
 from seqblocks.ops import grid as grids
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("resize")
@@ -51,12 +56,12 @@ class Resize(grids.GridOp):
     def macs(self, x: Wire) -> int:
         return 4 * x.features if self.mode == "bilinear" else 0
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)
         tape.function([x], [y])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from torch.nn.functional import interpolate
 
         image = grids.as_maps(x, call)

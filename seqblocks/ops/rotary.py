@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.positions import position_after
 from seqblocks.rotary_scaling import Scaling, unscaled
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_have_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("rotary")
@@ -115,7 +120,7 @@ class Rotary(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return position_after(x, call)
 
     def _rates(self, width: int, device: Any) -> Any:
@@ -130,14 +135,14 @@ class Rotary(Op):
         amplitude = self.scaling.amplitude() if self.scaling else 1.0
         return {"interleaved": self.layout == "interleaved", "amplitude": amplitude}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.positions import prepare_turning
 
         if self.on_grid:
             return None
         turns: dict[int, Any] = {}  # by width
 
-        def step(position: Any, x: Any) -> Any:
+        def step(position: Tensor, x: Tensor) -> Any:
             heads = x.view(x.shape[0], self.heads, -1)
             width = self.features or heads.shape[2] - self.first
             if width not in turns:
@@ -147,7 +152,7 @@ class Rotary(Op):
 
         return TokenFunction(step)
 
-    def _joined(self, heads: Any, turned: Any, width: int) -> Any:
+    def _joined(self, heads: Any, turned: Tensor, width: int) -> Any:
         """Return whole heads [..., width of a head], given the features that were turned."""
         import torch
 
@@ -155,7 +160,7 @@ class Rotary(Op):
             return turned
         return torch.cat([heads[..., : self.first], turned, heads[..., self.first + width :]], -1)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         from seqblocks.workspace import attention
 
         heads = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
@@ -169,7 +174,7 @@ class Rotary(Op):
             y = tape.cat([before, y, after])
         return tape.view(y, x.shape)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         from seqblocks.kernels.positions import running_positions, turned
 
         heads = x.unflatten(-1, (self.heads, -1))

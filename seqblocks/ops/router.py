@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument
 from seqblocks.parameters import Init, Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Router(Op):
@@ -33,12 +38,12 @@ class Router(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.count
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         item = max(x.item, 4)
         bias = tape.cast(p["bias"], item) if self.bias else None
         return tape.product(tape.cast(x, item), tape.cast(p["weight"], item), bias)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         import torch
         from torch.nn.functional import linear
 

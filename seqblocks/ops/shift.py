@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Past(NamedTuple):
@@ -21,7 +26,7 @@ class Past(NamedTuple):
     state: dict[str, Any]  # new state; empty if not requested
 
 
-def with_past(x: Any, by: int, call: Any) -> Past:
+def with_past(x: Tensor, by: int, call: Any) -> Past:
     """Prepend to x [B, S, D] the `by` tokens before it, or zeros at the start of a sequence.
 
     The state holds the last `by` tokens of the current sequence, oldest first, zeros before its first one.
@@ -42,14 +47,14 @@ def with_past(x: Any, by: int, call: Any) -> Past:
     return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
 
 
-def next_window(window: Any, x: Any) -> Any:
+def next_window(window: Tensor, x: Tensor) -> Any:
     """Return the window [B, by, D] without its oldest token, and with x [B, D] at its end."""
     import torch
 
     return torch.cat([window.narrow(1, 1, window.shape[1] - 1), x.unsqueeze(1)], 1)
 
 
-def window_after(x: Any, by: int, call: Any) -> Any:
+def window_after(x: Tensor, by: int, call: Any) -> Any:
     """Return the last `by` tokens after tokens x [B, S, D], as a function of the previous ones (`roles.transition`)."""
     latest = slice(max(x.shape[1] - by, 0), None)
     x, resets = x[:, latest], None if call.resets is None else call.resets[:, latest]
@@ -64,18 +69,18 @@ def lagged(past: Past, lag: int, by: int) -> Any:
     return earlier if past.index is None else torch.where((past.index >= lag).unsqueeze(-1), earlier, 0.0)
 
 
-def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
+def shifted(x: Tensor, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
     """Shift x [B, S, D] by `by` tokens, with zeros at the start of a sequence. Also return the new state."""
     past = with_past(x, by, call)
     return lagged(past, by, by), past.state
 
 
-def with_past_memory(tape: Any, x: Any, by: int) -> Any:
+def with_past_memory(tape: Tape, x: Value, by: int) -> Value:
     """Record `with_past` on a tape and return the tokens."""
     return tape.cat([tape.new((x.shape[0], by, x.shape[2]), x.item), x], 1)
 
 
-def shifted_memory(tape: Any, x: Any, by: int) -> Any:
+def shifted_memory(tape: Tape, x: Value, by: int) -> Value:
     """Record `shifted` on a tape."""
     return tape.slice(with_past_memory(tape, x, by), x.shape)
 
@@ -103,7 +108,7 @@ class Shift(_Shifted):
     def state(self, x: Wire) -> dict[str, State]:
         return {"window": State((self.by, x.features), "model")}
 
-    def transition(self, p: Any, call: Any, x: Any) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return window_after(x, self.by, call)
 
     def looks_ahead(self, x: Wire) -> int:
@@ -112,13 +117,13 @@ class Shift(_Shifted):
     def looks_back(self, x: Wire) -> int:
         return self.by * x.rate
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return TokenFunction(lambda window, x: (window.select(1, 0).clone(), next_window(window, x)))
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return shifted_memory(tape, x, self.by)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return shifted(x, self.by, call)
 
 
@@ -155,22 +160,22 @@ class TokenShift(_Shifted):
     def looks_back(self, x: Wire, mix: Wire | None = None) -> int:
         return x.rate
 
-    def transition(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor, mix: Tensor | None = None) -> Any:
         return window_after(x, 1, call)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         weight = p.get("weight")
 
-        def step(window: Any, x: Any, mix: Any) -> Any:
+        def step(window: Tensor, x: Tensor, mix: Tensor) -> Any:
             before = window.select(1, 0)
             return (before - x).mul_(weight if mix is None else mix).add_(x), next_window(window, x)
 
         return TokenFunction(step)
 
-    def memory(self, tape: Any, p: Any, x: Any, mix: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, mix: Value | None = None) -> Value:
         earlier = shifted_memory(tape, x, 1)
         return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.subtract(earlier, x)))
 
-    def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, mix: Tensor | None = None) -> Any:
         earlier, state = shifted(x, 1, call)
         return x + (p["weight"] if mix is None else mix) * (earlier - x), state

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.concat import passes_on
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Facts, Size, Wire, less
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("slice")
@@ -66,13 +71,13 @@ class Slice(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return None if self._is_in_prefix(x) else "it selects tokens of the whole sequence"
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return passes_on()
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         if call.phase == "stream" and not (self.count or self.last):
             return x  # the tokens that it leaves out came before the stream
         first = x.shape[1] - self.last if self.last else self.first or 0

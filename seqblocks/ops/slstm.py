@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("slstm")
@@ -56,18 +61,18 @@ class SLSTM(Op):
     def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> tuple[str, dict[str, Any]]:
         return "slstm", {"heads": self.heads, "head_dim": i.features // self.heads}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         from seqblocks.kernels.slstm.token import prepare
 
         return prepare(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"])
 
-    def memory(self, tape: Any, p: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], i: Value, f: Value, z: Value, o: Value) -> Value:
         from seqblocks.workspace import slstm
 
         bias = tape.stack([p[f"{gate}_bias"] for gate in "ifzo"])
         return tape.cast(slstm.scan(tape, [i, f, z, o], p["recurrent"], bias), i.item)
 
-    def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, i: Tensor, f: Tensor, z: Tensor, o: Tensor) -> Any:
         import torch
 
         from seqblocks.kernels import SLSTMState, slstm

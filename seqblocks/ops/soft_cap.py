@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("soft_cap")
@@ -24,8 +29,8 @@ class SoftCap(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(tape.unary(tape.unary(x, ()), ["output"]), ())
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return self.cap * (x / self.cap).tanh()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @primitive("ssm")
@@ -90,14 +94,14 @@ class SSM(Op):
     ) -> tuple[str, dict[str, Any]]:
         return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.groups > 1 or "B" in p or "C" in p:
             return None
         from seqblocks.kernels.selective_scan.token import prepare
 
         return prepare(p["A_log"], p.get("D"), self.softplus)
 
-    def matrices(self, p: Any, B: Any, C: Any) -> tuple[Any, Any, Any]:
+    def matrices(self, p: Mapping[str, Tensor], B: Tensor, C: Tensor) -> tuple[Any, Any, Any]:
         """Return A (in at least float32), B and C (by group if there are several)."""
         import torch
 
@@ -110,7 +114,9 @@ class SSM(Op):
         exact = A_log if A_log.dtype == torch.float64 else A_log.float()
         return -torch.exp(exact), matrix(B, "B"), matrix(C, "C")
 
-    def transition(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> Any:
         from torch.nn.functional import softplus
 
         from seqblocks.kernels import selective_scan
@@ -126,7 +132,7 @@ class SSM(Op):
         summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
         return lambda state: {"h": summary(state["h"])}
 
-    def memory(self, tape: Any, p: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, dt: Value, B: Value, C: Value, z: Value) -> Value:
         from seqblocks.workspace import selective_scan
 
         rates = tape.cast(p["A_log"], max(p["A_log"].item, 4))
@@ -140,7 +146,9 @@ class SSM(Op):
         )
         return selective_scan.scan(tape, x, dt, A, B, C, p.get("D"), z, self.softplus)
 
-    def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> Any:
         from seqblocks.kernels import selective_scan
 
         out: Any = selective_scan(
@@ -173,8 +181,8 @@ class LayerScale(Op):
     def macs(self, x: Wire) -> int:
         return x.features
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.multiply(x, p["weight"])
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
         return x * p["weight"]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.analysis import check
+from seqblocks.analysis.checkpoint_maps.named import NAMED
 from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.combinators.cell import CellState
@@ -212,7 +213,8 @@ def _expect() -> Schema:
 
 def _checkpoint() -> Schema:
     one = [{"type": "string"}, *map(_recipe, RECIPES)]
-    names = {"anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
+    named = _object({"layout": {"enum": [*NAMED]}, "at": {"type": "string"}}, ["layout"])
+    names = {"anyOf": [*one, named, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
     layout = {"type": "object", "additionalProperties": names}
     layouts = {
         "description": "further layouts, by their differences: {hub: {embed: backbone.embeddings}}",

@@ -16,6 +16,7 @@ from torch import Tensor
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
+from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights
@@ -185,3 +186,52 @@ def test_the_smallest_depth_works(name: str, depth: int) -> None:
     rates = [node.arguments.drop_path for node in graph.walk(model.graph) if node.kind == "residual"]
     assert rates[0] == 0.0
     assert len(rates) == depth or name == "vil2_tiny"
+
+
+def test_maps_with_a_name() -> None:
+    """With `llama` for the layers, the names and shapes are those of transformers' LlamaForCausalLM."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        expected = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
+    text = """
+    seqblocks: 1
+    use: [hybrids, attention]
+    model:
+      input: {tokens: 11}
+      steps:
+        - embed: 16
+        - repeat:
+            name: layers
+            times: 2
+            steps:
+              - decoder_layer:
+                  mixer: [{attention_mixer: {dim: 16, heads: 4, kv_heads: 2}}]
+                  network: [{swiglu: {hidden: 24}}]
+        - rms_norm: {name: norm}
+        - unembed: {bias: false}
+    checkpoint:
+      embed: model.embed_tokens
+      layers.{layer}.decoder_layer: {layout: llama, at: "model.layers.{layer}"}
+      norm: model.norm
+      unembed: lm_head
+    """
+    _, model = seqblocks.load_text(text)
+    assert model
+    own = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
+    assert {official_name(model, name): shape for name, shape in own.items()} == expected
+    steps = "{linear: {features: 4, name: q}}, {linear: {features: 4, name: k}}, {linear: {features: 4, name: out}}"
+    text = f"""
+    seqblocks: 1
+    blocks: {{mixer: {{steps: [{steps}], checkpoint: {{}}}}}}
+    model: {{input: {{features: 4}}, steps: [{{mixer: {{name: a}}}}, {{swiglu: {{hidden: 6, bias: true}}}}]}}
+    checkpoint: {{a: {{layout: gqa, at: self_attn}}, swiglu: {{layout: swiglu_w123}}}}
+    """
+    _, model = seqblocks.load_text(text)
+    assert model
+    layers = [f"self_attn.{step}_proj" for step in "qko"] + ["w1", "w2", "w3"]
+    names = sorted(official_name(model, item.name) for item in graph.parameters(model.graph))
+    assert names == sorted(f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias"))

@@ -525,7 +525,7 @@ model:
         _, state = model.step(x)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             model.step(x, state)
-    keys = ("aten::addmm", "mkldnn::_linear_pointwise")  # as `prepare_linear` chooses
+    keys = ("aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")  # as `prepare_linear` chooses
     assert sum(event.count for event in recorded.key_averages() if event.key in keys) == products
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, layer_norm
 from seqblocks.analysis.check import load_text
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.ops.gate import GELU_MAX_NUMBERS, activation_of_step
+from seqblocks.ops.gate import GELU_MAX_NUMBERS, activation_of_token
 from seqblocks.testing import check_law
 from tests.draws import draw
 
@@ -136,7 +136,7 @@ def test_gelu_of_a_token(shape: tuple[int, int]) -> None:
     wide = draw(shape[0], 2 * shape[1]).float()
     parts = (wide[:, : shape[1]].contiguous(), wide[:, shape[1] :], wide[:, ::2], wide[:, ::2].double())
     for x in parts:
-        before, y = x.clone(), activation_of_step("gelu")(x)
+        before, y = x.clone(), activation_of_token("gelu")(x)
         rounding = 4 * torch.finfo(x.dtype).eps * max(map(abs, [0.0, *x.flatten().tolist()]))  # that of x * (1 + erf)
         torch.testing.assert_close(y, gelu(x), rtol=0, atol=rounding)
         y.mul_(2)

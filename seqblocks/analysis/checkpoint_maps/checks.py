@@ -45,6 +45,8 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, may_differ: b
     is_valid = is_whole
     for entry in table:
         places, is_known = _find(ctx, entry, top, may_differ)
+        if entry.optional and not places:
+            continue
         is_valid &= is_known
         if places is None:
             continue
@@ -90,7 +92,7 @@ def _find(ctx: Context, entry: Entry, places: _Places, may_differ: bool) -> tupl
         if not found.members:
             otherwise = may_differ and any(isinstance(place, graph.Node) and place.op for place in places.members)
             is_known = bool(otherwise or places.without_layers or part in places.absent)
-            if not is_known:
+            if not is_known and not entry.optional:
                 _unknown(ctx, entry, part, start, places)
             return None, is_known
         places, start = found, start + len(part) + 1
@@ -140,7 +142,7 @@ def _check_use(
                 ctx.report(fault, first.entry.span)
     for entry in () if may_differ else table:
         others = instead[id(entry)]
-        if id(entry) not in used and others and entry.layout == layout:
+        if id(entry) not in used and others and entry.layout == layout and not entry.optional:
             ctx.report(_never_applies(entry, others.values()), entry.span)
 
 

@@ -23,6 +23,7 @@ path. If a key of the enclosing map reaches into a block, it takes precedence ov
                                                  the same, then one part along the first axis of the right side
     q.weight: {slice: qkv, start: 0, groups: heads}   a range of each head, if the rows are grouped by head
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
+    network.swiglu: {layout: swiglu, at: mlp}    the entries of a map that has a name, see named.py
 
 Numbers may be expressions over the block's arguments. `shape: [...]` (split, transpose, reshape) is the shape of the
 official tensor, and `sizes: [...]` (concat) are the sizes of the parts. They are needed for writing if our shape does
@@ -40,14 +41,16 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+from seqblocks.analysis.checkpoint_maps.named import NAMED
 from seqblocks.analysis.checkpoint_maps.translation import HOLE, LAYOUTS, MAX_ALTERNATIVES, OFFICIAL
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, Span, listing, quote
-from seqblocks.graph import Entry
+from seqblocks.graph import Entry, join
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse
 from seqblocks.language.keys import is_name, known_keys, required
+from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
 
 
@@ -75,7 +78,7 @@ def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
     """Return the entries of one layout: those of the map itself, or those below the name of the layout."""
     own = ((key, span, value) for key, span, value in node or () if not _has_layouts(key, value, layout))
     entries: dict[str, Entry] = {}
-    for entry in filter(None, [_entry(ctx, *each, layout) for each in own]):
+    for entry in chain.from_iterable(_read(ctx, *each, layout) for each in own):
         first = entries.setdefault(HOLE.sub("{}", entry.ours), entry)
         if first is not entry:
             both = f"{quote(first.ours)} and {quote(entry.ours)}"
@@ -86,6 +89,33 @@ def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
 
 def _has_layouts(key: str, value: Node, layout: str) -> bool:
     return key == LAYOUTS and isinstance(value, Mapping) and not layout
+
+
+def _read(ctx: Context, key: str, span: Span, node: Node, layout: str) -> list[Entry]:
+    """Return the entry of a key, or those of the named map that stands for it; none after a fault."""
+    if not isinstance(node, Mapping) or "layout" not in node.entries:
+        entry = _entry(ctx, key, span, node, layout)
+        return [] if entry is None else [entry]
+    known_keys(ctx.run.report, node, ("layout", "at"), "a named layout")
+    name, at = node.entries["layout"][1], node.get("at")
+    if not isinstance(name, Scalar) or name.text not in NAMED:
+        found = quote(name.text) if isinstance(name, Scalar) else kind_of(name)
+        hint = did_you_mean(name.text, NAMED) if isinstance(name, Scalar) else None
+        message, expected = "there is no layout of this name", f"one of {listing(NAMED)}"
+        fault = Fault("E208", message, expected=expected, found=found, hint=hint)
+        ctx.report(fault, name.span)
+        return []
+    prefix = _entry(ctx, key, span, name if at is None else at, layout)
+    if prefix is None:
+        return []
+    (start,) = prefix.theirs if at is not None else (Name(""),)
+    if not isinstance(start, Name):
+        ctx.report(Fault("E203", "`at` is an official name", found=kind_of(at) if at else None), node.span)
+        return []
+    return [
+        prefix._replace(ours=f"{key}.{ours}", theirs=(Name(join(start.official, theirs)),), optional=number > 0)
+        for number, (ours, theirs) in enumerate(NAMED[name.text].items())
+    ]
 
 
 def _entry(ctx: Context, key: str, span: Span, node: Node, layout: str) -> Entry | None:
