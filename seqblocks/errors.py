@@ -420,11 +420,13 @@ class Report:
         self.limit = limit
         self.diagnostics: list[Diagnostic] = []
         self.dropped = 0
+        self.calls = 0  # also of those that are not shown
         self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
         self._wrong: dict[frozenset[tuple[str, int, int]], _Wrong] = {}  # by places of values, one of which is wrong
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Add a diagnostic, unless there is one with the same code and place, or there are too many."""
+        self.calls += 1
         if self._is_new(diagnostic.code, diagnostic.message, [diagnostic.span]):
             self._append(diagnostic)
 
@@ -442,6 +444,7 @@ class Report:
         values: if the computation itself is correct (a bundled block), those of the causes that are values. One of them
         is wrong. If another fault depends on all of these and on more, only this one is listed.
         """
+        self.calls += 1
         fault.__traceback__ = None  # it would keep every frame between here and the check that raised it
         places = frozenset((value.source.name, value.line, value.column) for value in values)
         if self._is_new(fault.code, fault.message, causes or [span], places):

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.analysis.scope.step import Verb
+from seqblocks.combinators import Combinator
 from seqblocks.editor.context import Context, context_of, holds_steps
 from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
 from seqblocks.editor.hover import COMMON, about_argument, about_block, about_verb
+from seqblocks.editor.layers import half_written, tails
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.language.files import bundled, specs_beside
+from seqblocks.language.formulas import OF_WIRES
 from seqblocks.language.spec import Block, SpecFile
 from seqblocks.op import Op
 from seqblocks.parameters import INITIALISERS
 from seqblocks.report import reference
 
+_OPERAND = re.compile(r"(?:\b(?:if|and|or|not)|[-+*/<>=])\s*$")  # what a number follows in a condition
 ItemKind = Literal["key", "word", "verb", "block", "wire", "name", "file", "function"]
 
 
@@ -46,18 +51,47 @@ class Completion(NamedTuple):
 
 def complete(opened: Opened, spot: Spot) -> Completion | None:
     """Return what may be written at a position, or None if nothing is known."""
-    cursor = at_cursor(opened.text, opened.lines.offset_of(spot))
+    offset = opened.lines.offset_of(spot)
+    if found := _of_layers(opened, offset):
+        return found
+    cursor = at_cursor(opened.text, offset)
     if cursor is None:
         return None
+    maker, context = _context(opened, cursor)
+    return Completion(opened.span(cursor.start, cursor.end), [*_items(context, maker)]) if context else None
+
+
+def _context(opened: Opened, cursor: Cursor) -> tuple[_Maker, Context | None]:
+    """Return what may be written at a cursor."""
     analysis = opened.again(cursor.text)
     file = analysis.file or opened.known.analysis.file or _unfinished(cursor.root)
     if opened.known.analysis.file:
         file.visible = {**opened.known.analysis.file.visible, **file.visible}
-    context = context_of(cursor.path, file)
-    if context is None:
+    return _Maker(opened, cursor, file, analysis), context_of(cursor.path, file)
+
+
+def _of_layers(opened: Opened, offset: int) -> Completion | None:
+    """Return how a reference to a wire of a layer may go on, or None if there is none at an offset."""
+    half = half_written(opened.text, offset)
+    if half is None:
         return None
-    items = [*_items(context, _Maker(opened, cursor, file, analysis))]
-    return Completion(opened.span(cursor.start, cursor.end), items)
+    text = opened.text[: half.start] + opened.text[half.end :]  # the reference is a wire where a word could be one
+    cursor = at_cursor(text, half.start)
+    maker, context = _context(opened, cursor) if cursor else (None, None)
+    if maker is None or context is None or context.kind != "wire" or half.word not in context.scope.layers:
+        return None
+    layers = context.scope.layers[half.word]
+    items = [
+        Item(label, "wire", written, maker.type_of(layers.wires.get(name)))
+        for label, written, name in tails(half, layers.wires, layers.above)
+    ]
+    if half.needs_quotes(opened.text):
+        first = opened.span(half.start, half.start), '"'
+        items = [each._replace(text=f'{each.text}"', more=first) for each in items]
+    if half.part == "index":
+        items += maker.names(context)
+    last = re.match(r"\w*", opened.text[offset:])
+    return Completion(opened.span(half.at, offset + len(last[0] if last else "")), items)
 
 
 def _unfinished(root: Node) -> SpecFile:
@@ -75,22 +109,12 @@ def _items(context: Context, maker: _Maker) -> Iterator[Item]:
             yield from (Item(word, "word", word) for word in context.words)
         case "use":
             yield from maker.files()
-        case "verb":
-            yield from maker.verbs(context)
-        case "argument":
-            yield from maker.arguments(context)
-        case "value":
-            yield from maker.values(context)
         case "names":
             yield from maker.names(context, "")
-        case "wire":
-            yield from maker.wires(context)
         case "step":
             yield from (Item(name, "word", name) for name in dict.fromkeys(reversed(context.scope.steps)))
-        case "parameter":
-            yield from maker.parameters(context)
-        case "initialiser":
-            yield from maker.initialisers(context)
+        case kind:
+            yield from _BY_KIND[kind](maker, context)
 
 
 class _Maker:
@@ -169,7 +193,7 @@ class _Maker:
         abouts = _abouts(verb)
         ordered = [*verb.required, *(key for key in verb.own if key not in verb.required)]
         for key in (*ordered, *(key for key in verb.common if key not in verb.own)):
-            if key not in context.taken:
+            if key not in context.taken and not (key in ("init", "tie") and _has_no_parameters(verb)):
                 needed = "required" if key in verb.required else ""
                 value = "[$1]" if holds_steps(verb, key) else "{$1}" if key == "init" else "$1"
                 yield self.key(key, abouts.get(key, COMMON.get(key, "")), value, needed)
@@ -177,6 +201,7 @@ class _Maker:
     def values(self, context: Context) -> Iterator[Item]:
         verb = context.verb
         assert verb
+        found = None
         if isinstance(verb.meaning, Block):
             argument = verb.meaning.args.get(context.key)
             kind = argument.type if argument else ""
@@ -191,11 +216,15 @@ class _Maker:
                 return
         else:
             return
-        yield from self.names(context, _VALUES.get(kind, ""))
+        allowed = found.kind.choices if found else ()
+        for item in self.names(context, _VALUES.get(kind, "")):
+            written = context.scope.names[item.label] if item.kind == "name" else None
+            if not (allowed and written and written.word and written.word not in allowed):
+                yield item
 
     def names(self, context: Context, kind: str = "number") -> Iterator[Item]:
         """Yield the names of values of a kind, or of any kind if it is "", and of those that may be of it."""
-        for name, (own, about) in context.scope.names.items():
+        for name, (own, about, _) in context.scope.names.items():
             if not kind or own in (kind, ""):
                 yield Item(name, "name", name, about)
         if kind in ("number", ""):
@@ -205,16 +234,28 @@ class _Maker:
         """Yield initialisers, and the names of values that their numbers and conditions may read."""
         last = self.cursor.path[-1].node
         before = last.text.partition(HOLE)[0] if isinstance(last, Scalar) else ""
-        if before.count("(") > before.count(")"):
-            yield from self.names(context)
+        if before.count("(") > before.count(")") or _OPERAND.search(before):
+            yield from self.names(context, "")
         else:
             yield from (Item(name, "function", name) for name in [*INITIALISERS, "default"])
             yield from self.names(context, "")
 
     def wires(self, context: Context) -> Iterator[Item]:
-        types = {step.span[1:]: step.type for step in self.analysis.steps if self.opened.is_own(step.span)}
         for name, maker in reversed(context.scope.wires.items()):
-            yield Item(name, "wire", name, (types.get(maker[1:]) if maker else None) or "")
+            yield Item(name, "wire", name, self.type_of(maker))
+
+    def formula(self, context: Context) -> Iterator[Item]:
+        yield from (item for item in self.wires(context) if item.label.isidentifier() and item.label != "input")
+        yield from (Item(name, "function", f"{name}($1)", "function") for name in OF_WIRES)
+        yield from (Item(name, "name", name, about) for name, (_, about, _) in context.scope.names.items())
+
+    @cached_property
+    def types(self) -> dict[tuple[int, ...], str | None]:
+        """The types of the outputs of the steps in this file, by the places of their verbs."""
+        return {step.span[1:]: step.type for step in self.analysis.steps if self.opened.is_own(step.span)}
+
+    def type_of(self, maker: Span | None) -> str:
+        return (self.types.get(maker[1:]) if maker else None) or ""
 
     def parameters(self, context: Context) -> Iterator[Item]:
         body, step = self.analysis.lowered.body, context.step
@@ -224,11 +265,24 @@ class _Maker:
         yield from (self.key(name, "", value="$1") for name in names if name not in context.taken)
 
 
+_BY_KIND: dict[str, Callable[[_Maker, Context], Iterator[Item]]] = {
+    "verb": _Maker.verbs, "argument": _Maker.arguments, "value": _Maker.values, "wire": _Maker.wires,
+    "formula": _Maker.formula, "parameter": _Maker.parameters, "initialiser": _Maker.initialisers,
+}  # fmt: skip
+
 # The kinds of arguments of verbs and of blocks, as those of names.
 _VALUES = {
     "number": "number", "int": "number", "float": "number", "flag": "flag", "bool": "flag", "word": "word",
     "words": "word",
 }  # fmt: skip
+
+
+def _has_no_parameters(verb: Verb) -> bool:
+    """Return whether no step of a verb has parameters of its own."""
+    meaning = verb.meaning
+    if isinstance(meaning, type) and issubclass(meaning, Combinator):
+        return not meaning.takes_init
+    return isinstance(meaning, type) and issubclass(meaning, Op) and meaning.parameters is Op.parameters
 
 
 def _words(words: tuple[str, ...]) -> Iterator[Item]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Literal, NamedTuple
 
 from seqblocks.analysis.scope.step import Verb, find_verb, passed_verb
 from seqblocks.analysis.steps.inputs import ALLOWED
 from seqblocks.combinators import Combinator
 from seqblocks.editor.cursor import HOLE
+from seqblocks.editor.defined import Wires, defined, formulas_of, in_layers, name_of, names_results
 from seqblocks.editor.steps import PathEntry, Written, as_step
-from seqblocks.errors import Span
+from seqblocks.errors import Fault
 from seqblocks.language.arguments import ARGUMENT_KEYS, ARGUMENT_TYPES, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.expressions import has_syntax
+from seqblocks.language.expressions import has_syntax, parse
 from seqblocks.language.spec import (
     BLOCK_KEYS,
     BUDGET_KEYS,
@@ -26,15 +28,19 @@ from seqblocks.language.spec import (
 
 _INPUT_KEYS = tuple(dict.fromkeys(key for keys in ALLOWED.values() for key in keys))
 Kind = Literal[
-    "key", "word", "use", "verb", "argument", "value", "names", "wire", "step", "parameter", "initialiser"
+    "key", "word", "use", "verb", "argument", "value", "names", "wire", "formula", "step", "parameter", "initialiser"
 ]  # fmt: skip
 
 
 class Name(NamedTuple):
-    """The name of a value. kind: of the value, "" if it is not known. about: what it is, or its value as written."""
+    """The name of a value. kind: of the value, "" if it is not known. about: what it is, or its value as written.
+
+    word: the value, if it is a word that `let:` gives.
+    """
 
     kind: Literal["number", "flag", "word", ""]
     about: str
+    word: str = ""
 
 
 Names = dict[str, Name]
@@ -43,30 +49,36 @@ _KINDS: dict[str, Name] = {
 }  # fmt: skip
 
 
+class Layers(NamedTuple):
+    """The wires that layers of a `repeat` define. above: whether they are those above the step, not of a repeat."""
+
+    wires: Wires
+    above: bool
+
+
 class Scope:
     """What a step can refer to: names of values, wires with the verbs that make them, steps, steps passed to a block.
+
+    layers: by the words for the layers of a `repeat`.
     """
 
-    def __init__(self, names: Names, wires: dict[str, Span | None], passed: dict[str, Argument]) -> None:
+    def __init__(self, names: Names, wires: Wires, passed: dict[str, Argument]) -> None:
         self.names, self.wires, self.passed = names, wires, passed
         self.steps: list[str] = []
+        self.layers: dict[str, Layers] = {}
 
     def inside(self, wires: bool = True, names: Names | None = None) -> Scope:
         """Return the scope of steps inside a step; those passed to a block read no wires from outside."""
-        return Scope({**self.names, **(names or {})}, dict(self.wires) if wires else {"input": None}, self.passed)
+        found = Scope({**self.names, **(names or {})}, dict(self.wires) if wires else {"input": None}, self.passed)
+        found.layers = dict(self.layers) if wires else {}
+        return found
 
-    def add(self, step: Written) -> None:
+    def add(self, step: Written, file: SpecFile) -> None:
         """Add what a step defines for those below it."""
-        name = step.get("name")
-        match step.get("as"):
-            case Scalar(text=text):
-                self.wires[text] = step.span
-                name = name or step.get("as")
-            case Sequence(items=items):
-                self.wires |= {item.text: step.span for item in items if isinstance(item, Scalar)}
-            case Mapping(entries=entries):
-                self.wires |= dict.fromkeys(entries, step.span)
-        self.steps.append(name.text if isinstance(name, Scalar) else step.verb)
+        self.wires |= defined(step, file)
+        self.steps.append(name_of(step))
+        if step.verb == "repeat":
+            self.layers[name_of(step)] = Layers(in_layers(step, file), above=False)
 
 
 class Context(NamedTuple):
@@ -120,19 +132,26 @@ def _names(let: Node | None, outer: Names | None = None) -> Names:
     for key, _, node in let if isinstance(let, Mapping) else ():
         found[key] = Name("", "")
         if isinstance(node, Scalar):
-            kind = found[node.text].kind if node.text in found else _kind_of(node)
-            found[key] = Name(kind, node.text)
+            kind = found[node.text].kind if node.text in found else _kind_of(node, found)
+            found[key] = Name(kind, node.text, node.text if kind == "word" else "")
     return found
 
 
-def _kind_of(node: Scalar) -> Literal["number", "flag", "word", ""]:
+def _kind_of(node: Scalar, names: Names) -> Literal["number", "flag", "word", ""]:
     if isinstance(node.value, bool):
         return "flag"
     if isinstance(node.value, int | float):
         return "number"
     if not isinstance(node.value, str):
         return ""
-    return "word" if node.value.isidentifier() or not has_syntax(node.value) else ""
+    if node.value.isidentifier() or not has_syntax(node.value):
+        return "word"
+    try:
+        expression = parse(node.value)
+    except Fault:
+        return ""
+    is_sum = isinstance(expression.tree, ast.BinOp | ast.Call) and all(name in names for name, _ in expression.names)
+    return "number" if is_sum else ""  # others may be words, lists, or the patterns of layers
 
 
 def _let(path: list[PathEntry], scope: Scope) -> Context | None:
@@ -161,7 +180,7 @@ def _block(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | Non
         return _key(BLOCK_KEYS, node, scope)
     block = file.visible.get(path[0].key or "")
     args = block.args if block else {}
-    wires: dict[str, Span | None] = {name: None for name, each in args.items() if each.type == "wire"}
+    wires: Wires = {name: None for name, each in args.items() if each.type == "wire"}
     passed = {name: each for name, each in args.items() if each.type == "steps"}
     values = {
         name: _KINDS.get(each.type, Name("", ""))._replace(about=each.about)
@@ -211,7 +230,7 @@ def _model(path: list[PathEntry], node: Node, file: SpecFile, scope: Scope) -> C
         case "outputs":
             for item in steps.items if isinstance(steps, Sequence) else ():
                 if step := as_step(item):
-                    inner.add(step)
+                    inner.add(step, file)
             return None if path[-1].on_key else Context("wire", inner)
     return None
 
@@ -232,7 +251,7 @@ def _steps(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | Non
         if above is item:
             break
         if step := as_step(above):
-            scope.add(step)
+            scope.add(step, file)
     if isinstance(item, Scalar):
         return Context("verb", scope) if item.text == HOLE else None
     written = as_step(item)
@@ -278,12 +297,22 @@ def holds_steps(verb: Verb, key: str) -> bool:
 def _inner_steps(path: list[PathEntry], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     if isinstance(verb.meaning, Block):
         return _steps(path, file, scope.inside(wires=False))
-    names: Names = {}
-    if step.verb == "repeat":
-        index = step.get("index")
-        name = index.text if isinstance(index, Scalar) else "layer"
-        names = {name: Name("number", "the index of the layer"), f"{name}s": Name("number", "the number of layers")}
-    return _steps(path, file, scope.inside(names=names))
+    inner = scope.inside(wires=step.verb != "each")
+    match step.verb:
+        case "repeat":
+            index = step.get("index")
+            name = index.text if isinstance(index, Scalar) else "layer"
+            inner.names[name] = Name("number", "the index of the layer")
+            inner.names[f"{name}s"] = Name("number", "the number of layers")
+            inner.layers[f"{name}s"] = Layers(in_layers(step, file), above=True)
+        case "cell":
+            states = step.get("state")
+            inner.wires |= {key: span for key, span, _ in states} if isinstance(states, Mapping) else {}
+        case "parallel":
+            if len(path) < 3 or path[2].on_key or not isinstance(path[1].node, Mapping):
+                return None
+            path = path[2:]  # from the steps of a branch on
+    return _steps(path, file, inner)
 
 
 def _argument(path: list[PathEntry], step: Written, verb: Verb, key: str, scope: Scope) -> Context | None:
@@ -295,6 +324,10 @@ def _argument(path: list[PathEntry], step: Written, verb: Verb, key: str, scope:
         return Context("initialiser", scope)
     if key == "as" and len(path) > 1 and not path[-1].on_key and isinstance(path[0].node, Mapping):
         return Context("names", scope)  # the widths of the parts
+    if names_results(verb) and (key == "formula" or key not in verb.keys) and len(path) == 1:
+        return _formula(step, verb, key, scope)
+    if key == "learned" and names_results(verb) and len(path) > 1 and not path[-1].on_key:
+        return Context("initialiser", scope)
     if path[-1].on_key or key in ("as", "name"):
         return None
     is_port = isinstance(verb.meaning, Block) and key in verb.wires
@@ -304,6 +337,16 @@ def _argument(path: list[PathEntry], step: Written, verb: Verb, key: str, scope:
         return Context("step", scope)
     if key == "tie":
         return Context("step", scope)
-    if key == "when":
+    if key == "when" or (step.verb == "cell" and key == "state" and len(path) > 1):
         return Context("names", scope)
     return Context("value", scope, verb=verb, step=step, key=key)
+
+
+def _formula(step: Written, verb: Verb, key: str, scope: Scope) -> Context:
+    """Return what a formula can read: also results of the formulas before it, `x`, and learned scalars."""
+    keys = formulas_of(step, verb)
+    scope.wires |= dict.fromkeys(keys[: keys.index(key)] if key in keys else (), step.span)
+    learned = step.get("learned")
+    scope.wires |= {name: span for name, span, _ in learned} if isinstance(learned, Mapping) else {}
+    scope.wires.setdefault("x", None)
+    return Context("formula", scope)

@@ -11,8 +11,10 @@ from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis
 from seqblocks.analysis.scope.names import names_in
 from seqblocks.analysis.scope.references import Reference
+from seqblocks.analysis.scope.step import find_verb
 from seqblocks.analysis.step_list import LocatedStep
 from seqblocks.editor import navigation
+from seqblocks.editor.defined import formulas_of, inner_steps, names_results
 from seqblocks.editor.edits import Edit, applied
 from seqblocks.editor.naming import before_key, with_name
 from seqblocks.editor.opened import Opened
@@ -133,18 +135,29 @@ class _Renaming:
         found |= {span: Edit(span, self.new) for span in (*self._keys_in_calls(), *self._in_expectations())}
         edits = [*found.values()]
         if self.target.is_wire:
-            edits += [edit for span in definitions for edit in self._keep_name_of_maker(span, keep)]
+            for edit in (edit for span in definitions for edit in self._keep_name_of_maker(span, keep)):
+                place = next((each for each in edits if each.span[:3] == edit.span[:3]), None)
+                if place:  # editors take no two edits that begin at one place
+                    edits[edits.index(place)] = Edit(place.span, edit.text + place.text)
+                else:
+                    edits.append(edit)
         if self.target.is_verb:
             for step in self._uses(found):
                 edits = self._keep_name_of_use(step, edits, keep)
         return edits
 
     def _alternatives(self) -> Iterator[Span]:
-        """Yield the places where steps beside the maker of a wire define it too: under other conditions."""
+        """Yield the places where a wire is defined too: by steps beside its maker, under other conditions, or in a cell
+        both as a state and by the step that sets the state.
+        """
         for node in walk(self.root):
-            if not isinstance(node, Sequence):
+            if isinstance(node, Sequence):
+                own = [place for step in filter(None, map(as_step, node.items)) for place in self._defined_by(step)]
+            elif (step := as_step(node)) and step.verb == "cell" and isinstance(states := step.get("state"), Mapping):
+                own = [span for name, span, _ in states if name == self.target.name]
+                own += [place for each in inner_steps(step) for place in self._defined_by(each)] if own else []
+            else:
                 continue
-            own = [place for step in filter(None, map(as_step, node.items)) for place in self._defined_by(step)]
             if self.target.definition in own:
                 yield from own
 
@@ -156,6 +169,15 @@ class _Renaming:
                 yield from (item.span for item in items if isinstance(item, Scalar) and item.text == self.target.name)
             case Mapping(entries=entries) if self.target.name in entries:
                 yield entries[self.target.name][0]
+        if self.target.name in self._formulas(step):
+            assert isinstance(step.arguments, Mapping)
+            yield step.arguments.entries[self.target.name][0]
+
+    def _formulas(self, step: Written) -> list[str]:
+        """Return the keys of a step that name the results of formulas."""
+        file = self.opened.analysis.file
+        verb = find_verb(file, step.verb) if file else None
+        return formulas_of(step, verb) if verb and names_results(verb) else []
 
     def _keys_in_calls(self) -> Iterator[Span]:
         """Yield the keys in the calls of a block that set the argument that is renamed."""
@@ -198,6 +220,10 @@ class _Renaming:
                     key = step.arguments.entries["as"][0]
                     yield before_key(self.opened, key, step.arguments, self.target.name)
                 return
+            formulas = self._formulas(step) if step and step.get("name") is None else []
+            if step and len(formulas) == 1 and isinstance(step.arguments, Mapping):
+                if step.arguments.entries[formulas[0]][0] == definition and (keep or self._stores(step)):
+                    yield before_key(self.opened, definition, step.arguments, self.target.name)
 
     def _stores(self, step: Written) -> bool:
         """Return whether a step has parameters or a state, or may have them."""

@@ -354,7 +354,7 @@ def _navigation(server: Server) -> None:
 
 
 def _completion(server: Server) -> None:
-    options = types.CompletionOptions(trigger_characters=[" ", "[", "{"])
+    options = types.CompletionOptions(trigger_characters=[" ", "[", "{", "."])
 
     @server.feature(types.TEXT_DOCUMENT_COMPLETION, options)
     def on_completion(params: types.CompletionParams) -> types.CompletionList | None:

@@ -30,7 +30,7 @@ def html(boxes: Sequence[Box], title: str, totals: Sequence[str], sources: Seque
             '<nav><input id="search" type="search" placeholder="search ( / )" aria-label="search">',
             '<button id="expand">expand all (e)</button> <button id="fold">fold all (f)</button>',
             '<span id="count" role="status"></span></nav>', "</header>", "<main>",
-            '<section id="picture">', *page.list(boxes), "</section>", '<section id="texts">', *page.texts(),
+            '<section id="picture">', *page.list(boxes, ""), "</section>", '<section id="texts">', *page.texts(),
             "</section>", "</main>", f"<script>{script}</script>", "</body>", "</html>", "",
         ]
     )  # fmt: skip
@@ -46,40 +46,38 @@ class _Page:
         self.sources = {source.name: (number, source) for number, source in enumerate(sources)}
         everything = [box for each in boxes for box in each.inside()]
         self.open = len(everything) <= OPEN
-        self.most = max((box.params for box in everything), default=0)
 
-    def list(self, boxes: Sequence[Box]) -> Iterator[str]:
+    def list(self, boxes: Sequence[Box], around: str) -> Iterator[str]:
         """Yield boxes below one another, with their wires for the script."""
-        wires = json.dumps([(maker, reader, lane) for maker, reader, lane, _ in lanes(boxes)])
-        yield f'<div class="list" data-wires="{_text(wires)}">'
+        wires = json.dumps([(maker, reader, lane) for maker, reader, lane, _ in lanes(boxes)], separators=(",", ":"))
+        yield f'<div class="list" data-wires="{_text(wires)}">' if wires != "[]" else '<div class="list">'
         for box in boxes:
-            yield from self.box(box)
+            yield from self.box(box, around)
         yield "</div>"
 
-    def box(self, box: Box) -> Iterator[str]:
+    def box(self, box: Box, around: str) -> Iterator[str]:
+        name = box.path.removeprefix(f"{around}.") if around else box.path
         kind = f"{box.kind} faulty" if box.problems else box.kind
-        words = f"{box.path} {box.title} {box.output}".lower()
-        data = f'data-path="{_text(box.path)}" data-words="{_text(words)}"'
+        data = f'data-name="{_text(name)}"'  # the script adds the path
         if box.span and box.span.source.name in self.sources:
             data += f' data-at="{self.line(box.span.source.name, box.span.line)}"'
         if not box.boxes:
-            yield f'<div class="leaf {kind}" tabindex="0" {data}>{self.head(box)}</div>'
+            yield f'<div class="leaf {kind}" {data}>{self.head(box)}</div>'
             return
         is_open = " open" if self.open or box.kind in ("repeat", "layer") else ""
         yield f'<details class="box {kind}" {data}{is_open}><summary>{self.head(box)}</summary>'
         if box.side_by_side:
             yield '<div class="row">'
             for each in box.boxes:
-                yield from self.box(each)
+                yield from self.box(each, box.path)
             yield "</div>"
         else:
-            yield from self.list(box.boxes)
+            yield from self.list(box.boxes, box.path)
         yield "</details>"
 
     def head(self, box: Box) -> str:
-        share = f'<progress max="{self.most}" value="{box.params}" title="{box.params:,} parameters"></progress>'
-        parts = [f'<span class="title">{_text(box.title)}</span>', share if box.params else ""]
-        parts.append(f'<span class="facts">{_text(box.facts)}</span>')
+        share = f'<progress value="{box.params}"></progress>'  # of the largest number, which the script finds
+        parts = [f"<b>{_text(box.title)}</b>", share if box.params else "", f"<small>{_text(box.facts)}</small>"]
         if len(box.reads) > 1:
             reads = ", ".join(f"{read.port} ← {read.label} {read.type}" for read in box.reads)
             parts.append(f'<div class="reads">{_text(reads)}</div>')
@@ -89,14 +87,14 @@ class _Page:
     def texts(self) -> Iterator[str]:
         for _, source in self.sources.values():
             lines = (
-                f'<a id="{self.line(source.name, at)}" data-line="{at}" href="#">{_text(line)}</a>'
+                f'<a id="{self.line(source.name, at)}" href="#">{_text(line)}</a>'
                 for at, line in enumerate(source.lines, 1)
             )
             yield f"<h2>{_text(source.name)}</h2><pre>{''.join(lines)}</pre>"
 
     def line(self, name: str, number: int) -> str:
         """Return the id of a line in the page."""
-        return f"line-{self.sources[name][0]}-{number}"
+        return f"{self.sources[name][0]}-{number}"
 
 
 def _text(text: str) -> str:

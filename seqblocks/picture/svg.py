@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -15,7 +16,8 @@ HEAD, FACTS = 18, 14  # heights of the lines of a box
 GAP = 14  # between boxes, for the arrows
 PAD = 10
 LANE = 7
-MAX_LETTERS = 96  # letters of a line; the rest is in the tooltip
+MAX_LETTERS = 96  # letters of a line; longer texts have several
+MAX_LINES = 12  # of one text; the rest of a longer one is only in the tooltip
 
 STYLE = """
 text { font: 12px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328 }
@@ -78,10 +80,9 @@ def place(boxes: Sequence[Box]) -> list[Placed]:
 
 
 def _sized(box: Box) -> Placed:
-    lines = [("name", _cut(box.title))]
-    lines += [("facts", _cut(box.facts))] if box.facts else []
-    lines += [("facts", _cut(text))] if (text := _from_afar(box)) else []
-    lines += [("problem", _cut(problem)) for problem in box.problems]
+    texts = [("name", box.title), ("facts", box.facts), ("facts", _from_afar(box))]
+    texts += [("problem", problem) for problem in box.problems]
+    lines = [(kind, line) for kind, text in texts if text for line in _lines(text)]
     width = max(len(text) * (LETTER if kind == "name" else SMALL_LETTER) for kind, text in lines) + 2 * PAD
     height = _lines_height(lines)
     if not box.boxes:
@@ -117,14 +118,19 @@ def _from_afar(box: Box) -> str:
     return "" if plain else ", ".join(f"{read.port} ← {read.label}" for read in box.reads)
 
 
-def _cut(text: str) -> str:
+def _lines(text: str) -> list[str]:
+    """Return a text in lines."""
     text = visible(text)
-    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"
+    if len(text) <= MAX_LETTERS:
+        return [text]
+    lines = textwrap.wrap(text, MAX_LETTERS, max_lines=MAX_LINES, placeholder=" …")
+    return lines or [""]
 
 
 def svg(boxes: Sequence[Box], title: str, totals: Sequence[str] = ()) -> str:
     """Return the picture of a list of boxes below a title and lines of totals."""
-    head = [("name", _cut(title)), *(("facts", _cut(text)) for text in totals)]
+    head = [("name", line) for line in _lines(title)]
+    head += [("facts", line) for text in totals for line in _lines(text)]
     placed, top = place(boxes), PAD + _lines_height(head) + GAP
     left = PAD + gutter(boxes)
     for each in placed:

@@ -215,7 +215,8 @@ async function drawings() {
     await page.close();
   }
   const page = await context.newPage();
-  const first = given.find(each => each.shown);
+  const first = given.find(each => each.name === "hybrid_small");
+  await keys(page, first);
   await page.goto(pathToFileURL(`${address}/${first.name}.html`).href);
   await page.screenshot({ path: `${shots}/drawing.png` });
   await page.emulateMedia({ colorScheme: "dark" });
@@ -224,7 +225,63 @@ async function drawings() {
   await page.screenshot({ path: `${shots}/drawing_narrow.png` });
 }
 
-await { page, drawings }[what]();
+// A drawing by its keys alone, a search, the link to a box, dark and narrow.
+async function keys(page, { name, paths }) {
+  const url = pathToFileURL(`${address}/${name}.html`).href;
+  await page.goto(url);
+  assert.deepEqual(await page.$$eval("[data-path]", all => all.map(each => each.dataset.path)), paths);
+  const here = () => page.evaluate(() => document.activeElement.closest("[data-path]")?.dataset.path);
+  await page.keyboard.press("e");
+  for (const path of paths) { await page.keyboard.press("ArrowDown"); assert.equal(await here(), path); }
+  await page.keyboard.press("ArrowUp");
+  assert.equal(await here(), paths.at(-2));
+  const outer = paths.find(path => paths.some(other => other.startsWith(`${path}.`)));
+  while (await here() !== outer) await page.keyboard.press("ArrowUp");
+  const open = () => page.$eval(`[data-path="${outer}"]`, each => each.open);
+  await page.keyboard.press("ArrowLeft");
+  assert.equal(await open(), false);
+  await page.keyboard.press("ArrowDown");
+  assert.ok(!(await here()).startsWith(`${outer}.`));
+  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("ArrowRight");
+  assert.equal(await open(), true);
+  while (!await page.evaluate(() => document.activeElement.matches(".leaf[data-at]"))) await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Enter");
+  const chosen = await here();
+  assert.equal(await page.locator("pre a.here").count(), 1);
+  assert.equal(decodeURIComponent(new URL(page.url()).hash.slice(1)), chosen);
+  await page.goto("about:blank");
+  await page.goto(`${url}#${encodeURIComponent(chosen)}`);  // the link to a box shows it
+  assert.equal(await page.$eval("[data-path].here", each => each.dataset.path), chosen);
+  await page.keyboard.press("/");
+  await page.keyboard.insertText("mlstm");
+  const wanted = await page.$$eval("[data-path]", all => all.filter(each => (each.querySelector("summary") ?? each).textContent.includes("mlstm") || each.dataset.path.includes("mlstm")).length);
+  assert.equal(await page.locator(".found").count(), wanted);
+  assert.ok(wanted > 0);
+  const colours = [];
+  for (const colorScheme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme });
+    colours.push(await page.evaluate(() => getComputedStyle(document.body).backgroundColor));
+  }
+  assert.notEqual(colours[0], colours[1]);
+  await page.emulateMedia({ colorScheme: "light" });
+  await page.setViewportSize({ width: 400, height: 800 });
+  assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= 400), "wider than 400 px");
+  await page.setViewportSize({ width: 1280, height: 800 });
+}
+
+async function mermaid() {
+  const page = await (await browser.newContext()).newPage();
+  await page.addScriptTag({ path: address });
+  figures.refused = {};
+  figures.read = 0;
+  for (const [name, text] of Object.entries(given)) {
+    const message = await page.evaluate(text => globalThis.mermaid.parse(text).then(() => "", error => String(error)), text);
+    if (message) figures.refused[name] = message; else figures.read++;
+  }
+}
+
+await { page, drawings, mermaid }[what]();
 assert.deepEqual(complaints, []);
 await browser.close();
 console.log(JSON.stringify(figures));

@@ -6,6 +6,7 @@ They need a Chromium and playwright-core, which docs/editor.md shows how to get:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -126,7 +127,26 @@ def test_the_drawings(tmp_path: Path) -> None:
         (tmp_path / f"{name}.html").write_text(drawing.html())
         (tmp_path / f"{name}.svg").write_text(drawing.svg())
         boxes = [box for each in drawing.boxes for box in each.inside()]
-        cases.append({"name": name, "boxes": len(boxes), "words": boxes[-1].title, "shown": name == "hybrid_small"})
+        paths = [box.path for box in boxes]
+        cases.append({"name": name, "boxes": len(boxes), "words": boxes[-1].title, "paths": paths})
     found = run("drawings", str(tmp_path), cases, tmp_path)
     assert found["files"] == len(cases)
     assert found["slowest_fold"] < 100
+
+
+def test_mermaid_reads_its_drawings(tmp_path: Path) -> None:
+    """Mermaid's own parser, in the browser; `npm install --ignore-scripts mermaid@12` puts it into the folder."""
+    script = Path(MODULES, "mermaid", "dist", "mermaid.min.js")
+    if not script.is_file():
+        pytest.skip("needs mermaid in SEQBLOCKS_NODE_MODULES")
+    cases = {}
+    for name in bundled():
+        with contextlib.suppress(seqblocks.SeqblocksError):  # a file of blocks
+            cases[name] = seqblocks.draw(name).mermaid()
+    for path in sorted((ROOT / "tests" / "golden" / "faults").glob("*.yaml")):
+        found = seqblocks.analyse(path.read_text("utf-8", errors="replace"), path.name, path.parent)
+        if found.lowered.body is not None:
+            cases[path.stem] = seqblocks.draw(found).mermaid()
+    found = run("mermaid", str(script), cases, tmp_path)
+    assert found["refused"] == {}
+    assert found["read"] == len(cases) > 200

@@ -29,7 +29,7 @@ def described(body: Graph) -> list[Any]:
             numbers.setdefault(value, len(numbers))
         inputs = {port: [numbers[value] for value in values] for port, values in each.inputs.items()}
         same = {"kind", "name", "verb", "span", "type", "split", "op", "parameters", "state", "wires"}
-        same |= {"macs", "calls", "ties", "shared", "owner_name", "owned", "starts"}
+        same |= {"macs", "ties", "shared", "owner_name", "owned", "starts"}
         values = {key: getattr(each, key) for key in sorted(same)}
         bodies = {label: described(inner) for label, inner in each.bodies.items()}
         return [inputs, values, entries(each.checkpoint), bodies]

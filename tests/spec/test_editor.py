@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from seqblocks import graph
 from seqblocks.editor import diagnostics, navigation, rename
 from seqblocks.editor.completion import Item, complete
-from seqblocks.editor.edits import applied
+from seqblocks.editor.edits import Edit, applied
 from seqblocks.editor.fixes import QuickFix, fixes
 from seqblocks.editor.hints import hints
 from seqblocks.editor.hover import hover
@@ -298,6 +299,87 @@ def test_completion_outside_of_the_steps_of_a_model(text: str, first: str) -> No
     assert labels(text, "")[:1] == [first]
 
 
+LAYERS = """\
+seqblocks: 1
+let: {dim: 8, depth: 3}
+blocks:
+  mixer:
+    args: {wide: int}
+    outputs: [inside]
+    steps: [{linear: {features: wide, as: inside}}, silu]
+model:
+  input: {features: dim}
+  steps:
+    - repeat:
+        name: towers
+        times: depth
+        steps:
+          - residual:
+              as: out
+              steps:
+                - linear: {features: dim, as: v}
+                - each: {axis: features, steps: [{silu: {as: hidden}}]}
+                - calc: {twice: a * v, learned: {a: 2}}
+          - add: {with: HERE}
+    - aside: [{silu: {from: towers.0.out, as: early}}]
+    - mixer: {wide: dim, name: mixed}
+    - add: {with: THERE}
+"""
+
+
+@pytest.mark.parametrize(
+    ("here", "word", "expected", "never"),
+    [
+        (True, "layers.|", "0.out or input", "0.hidden"),
+        (True, '"layers[|"', "-1].v or input", "-1].hidden"),
+        (True, "layers[|", '-1].v or input"', "-1].v"),  # quotes are added
+        (True, '"layers[-1].|"', "twice or input", "hidden"),
+        (True, '"layers[-1].v| or input"', "v", "v or input"),
+        (True, "layers.0.v| or out", "v", "v or input"),
+        (True, '"layers[max(depth, |"', "layer", "v"),
+        (True, "towers.|", "out", "0.out"),  # the repeat is not finished
+        (False, "towers.|", "0.v", "0.v or input"),
+        (False, '"towers[-1].|"', "out", "out or input"),
+        (False, "|", "mixed.inside", "inside"),
+        (False, "|", "early", "v"),
+    ],
+)
+def test_wires_of_layers(here: bool, word: str, expected: str, never: str) -> None:
+    """What is offered may be written: it gives no fault, but where the reference is not finished."""
+    good = re.sub(r"\bTHERE\b" if here else r"\bHERE\b", "input", LAYERS)
+    at = good.index("HERE" if here else "THERE") + word.index("|")
+    text = re.sub("T?HERE", word.replace("|", ""), good)
+    now = opened(text, before=opened(re.sub("T?HERE", "input", good)))
+    found = complete(now, now.lines.spot_at(at))
+    assert found
+    texts = [each.text for each in found.items]
+    assert expected in texts
+    assert never not in texts
+    for each in found.items if "(" not in word else ():
+        if each.kind == "wire":
+            edits = [Edit(found.span, each.text), *([Edit(*each.more)] if each.more else [])]
+            assert opened(applied(text, edits)).analysis.ok, applied(text, edits)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected", "never"),
+    [
+        ("calc: {y: sigmoid(x), z: |, learned: {lam: 1}}", ["y", "lam", "first", "x", "tanh"], ["z", "silu"]),
+        ("calc: |", ["x", "first"], ["input"]),
+        ("calc: {y: x, learned: {lam: |}}", ["zeros", "dim"], ["first"]),
+        ("cell: {state: {s: |}, steps: [identity]}", ["dim"], ["s"]),
+        ("cell: {state: {s: 8}, steps: [{calc: {s: |}}]}", ["s", "x"], []),
+        ("each: {axis: features, steps: [{silu: {from: |}}]}", ["input"], ["first"]),
+        ("parallel: {branches: [{a: [silu]}, {b: [{silu: {from: |}}]}]}", ["first", "input"], ["a"]),
+    ],
+)
+def test_what_steps_with_steps_and_formulas_can_read(step: str, expected: list[str], never: list[str]) -> None:
+    head = "seqblocks: 1\nlet: {dim: 8}\nmodel:\n  input: {features: dim}\n  steps:\n    - silu: {as: first}\n"
+    found = labels(f"    - {step}\n", head)
+    assert {*expected} <= {*found}
+    assert not {*never} & {*found}
+
+
 def test_a_verb_brings_its_required_arguments_and_its_braces() -> None:
     by_label = {item.label: item for item in items("    - |")}
     assert by_label["linear"].text == "linear: {features: $1}"
@@ -372,6 +454,22 @@ def test_a_wire_in_block_style_keeps_the_name_of_its_step() -> None:
 
 def test_a_name_is_renamed_in_expressions_and_expectations() -> None:
     assert renamed(TWO, "dim: 8", "size") == TWO.replace("dim", "size")
+
+
+def test_a_state_is_renamed_with_the_step_that_sets_it() -> None:
+    cell = "    - cell: {state: {s: dim}, steps: [{calc: {s: a * s + x, learned: {a: 1}}}, {silu: {from: s}}]}\n"
+    text = TWO.replace("expect:", cell + "expect:")
+    changed = cell.replace("{s: dim}", "{sum: dim}").replace("{s: a * s", "{name: s, sum: a * sum")
+    changed = changed.replace(": s}", ": sum}")
+    for word in ("s: dim}, steps", "s + x"):
+        assert renamed(text, word, "sum") == text.replace(cell, changed)
+
+
+def test_a_formula_keeps_the_name_of_its_scalars() -> None:
+    old = "    - calc: {y: a * x, learned: {a: 1}}\n    - add: {with: y}\n"
+    new = "    - calc: {name: y, z: a * x, learned: {a: 1}}\n    - add: {with: z}\n"
+    text = TWO.replace("expect:", old + "expect:")
+    assert renamed(text, "y}\nexpect", "z") == text.replace(old, new)
 
 
 def test_an_argument_is_renamed_in_calls() -> None:

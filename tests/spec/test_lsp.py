@@ -112,7 +112,11 @@ def test_diagnostics_follow_the_edits(client: Client) -> None:
 def test_other_yaml_is_left_alone(client: Client) -> None:
     uri = "file:///compose.yaml"
     client.diagnostics[uri] = queue.Queue()
-    for version, text in enumerate(("services: {web: [a, b]\n", "version: 3\nservices: {web: {seqblocks: 1}}\n")):
+    others = (
+        "services: {web: [a, b]\n", "version: 3\nservices: {web: {seqblocks: 1}}\n", "- version\n- seqblocks: 1\n",
+        "# version of seqblocks: 1\non: [push]\njobs: {version: {steps: [{run: make}]}}\n", "version",
+    )  # fmt: skip
+    for version, text in enumerate(others):
         client.tell(uri, text, version)
         assert client.request("textDocument/inlayHint", whole(uri)) == []
         assert client.request("textDocument/hover", at(uri, "version", "version")) is None

@@ -201,7 +201,7 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     types = tuple(run.types[value] for value in (call.x, *call.ports.values()))
     if original := copies.find(inner, block, values, types):
         return inner, _copy(ctx, inner, block, original)
-    before = run.steps
+    before, faults = run.steps, run.report.calls + run.warnings.calls
     body = lower_steps(inner, block.steps, entered, ports)
     if block.outputs:
         read_block_outputs(inner, block.outputs, body)
@@ -216,7 +216,7 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     if not run.report or id(block) not in run.mapped:  # after a fault, a block is lowered again in each layer
         run.mapped.add(id(block))
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
-    if not run.report:
+    if run.report.calls + run.warnings.calls == faults:
         copies.keep(
             run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
         )

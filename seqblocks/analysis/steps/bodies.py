@@ -24,7 +24,7 @@ def lower_once(ctx: Context, key: tuple[Any, ...], lower: Callable[[], tuple[Con
         count_steps(ctx, steps, height)
         return body
     spend(ctx, 20)
-    steps, ties, deepest = run.steps, run.ties, run.deepest
+    steps, ties, deepest, faults = run.steps, run.ties, run.deepest, run.report.calls
     run.deepest = ctx.depth + 1
     outside, run.reads_depth = run.reads_depth, False
     inner, body = lower()
@@ -34,7 +34,8 @@ def lower_once(ctx: Context, key: tuple[Any, ...], lower: Callable[[], tuple[Con
     run.reads_depth |= outside
     if not run.report:
         run.lowered.append((inner, body))
-        if run.ties == ties:  # ties contain the names of one layer, so the body cannot be shared
-            run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
+    # Ties contain the names of one layer. A fault inside may have another cause where the body is used again.
+    if run.ties == ties and run.report.calls == faults:
+        run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
     run.deepest = max(run.deepest, deepest)
     return body

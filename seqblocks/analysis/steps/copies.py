@@ -46,8 +46,8 @@ NOTHING = Free(frozenset(), frozenset(), frozenset(), (), ())
 
 
 def keep(run: Run, block: Block, original: Original) -> None:
-    """Remember a body, unless something was reported or its parameters are those of other steps."""
-    if not (run.report or run.warnings) and _is_alone(run, original.body):
+    """Remember a body without faults, unless its parameters are those of other steps."""
+    if _is_alone(run, original.body):
         run.alone[id(original.body)] = original.body
         found = run.originals.setdefault(id(block), {})
         names = free(run, block) if found else NOTHING
