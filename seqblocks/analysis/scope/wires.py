@@ -65,11 +65,6 @@ def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     """Return the values of the wires that a node names, or an unknown value after a fault."""
     if joins and (ranges := [item for item in _items(node) if read_range(item)]):
         return _with_ranges(ctx, node, ranges)
-    if read_range(node):
-        assert isinstance(node, Scalar)
-        hint = "join them in a step above: `concat: {from: \"" + node.text + "\"}`"
-        ctx.report(Fault("E410", "this input takes a single wire, not those of several layers", hint=hint), node.span)
-        return (ctx.run.unknown(),)
     if not isinstance(node, Sequence):
         return (_wire(ctx, node),)
     if joins and node.items:
@@ -120,6 +115,9 @@ def _wire(ctx: Context, node: Node) -> int:
         if ctx.run.references is not None:
             ctx.run.references.wire(node.value, node.span, value)
         return value
+    elif ":" in node.value and read_range(node):
+        hint = "join them in a step above: `concat: {from: \"" + node.text + "\"}`"
+        ctx.report(Fault("E410", "this input takes a single wire, not those of several layers", hint=hint), node.span)
     elif "." in node.value and (given := read_reference(node.value)):
         return _of_layer(ctx, node, given)
     elif not ctx.body.incomplete:
