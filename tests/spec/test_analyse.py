@@ -169,6 +169,39 @@ def test_the_references_of_a_spec() -> None:
     assert sorted(each.span.line for each in names) == [4, 7, 8, 11]
 
 
+def test_names_and_arguments_are_renamed_by_references_alone() -> None:
+    """Also the keys of calls, and what `expect:` reads: numbers, sizes, and the names of outputs."""
+    text = """\
+seqblocks: 1
+let: {dim: 8, most: 100}
+blocks:
+  mine:
+    args: {width: int, other: wire, "body": steps}
+    steps: [{linear: width}, body, {add: {with: other}}]
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: dim, as: q}
+    - mine: {width: dim, other: q, body: [silu], as: r}
+  outputs: [q, r]
+expect: {params: "<= most * 2", state_bytes: 0 B, output: {q: [batch, seq, dim], r: [batch, seq, 2 * dim / 2]}}
+"""
+    found = seqblocks.analyse(text)
+    assert found.ok
+    keys = [(each.name, each.span.line) for each in found.references if each.kind == "argument"]
+    assert keys == [("width", 11), ("other", 11), ("body", 11)]
+    definitions = {each.definition for each in found.references if each.definition}
+    names = {span: f"w17_{at}" for at, span in enumerate(sorted(definitions, key=lambda span: span[1:]))}
+    edits = {each.span: names[each.definition] for each in found.references if each.definition in names}
+    changed = seqblocks.analyse(edited(text, [*{**edits, **names}.items()]))
+    assert changed.ok, changed.diagnostics
+    assert len(names) == 8
+    assert {each.name for each in changed.references} == {*names.values(), "add", "linear", "silu"}
+    assert found.model
+    assert changed.model
+    assert changed.model.output_text == "w17_6 [batch, seq, 8], w17_7 [batch, seq, 8]"
+
+
 def test_more_than_twenty_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FAULTS)
     assert len(analysed("more_than_twenty.yaml").diagnostics) == 25
