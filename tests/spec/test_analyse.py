@@ -233,6 +233,12 @@ expect: {params: "<= most * 2", state_bytes: 0 B, output: {q: [batch, seq, dim],
     assert changed.model.output_text == "w17_6 [batch, seq, 8], w17_7 [batch, seq, 8]"
 
 
+def test_a_cell_with_a_step_of_an_unknown_type() -> None:
+    steps = "[{linear: {from: nothing, features: 8}}, {rearrange: '(a b) -> b a'}, {calc: {s: s + x}}]"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{cell: {{state: {{s: 8}}, steps: {steps}}}}}]}}\n"
+    assert [each.code for each in seqblocks.analyse(text).diagnostics] == ["E302"]
+
+
 def test_more_than_twenty_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FAULTS)
     assert len(analysed("more_than_twenty.yaml").diagnostics) == 25

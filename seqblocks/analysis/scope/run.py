@@ -44,6 +44,7 @@ class Run:
         self.node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = {}
         self.known: dict[int, tuple[graph.Node, bool]] = {}
         self.originals: dict[int, dict[Any, Any]] = {}  # bodies to copy, by block, see `copies.py`
+        self.faulty: dict[int, dict[Any, Any]] = {}  # the same with faults
         self.alone: dict[int, graph.Graph] = {}  # bodies that may be part of one to copy
         self.by_depth: set[int] = set()  # blocks, and steps that are arguments, whose bodies depend on `depth`
         self.reads_depth = False  # whether the body that is being lowered does

@@ -201,7 +201,10 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     types = tuple(run.types[value] for value in (call.x, *call.ports.values()))
     if original := copies.find(inner, block, values, types):
         return inner, _copy(ctx, inner, block, original)
-    before, faults = run.steps, run.report.calls + run.warnings.calls
+    if faulty := copies.find_faulty(inner, block, values, types):
+        run.report.calls += 1  # as if its faults were reported again
+        return inner, _copy(ctx, inner, block, faulty)
+    before, errors, warnings = run.steps, run.report.calls, run.warnings.calls
     body = lower_steps(inner, block.steps, entered, ports)
     if block.outputs:
         read_block_outputs(inner, block.outputs, body)
@@ -216,10 +219,11 @@ def _lower_body(ctx: Context, block: Block, call: BlockUse, name: str, note: Not
     if not run.report or id(block) not in run.mapped:  # after a fault, a block is lowered again in each layer
         run.mapped.add(id(block))
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
-    if run.report.calls + run.warnings.calls == faults:
-        copies.keep(
-            run, block, Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
-        )
+    original = Original(inner, body, values, types, run.steps - before, run.deepest - ctx.depth)
+    if run.report.calls > errors:
+        copies.keep_faulty(run, block, original)
+    elif run.warnings.calls == warnings:
+        copies.keep(run, block, original)
     return inner, body
 
 
@@ -231,7 +235,7 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
     free = copies.free(run, block)
     for step in free.steps:
         node = place.body.nodes.get(step.name)
-        if node and node.span is step.span:  # otherwise the step is absent
+        if node and node.span is step.span and _is_known(node):  # otherwise the step is absent, or unknown
             spend(ctx, step.effort)
             changed[id(node)] = _changed(place, step, node)
     compute_let(inner, block.let, free.let)
@@ -241,6 +245,11 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
     read_rules(inner, block.init, body)
     run.alone[id(body)] = body
     return body
+
+
+def _is_known(node: graph.Node) -> bool:
+    """Return whether a node is valid, and the types of its inputs are known."""
+    return node.kind != "unknown" and all(wire is not None for wire in node.wires)
 
 
 def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:

@@ -72,13 +72,35 @@ def find(ctx: Context, block: Block, values: Mapping[str, Any], types: tuple[Any
     """
     run = ctx.run
     found = run.originals.get(id(block), {})
-    if not found or run.report or run.warnings:
+    if not found:
         return None
     names = free(run, block)
     if None in found:  # the first one, whose key is computed only when a second appears
         first = found.pop(None)
         found[_key(block, names, first.ctx, first.values, first.types)] = first
     return found.get(_key(block, names, ctx, values, types))
+
+
+def keep_faulty(run: Run, block: Block, original: Original) -> None:
+    """Remember a body with faults."""
+    found = run.faulty.setdefault(id(block), {})  # before its key, which depends on the steps of the first
+    if not found:
+        found[None] = original
+    found[_place(original.ctx, block, original.values, original.types)] = original
+
+
+def find_faulty(ctx: Context, block: Block, values: Mapping[str, Any], types: tuple[Any, ...]) -> Original | None:
+    """Return a body whose faults are also those for these arguments in this place: only initial values may differ."""
+    found = ctx.run.faulty.get(id(block))
+    return found.get(_place(ctx, block, values, types)) if found else None
+
+
+def _place(ctx: Context, block: Block, values: Mapping[str, Any], types: tuple[Any, ...]) -> Any:
+    """Return everything that faults in a body and their causes depend on, apart from its initial values."""
+    spans = [note.span for note in ctx.trail if note.span]
+    trail = tuple((span.source.name, span.line, span.column) for span in spans)
+    passed = tuple(each.key for each in ctx.passed.values())
+    return trail, passed, _key(block, free(ctx.run, block), ctx, values, types)
 
 
 def _key(block: Block, names: Free, ctx: Context, values: Mapping[str, Any], types: tuple[Any, ...]) -> Any:
@@ -97,7 +119,7 @@ def free(run: Run, block: Block) -> Free:
     Steps inside the combinators of the block count as a whole, with their initial values.
     """
     if id(block) not in run.free:
-        first = next(iter(run.originals.get(id(block), {}).values()), None)
+        first = next(iter((run.originals.get(id(block)) or run.faulty.get(id(block), {})).values()), None)
         by_steps = any(each.type == "steps" for each in block.args.values())
         run.free[id(block)] = _free(run, block, first.ctx.body.steps) if first and not by_steps else NOTHING
     found: Free = run.free[id(block)]
