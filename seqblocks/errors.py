@@ -195,27 +195,37 @@ class Note(NamedTuple):
 
 
 class Suggestion(str):
-    """A hint that names the word that was probably meant. written: the word of the spec. word: what to write there."""
+    """A hint that names the word that was probably meant.
 
-    __slots__ = ("word", "written")
+    written: the word of the spec. word: what to write there. more: what to write elsewhere too.
+    """
+
+    __slots__ = ("more", "word", "written")
     written: str
     word: str
+    more: tuple[tuple[Span, str], ...]
 
     @classmethod
-    def of(cls, text: str, written: str, word: str) -> Suggestion:
+    def of(cls, text: str, written: str, word: str, more: Iterable[tuple[Span, str]] = ()) -> Suggestion:
         made = cls(text)
-        made.written, made.word = written, word
+        made.written, made.word, made.more = written, word, tuple(more)
         return made
 
 
 class Fix(NamedTuple):
-    """An edit that removes a fault: the text to write in a range. span: None if it is not in a file (an override)."""
+    """An edit that removes a fault: the text to write in a range. span: None if it is not in a file (an override).
+
+    more: further ranges of the same file, and the texts to write there at once. They may be empty.
+    """
 
     span: Span | None
     text: str
+    more: tuple[tuple[Span, str], ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        return {"text": self.text} | (self.span.as_data() if self.span else {})
+        """Return the edit as plain data, with the key `more` only if there are further ones."""
+        data = {"text": self.text} | (self.span.as_data() if self.span else {})
+        return data | ({"more": [{"text": text} | span.as_data() for span, text in self.more]} if self.more else {})
 
 
 def _fix(hint: str | None, span: Span | None, notes: Iterable[Note]) -> Fix | None:
@@ -230,7 +240,9 @@ def _fix(hint: str | None, span: Span | None, notes: Iterable[Note]) -> Fix | No
     if at < 0:
         values = (note.span for note in notes if note.span and not note.span.source.bundled)
         return next((Fix(value, hint.word) for value in values if value.text == hint.written), None)
-    return Fix(Span(span.source, span.line, at + 1, span.line, at + 1 + len(hint.written)), hint.word)
+    if any(other.source.name != span.source.name for other, _ in hint.more):
+        return None
+    return Fix(Span(span.source, span.line, at + 1, span.line, at + 1 + len(hint.written)), hint.word, hint.more)
 
 
 Severity = Literal["error", "warning"]

@@ -70,6 +70,11 @@ def lower_file(
             check_unused(file_context(run, file), block)
     for each in () if run.full else run.map_checks:
         check_map(*each)
+    if run.references is not None and file.expect is not None:
+        from seqblocks.analysis.passes.expectations import refer_names, refer_outputs  # few readers need it
+
+        refer_names(ctx, file.expect)
+        refer_outputs(run.references, file)
     if not report:
         assert model is None or model.output is not None, "the result has no type, but no fault was reported"
         _report_idle(run)

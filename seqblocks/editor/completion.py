@@ -23,6 +23,7 @@ from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.language.files import bundled, specs_beside
 from seqblocks.language.formulas import OF_WIRES
 from seqblocks.language.spec import Block, SpecFile
+from seqblocks.language.uses import added
 from seqblocks.op import Op
 from seqblocks.parameters import INITIALISERS
 from seqblocks.report import reference
@@ -161,29 +162,10 @@ class _Maker:
         return Item(name, kind, f"{{{text}}}" if self.cursor.bracket == "[" else text, detail, about)
 
     def _use(self, file: str) -> tuple[Span, str] | None:
-        """Return the edit that adds a bundled file to `use:`, or None if its list is not plain."""
-        root = self.opened.root
-        if root is None or (self.opened.known is not self.opened and self.opened.moved.head < 2):
-            return None
-        use = root.get("use")
-        if use is None:
-            first = root.entries.get("seqblocks")
-            if first is None or self.cursor.path[0].node.span.source.line(1).startswith("{"):
-                return None
-            line = first[1].span.end_line
-            return self._at(line, len(self.opened.source.line(line)) + 1, f"\nuse: [{file}]")
-        if not isinstance(use, Sequence) or not use.items:
-            return None
-        last = self.opened.now(use.items[-1].span)
-        if last is None:
-            return None
-        written = self.opened.source.line(last.line)
-        is_list = written.lstrip().startswith("- ")
-        text = f"\n{written[: len(written) - len(written.lstrip())]}- {file}" if is_list else f", {file}"
-        return self._at(last.end_line, last.end_column, text)
-
-    def _at(self, line: int, column: int, text: str) -> tuple[Span, str]:
-        return Span(self.opened.source, line, column, line, column), text
+        """Return the edit that adds a bundled file to `use:`, or None if there is no place for it."""
+        edit = added(self.opened.root, file) if self.opened.root else None
+        now = self.opened.now(edit[0]) if edit else None
+        return (now, edit[1]) if edit and now else None
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 

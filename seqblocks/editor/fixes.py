@@ -43,7 +43,11 @@ def _start(each: Diagnostic) -> Spot:
 def _of(opened: Opened, each: Diagnostic) -> Iterator[QuickFix]:
     if each.fix and each.fix.span and each.fix.span.source.kind in ("own", "text"):
         edit = Edit(each.fix.span, each.fix.text)
-        yield QuickFix(f"Change '{edit.span.text}' to '{edit.text}'", [edit], each)
+        if edit.span.text == edit.text:  # the word is right, but something else is missing
+            yield QuickFix((each.hint or "").replace("add", "Add", 1), [Edit(*other) for other in each.fix.more], each)
+        else:
+            edits = [edit, *(Edit(*other) for other in each.fix.more)]
+            yield QuickFix(f"Change '{edit.span.text}' to '{edit.text}'", edits, each)
     elif each.code == "E304":
         yield from _name(opened, each)
     elif each.code.startswith("E7"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis
-from seqblocks.analysis.scope.names import names_in
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.analysis.scope.step import find_verb
 from seqblocks.analysis.step_list import LocatedStep
@@ -22,7 +20,6 @@ from seqblocks.editor.positions import Spot
 from seqblocks.editor.steps import Written, as_step, walk
 from seqblocks.errors import Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.spec import Block
 
 
 class Refused(Exception):
@@ -132,7 +129,6 @@ class _Renaming:
                 definitions.add(other)
                 spans += [each.span for each in self.opened.own_references.values() if each.definition == other]
         found = {span: Edit(span, self.new) for span in [*definitions, *spans] if self.opened.is_own(span)}
-        found |= {span: Edit(span, self.new) for span in (*self._keys_in_calls(), *self._in_expectations())}
         edits = [*found.values()]
         if self.target.is_wire:
             for edit in (edit for span in definitions for edit in self._keep_name_of_maker(span, keep)):
@@ -178,33 +174,6 @@ class _Renaming:
         file = self.opened.analysis.file
         verb = find_verb(file, step.verb) if file else None
         return formulas_of(step, verb) if verb and names_results(verb) else []
-
-    def _keys_in_calls(self) -> Iterator[Span]:
-        """Yield the keys in the calls of a block that set the argument that is renamed."""
-        block = self._block_with_argument()
-        for node in walk(self.root) if block else ():
-            step = as_step(node)
-            call = self.opened.own_references.get(step.span) if step else None
-            if block and step and call and call.definition == block.span and isinstance(step.arguments, Mapping):
-                if self.target.name in step.arguments.entries:
-                    yield step.arguments.entries[self.target.name][0]
-
-    def _block_with_argument(self) -> Block | None:
-        file = self.opened.analysis.file
-        for block in file.blocks.values() if file else ():
-            if any(argument.span == self.target.definition for argument in block.args.values()):
-                return block
-        return None
-
-    def _in_expectations(self) -> Iterator[Span]:
-        """Yield the places where `expect:` reads a name of `let:`, which are no references."""
-        file = self.opened.analysis.file
-        entry = file.let.entries.get(self.target.name) if file and file.let else None
-        if file and file.expect and entry and entry[0] == self.target.definition:
-            for node in walk(file.expect):
-                if isinstance(node, Scalar) and self.target.name in names_in(node.text):
-                    for found in re.finditer(rf"\b{self.target.name}\b", node.text):
-                        yield node.part(found.start(), len(self.target.name))
 
     # --- names in the state_dict --------------------------------------------------------------------------------------
 

@@ -56,11 +56,15 @@ function showProblems(found) {
     if (problem.hint) item.append(element("div", problem.hint));
     if (problem.line) item.addEventListener("click", () => select(problem.line, problem.column, problem.end_line, problem.end_column));
     if (problem.fix && problem.fix.line && problem.fix.file === file.name) {
+      const edits = [problem.fix, ...(problem.fix.more || [])];
+      edits.sort((a, b) => b.line - a.line || b.column - a.column);  // from the end: positions before stay
       const button = element("button", `use ${problem.fix.text}`);
       button.addEventListener("click", event => {
         event.stopPropagation();
-        select(problem.fix.line, problem.fix.column, problem.fix.end_line, problem.fix.end_column);
-        text.setRangeText(problem.fix.text);
+        for (const edit of edits) {
+          select(edit.line, edit.column, edit.end_line, edit.end_column);
+          text.setRangeText(edit.text);
+        }
         typed();
       });
       item.append(button);

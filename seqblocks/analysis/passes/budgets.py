@@ -108,12 +108,17 @@ def _quantity(ctx: Context, node: Node, units: Table[str, float]) -> Any:
     """Return the value of a number with a unit, a number, or an expression, after a sign if there is one."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         return number(ctx, node)
-    match = _TEXT.fullmatch(node.value)
-    rest = match["rest"] if match else node.value
-    if given := _WITH_UNIT.fullmatch(rest):
+    plain = without_sign(node, node.value)
+    if given := _WITH_UNIT.fullmatch(plain.text):
         return _with_unit(ctx, node, given["value"], given["unit"], units)
-    plain = Scalar(node.part(node.value.find(rest), len(rest)), node.size, node.depth, rest, rest)
     return number(ctx, plain)
+
+
+def without_sign(node: Scalar, text: str) -> Scalar:
+    """Return a quantity without the sign of a limit before it."""
+    match = _TEXT.fullmatch(text)
+    rest = match["rest"] if match else text
+    return Scalar(node.part(text.find(rest), len(rest)), node.size, node.depth, rest, rest)
 
 
 def _with_unit(ctx: Context, node: Scalar, value: str, unit: str, units: Table[str, float]) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seqblocks import cost, graph
 from seqblocks.analysis.passes import budgets
 from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.names import names_in
+from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import file_context, number
 from seqblocks.errors import ExpectationError, Fault, Report, SpecError, in_order
@@ -54,6 +56,32 @@ def check_numbers(file: SpecFile, report: Report) -> None:
         for key, units in (*((key, figure.units) for key, figure in _FIGURES.items()), ("latency_ms", budgets.TIMES)):
             if (node := file.expect.get(key)) is not None:
                 budgets.limits(ctx, node, allowed, units)
+
+
+def refer_names(ctx: Context, node: Node) -> None:
+    """Note which names of `let:` are read in `expect:`, also where its values are not computed."""
+    match node:
+        case Mapping():
+            for _, _, value in node:
+                refer_names(ctx, value)
+        case Sequence():
+            for item in node.items:
+                refer_names(ctx, item)
+        case Scalar(value=str(text)):
+            plain = budgets.without_sign(node, text)
+            if names_in(plain.text):
+                ctx.refer(plain.text, plain)
+
+
+def refer_outputs(references: References, file: SpecFile) -> None:
+    """Note that keys in `expect:` name outputs of the model."""
+    outputs = file.model.get("outputs") if file.model else None
+    keys = [node for key in ("output", "lookahead") if file.expect and (node := file.expect.get(key))]
+    for item in outputs.items if isinstance(outputs, Sequence) else ():
+        known = references.found.get(item.span)
+        for node in keys if known else ():
+            if known and isinstance(node, Mapping) and known.name in node.entries:
+                references.add(known.kind, known.name, node.entries[known.name][0], known.definition)
 
 
 def figures(model: ModelSpec) -> dict[str, float | None]:

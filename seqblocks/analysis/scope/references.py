@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 
 from seqblocks.errors import Span
 
-ReferenceKind = Literal["wire", "name", "verb", "block"]
+ReferenceKind = Literal["wire", "name", "verb", "block", "argument"]
 
 
 class Reference(NamedTuple):
     """One place where something is read by name.
 
+    kind: argument for a key in the call of a block, which sets an argument of that block.
     definition: the name where it is defined; None for what no file defines (a verb of seqblocks, the wire `input`).
     """
 

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.step import Entries, Step, Verb, find_verb, passed_verb
 from seqblocks.analysis.scope.values import effort
 from seqblocks.combinators import Combinator
@@ -41,12 +42,21 @@ def read_step(ctx: Context, item: Node) -> Step:
             meaning = step.found.meaning
             if isinstance(meaning, Block | Argument):
                 ctx.run.references.add("block", step.verb, step.span, meaning.span)
+                if isinstance(meaning, Block):
+                    _refer_keys(ctx.run.references, step, meaning)
             else:
                 ctx.run.references.add("verb", step.verb, step.span, None)
         _check_keys(ctx, step)
         step.effort = _effort(step)
         step.is_plain = not step.found or not (_is_in_line(step.found) or _names_results(step.found))
     return cache[key]
+
+
+def _refer_keys(references: References, step: Step, block: Block) -> None:
+    """Note which arguments of a block the keys of a call set."""
+    for key, (span, node) in step.fields.items():
+        if key in block.args and span != node.span:  # otherwise only the value is written
+            references.add("argument", key, span, block.args[key].span)
 
 
 def read_items(ctx: Context, items: Iterable[Node]) -> Items:

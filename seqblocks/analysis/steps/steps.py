@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.conditions import is_absent, is_known, leave_out
 from seqblocks.analysis.steps.read_step import InLine, Items, all_steps, read_items
 from seqblocks.combinators import COMBINATORS
-from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.errors import Fault, Note, Suggestion, listing, quote
 from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
@@ -260,11 +260,11 @@ def _verb_hint(ctx: Context, verb: str) -> str:
     if ctx.callers and verb in ctx.callers[-1].args:
         return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
-    if found := _bundled_hint(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs):
+    if found := _bundled_hint(ctx, verb) or instead_of(verb) or key_hint(verb, verbs):
         return found
     files = files_of_blocks()
     if block := nearest(verb, files):
-        return f"did you mean '{block}'? add `use: [{files[block]}]`"
+        return _with_use(ctx, f"did you mean '{block}'? add `use: [{files[block]}]`", verb, block)
     return "`seqblocks ops` lists the verbs; your own primitives must be imported first (--import my_ops.py)"
 
 
@@ -275,18 +275,26 @@ def _argument_hint(argument: Argument) -> str:
     return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
 
 
-def _bundled_hint(verb: str, visible: Container[str]) -> str | None:
+def _with_use(ctx: Context, hint: str, verb: str, block: str) -> str:
+    """Return a hint with the edits that write a bundled block in place of a verb, and add its file to `use:`."""
+    from seqblocks.language.uses import added  # only this hint needs it
+
+    edit = added(ctx.file.root, files_of_blocks()[block])
+    return Suggestion.of(hint, verb, block, [edit]) if edit else hint
+
+
+def _bundled_hint(ctx: Context, verb: str) -> str | None:
     """Return a hint if a bundled file or one of its blocks has this name."""
     files = files_of_blocks()
     if verb in files:
-        return f"add `use: [{files[verb]}]`"
+        return _with_use(ctx, f"add `use: [{files[verb]}]`", verb, verb)
     path = bundled().get(verb)
     if path is None:
         return None
     if path.parent.name == "models":
         return f"{verb} is a complete model: `seqblocks build {verb}`"
     blocks = [block for block, file in files.items() if file == verb]
-    in_use = all(block in visible for block in blocks)
+    in_use = all(block in ctx.file.visible for block in blocks)
     return f"`use: [{verb}]` {'is in use, and its blocks are' if in_use else 'brings in'} {listing(blocks)}"
 
 

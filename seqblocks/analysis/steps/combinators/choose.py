@@ -30,8 +30,6 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     chosen = _chosen(arguments, wire)._replace(origin=Origin(step.verb, step.span)) if wire else None
     inner = run.value(chosen, "input")
     copies = _copies(ctx, x, inner, chosen)
-    if run.references is not None:
-        run.references.define((inner,), ())
     outside = ctx.body._replace(wires=copies, layers={}, hidden=ctx.body.wires)
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if run.full:  # already reported
@@ -90,6 +88,8 @@ def _copies(ctx: Context, x: int, inner: int, chosen: Wire | None) -> dict[str, 
             if value in run.makers:
                 run.makers[known[value]] = run.makers[value]
         found[name] = known[value]
+        if run.references is not None and (place := run.references.places.get((value, name))):
+            run.references.define([known[value]], [(name, place)])
     return found
 
 

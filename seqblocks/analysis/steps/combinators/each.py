@@ -23,8 +23,6 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     wire = ctx.run.types[x]
     folded = _folded(arguments, wire) if wire else None
     inner = ctx.run.value(folded, "input")
-    if ctx.run.references is not None:
-        ctx.run.references.define((inner,), ())
     ctx.run.may_look_ahead = True
     outside = ctx.body._replace(wires={}, layers={}, hidden=ctx.body.wires)
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
