@@ -50,6 +50,8 @@ def check_law(
 ) -> None:
     """Assert the state law, `check_shapes` and `check_lookahead` for a model that streams.
 
+    The state law: a whole sequence, chunks and steps agree, and a call without tokens changes nothing.
+
     Inputs that do not stream are drawn once; gradients with respect to them are compared too.
 
     cuts: positions at which the sequence is split into chunks, by default 1, 2 and 11 if within the sequence. resets:
@@ -76,6 +78,8 @@ def check_law(
     tolerance = _tolerance(model) if tolerance is None else tolerance
     marks = _marks(x, resets, model.frame_size) if resets else None
     whole, last = model(x, return_state=True, resets=marks, **context)
+    if all(map(has_tokens, _output_types(model).values())):  # a vector needs a token
+        _check_no_tokens(model, x, context, marks, whole, last, tolerance)
     leaves = [t for t in (x, *context.values(), *model.parameters()) if t.requires_grad]
     gradients = _gradients(whole, leaves)
     _assert_tree_close("without a state: output", model(x, resets=marks, **context), whole, tolerance)
@@ -90,6 +94,19 @@ def check_law(
         _assert_tree_close("steps without gradients: state", state, last, tolerance)
     if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
         _assert_tree_close("resets: each sequence by itself", _pieces(model, x, context, marks), whole, tolerance)
+
+
+def _check_no_tokens(
+    model: SequenceModel, x: Tensor, context: Context, marks: Tensor | None, whole: Output, last: States,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Assert that a call without tokens changes nothing, before the first token and after the last one."""
+    with torch.no_grad():
+        _, first = model(x[:, :0], return_state=True, **context)
+        _, same = model(x[:, :0], state=last, return_state=True)
+        y = model(x, state=first, resets=marks)
+    _assert_tree_close("after a call without tokens: output", y, whole, tolerance)
+    _assert_tree_close("a call without tokens: state", same, last, 0.0)
 
 
 def _checked_cuts(cuts: Sequence[int] | None, seq: int) -> Sequence[int]:

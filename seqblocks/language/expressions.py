@@ -108,7 +108,9 @@ def _hilbert(row: Number, column: Number, side: Number) -> int:
     Each quarter of the square is filled by a smaller curve, of which the first and the last are turned.
     """
     y, x, least = map(_whole, (row, column, side))
-    if not (0 <= y < least and 0 <= x < least and least <= 2**32):
+    if least > 2**32:
+        raise ValueError(f"the side of Hilbert's square is {least}, more than {2**32}")
+    if not (0 <= y < least and 0 <= x < least):
         raise ValueError(f"row {y} and column {x} do not lie in a square with sides of {least}")
     place, size = 0, 1 << (least - 1).bit_length()
     while size > 1:

@@ -325,6 +325,8 @@ class Reduce(_Axes):
         """Return the standard deviation along some axes: the square root of the mean squared deviation."""
         from torch import var
 
+        if x.numel() == 0:  # for which `var` warns
+            return x.mean(axes)
         return (var(x, axes, correction=0) + self.eps).sqrt()
 
     def facts(self, x: Wire) -> Facts:
@@ -335,7 +337,9 @@ class Reduce(_Axes):
     def transform(self, x: Tensor, pattern: str) -> Any:
         from einops import reduce
 
-        if x.shape[1] == 0 and x.dim() == 3:
+        left, right = _parsed(self.pattern)
+        is_over_tokens = not {*names(left[:1])} <= {*self.given, *names(right)}
+        if is_over_tokens and x.dim() == 3 and x.shape[1] == 0:
             raise RunError(f"reduce needs at least one value, but the sequence is empty: {list(x.shape)}")
         return reduce(x, pattern, self.deviation if self.by == "std" else self.by, **self.lengths)
 

@@ -120,10 +120,10 @@ class GatedRecurrence(Op):
         if not call.return_state:
             return out.to(x.dtype), {}
         y, last = out
-        begun = {"begun": torch.ones_like(call.state["begun"])} if self.first_full and call.state else {}
-        if self.first_full and not begun:
-            begun = {"begun": torch.ones(x.shape[0], dtype=torch.long, device=x.device)}
-        return y.to(x.dtype), {"h": last, **begun}
+        if not self.first_full:
+            return y.to(x.dtype), {"h": last}
+        begun = call.state["begun"] if call.state else torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return y.to(x.dtype), {"h": last, "begun": (begun + x.shape[1]).clamp(max=1)}  # a call may have no tokens
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch

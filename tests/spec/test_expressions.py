@@ -145,6 +145,12 @@ def test_an_unknown_name_is_reported_with_its_position() -> None:
     assert caught.value.as_diagnostic(None).hint == "did you mean 'dim'?"
 
 
+def test_the_side_of_hilberts_square_has_a_limit() -> None:
+    assert value("hilbert(0, 0, 2 ** 32)") == 0
+    with pytest.raises(Fault, match="the side of Hilbert's square is 4294967297, more than 4294967296"):
+        value("hilbert(0, 0, 2 ** 32 + 1)")
+
+
 numbers = st.integers(-50, 50)
 expression = st.recursive(
     numbers.map(lambda n: f"({n})"),

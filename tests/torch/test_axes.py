@@ -118,6 +118,15 @@ def test_an_open_sequence_is_reduced_to_a_vector() -> None:
         model(draw(2, 0, 6))
 
 
+@pytest.mark.parametrize("by", ["mean", "sum", "max", "min", "std"])
+@pytest.mark.parametrize(
+    ("pattern", "features"), [("seq (n width) -> seq width", 3), ("(seq n) features -> seq features", 6)]
+)
+def test_a_part_without_tokens_is_empty(pattern: str, features: int, by: str) -> None:
+    model = built("features: 6", f'reduce: {{pattern: "{pattern}", n: 2, by: {by}}}')
+    assert model(draw(2, 0, 6)).shape == (2, 0, features)
+
+
 STACK = 'rearrange: {pattern: "(seq n) features -> seq (n features)", n: 3}'
 
 

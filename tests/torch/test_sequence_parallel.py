@@ -398,6 +398,13 @@ def test_steps_that_read_the_whole_sequence(step: str, why: str, alone: None) ->
     assert step.partition(":")[0] in str(caught.value)
 
 
+@pytest.mark.parametrize("inside", ["{}", "residual: [{{{}}}]"])
+def test_chosen_tokens_are_refused(inside: str, alone: None) -> None:
+    choose = inside.format("choose: {by: r, above: 0, steps: [{linear: 4}, {calc: r * x}]}")
+    with pytest.raises(seqblocks.RunError, match=r"choose \(.*:6:\d+\) chooses tokens .* ranks have unequal numbers"):
+        sequence_parallel(spec("aside: [{linear: {features: 1, as: r}}]", choose))
+
+
 def test_what_is_not_a_group_or_a_model() -> None:
     with pytest.raises(seqblocks.UsageError, match="init_process_group"):
         sequence_parallel(spec("linear: 4"))

@@ -99,6 +99,9 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     if layers is None:
         return None if given.default and is_left_out(ctx, given.word) else ctx.run.unknown()
     start, text = given.number
+    if ":" in text:
+        expected = f"a range `{given.word}[first:last].{given.wire[1]}`, without a stride and without `or`"
+        raise Fault("E501", "this is no range of layers", expected=expected, found=node.text)
     at = number(ctx, Scalar(node.part(start, len(text)), 1, 1, text, text), whole=True)
     if at is UNKNOWN:
         return ctx.run.unknown()
@@ -139,8 +142,11 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
     if is_left_out(ctx, word):
         then = f"write what to read then: `{word}.0.{given.wire[1]} or input`"
         raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
-    if _is_in_each(ctx.body):
-        hint: str | None = "the steps of `each` read parts of their input, and no wires from outside"
+    hint: str | None
+    if verb := _hides_layers(ctx.body):
+        hint = "the steps of `each` read parts of their input, and no wires from outside"
+        if verb == "choose":
+            hint = f"name the wire above `choose`, `{_named_above(given)}`, and read `other`"
     elif ctx.callers and not known:
         hint = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
     elif _is_below(ctx, word):
@@ -153,12 +159,22 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
     raise Fault("E324", message, expected=f"one of {listing(known)}" if known else None, hint=hint)
 
 
-def _is_in_each(body: Body | None) -> bool:
+def _hides_layers(body: Body | None) -> str | None:
+    """Return the verb of the innermost `each` or `choose` around a step, or None."""
     while body:
-        if body.hidden is not None:
-            return True
+        if body.hidden is not None and body.current:
+            return body.current.verb
         body = body.outer
-    return False
+    return None
+
+
+def _named_above(given: LayerWire) -> str:
+    """Return a step that gives the wire of a layer, or those of a range of layers, a name."""
+    number, default = given.number[1], f" or {given.default[1]}" if given.default else ""
+    if not number:  # a range
+        return f'- aside: [{{concat: {{from: [input, "{given.word}[:].{given.wire[1]}"], as: other}}}}]'
+    text = f"{given.word}[{number}].{given.wire[1]}{default}"
+    return f'- aside: [{{identity: {{from: "{text}", as: other}}}}]'
 
 
 def _is_below(ctx: Context, word: str) -> bool:

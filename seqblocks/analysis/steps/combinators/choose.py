@@ -133,6 +133,8 @@ def _does_not_fit(node: graph.Node, chosen: Wire) -> str | None:
         return "puts tokens before the chosen ones, which a stream would read only once"
     if node.type and node.type.rate != chosen.rate:
         return "merges or splits tokens, but a stream does not know how many of them will be chosen"
+    if node.kind == "each" and node.arguments.in_frames and node.wires[0] and not isinstance(node.wires[0].length, int):
+        return f"cuts frames of {node.arguments.width} tokens, but the number of chosen tokens is only known in a call"
     return None
 
 
