@@ -44,7 +44,7 @@ def start(span: Span) -> Spot:
 
 @pytest.mark.long
 def test_damaged_specs_are_analysed_as_fast_as_good_ones() -> None:
-    """A text without one character, or cut at one: ranges lie in it, and the time is at most 10 times the good one's."""
+    """A text without one character, or cut at one: ranges lie in it; it takes at most 10 times the good one's time."""
     chance = random.Random(5)
     for name, path in FILES.items():
         text = path.read_text("utf-8")

@@ -248,8 +248,8 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
 
 
 def _is_known(node: graph.Node) -> bool:
-    """Return whether a node is valid, and the types of its inputs are known."""
-    return node.kind != "unknown" and all(wire is not None for wire in node.wires)
+    """Return whether a node is valid, and the types of an op's wires are known."""
+    return node.kind != "unknown" and (node.op is None or node.type is not None)
 
 
 def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:

@@ -58,7 +58,7 @@ def _mixes_tokens(node: graph.Node, x: Wire, fixed: Container[int]) -> str | Non
         return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
     if node.type and node.type.context and not x.context:
         return "does not depend on its token"
-    if node.op is None or x.kind == "vector" or any(wire is None for wire in node.wires):
+    if node.op is None or node.type is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
     if any(value not in fixed for value in node.whole_inputs) or op.looks_ahead(*wires):
