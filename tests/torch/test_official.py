@@ -235,3 +235,19 @@ def test_maps_with_a_name() -> None:
     layers = [f"self_attn.{step}_proj" for step in "qko"] + ["w1", "w2", "w3"]
     names = sorted(official_name(model, item.name) for item in graph.parameters(model.graph))
     assert names == sorted(f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias"))
+
+
+def test_a_map_with_a_name_has_alternatives() -> None:
+    """All names of a file are below the same alternative, or below different ones."""
+    text = """
+    seqblocks: 1
+    model: {input: {features: 4}, steps: [{swiglu: {hidden: 6}}]}
+    checkpoint: {swiglu: {layout: swiglu, at: [mlp, backbone.mlp]}}
+    """
+    model = seqblocks.build_text(text, seed=0)
+    for starts in (("mlp",) * 3, ("backbone.mlp",) * 3, ("mlp", "backbone.mlp", "mlp")):
+        kinds = zip(starts, ("gate", "up", "down"), model.parameters(), strict=True)
+        tensors = {f"{start}.{kind}_proj.weight": torch.randn_like(p) for start, kind, p in kinds}
+        seqblocks.checkpoint.load_official(model, tensors)
+        for loaded, given in zip(model.parameters(), tensors.values(), strict=True):
+            assert torch.equal(loaded, given)

@@ -82,8 +82,12 @@ def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
         first = entries.setdefault(HOLE.sub("{}", entry.ours), entry)
         if first is not entry:
             both = f"{quote(first.ours)} and {quote(entry.ours)}"
-            message = f"{both} are the same key: the name of an index does not matter"
-            ctx.report(Fault("E210", message, notes=[Note("the first one is here", first.span)]), entry.span)
+            message, hint = f"{both} are the same key: the name of an index does not matter", None
+            if first.ours == entry.ours:  # YAML has no key twice
+                message = f"there are two entries for {quote(entry.ours)}, which is part of a map with a name"
+                hint = "remove the entry, or write those of the map with a name one by one"
+            notes = [Note("the first one is here", first.span)]
+            ctx.report(Fault("E210", message, notes=notes, hint=hint), entry.span)
     return list(entries.values())
 
 
@@ -108,13 +112,17 @@ def _read(ctx: Context, key: str, span: Span, node: Node, layout: str) -> list[E
     prefix = _entry(ctx, key, span, name if at is None else at, layout)
     if prefix is None:
         return []
-    (start,) = prefix.theirs if at is not None else (Name(""),)
-    if not isinstance(start, Name):
-        ctx.report(Fault("E203", "`at` is an official name", found=kind_of(at) if at else None), node.span)
+    starts = [each for each in prefix.theirs if isinstance(each, Name)] if at is not None else [Name("")]
+    if at is not None and len(starts) < len(prefix.theirs):
+        recipe = next(item for item, each in zip(prefix.node, prefix.theirs, strict=True) if not isinstance(each, Name))
+        ctx.report(Fault("E203", "`at` is an official name", found=kind_of(recipe)), recipe.span)
         return []
+    names = {
+        ours: tuple(Name(join(start.official, theirs)) for start in starts) for ours, theirs in NAMED[name.text].items()
+    }
     return [
-        prefix._replace(ours=f"{key}.{ours}", theirs=(Name(join(start.official, theirs)),), optional=number > 0)
-        for number, (ours, theirs) in enumerate(NAMED[name.text].items())
+        prefix._replace(ours=f"{key}.{ours}", theirs=theirs, optional=number > 0)
+        for number, (ours, theirs) in enumerate(names.items())
     ]
 
 

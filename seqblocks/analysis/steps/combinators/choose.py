@@ -35,6 +35,7 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     if run.full:  # already reported
         return None
     run.has_constants = True  # the scores have no gradient by the choice
+    run.may_look_ahead |= not arguments.is_causal
     inputs = {"x": (x,), "by": (by,), **_give_copies(ctx, body, copies)}
     if not (wire and chosen and _check_steps(ctx, step, body, chosen)):
         return None
