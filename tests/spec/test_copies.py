@@ -160,6 +160,13 @@ def test_bodies_with_faults_are_shared(
     assert len(copied) == count
 
 
+def test_an_incomplete_step_in_layers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = check.locate("rwkv4_169m")[0]
+    copied, lowered = with_and_without(text.replace(")\"}, name: mix_k}", ")\"}, nme: mix_k}"), monkeypatch)
+    assert copied == lowered
+    assert {each["code"] for each in copied} >= {"E201"}
+
+
 def test_faults_of_many_layers_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = layers(64, "{weight: zeros}").replace("let: {part: 1 / (3 - layer), unused: 1 / (4 - layer)}", "let: {}")
     bad = text.replace("- silu:", "- residual: [{head_norm: {heads: 3}}]\n      - silu:")

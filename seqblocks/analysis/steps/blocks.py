@@ -248,8 +248,8 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
 
 
 def _is_known(node: graph.Node) -> bool:
-    """Return whether a node is valid, and the types of an op's wires are known."""
-    return node.kind != "unknown" and (node.op is None or node.type is not None)
+    """Return whether a node is a block, or an op without a fault whose wires have types."""
+    return node.kind == "block" or (node.op is not None and node.type is not None)
 
 
 def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:
