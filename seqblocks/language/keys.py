@@ -27,7 +27,7 @@ ATTRIBUTES = frozenset(
         "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
         "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
         "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
-        "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+        "tensor_shards", "to", "to_empty", "train", "training", "type", "whole_spec", "xpu", "zero_grad",
     )
 )  # fmt: skip
 

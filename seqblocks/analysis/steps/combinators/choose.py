@@ -62,7 +62,8 @@ def _check_scores(scores: Wire, x: Wire, label: str) -> None:
     notes = [note] if note else []
     if scores.kind != "sequence" or (scores.places, scores.context, scores.prefix) != (x.places, x.context, x.prefix):
         message, expected = "`by` needs a score for each token of the input", f"{x.with_features(1)}"
-        raise Fault("E406", message, at="by", expected=expected, found=f"{scores}", notes=notes)
+        hint = "one of them is of an input that does not stream" if scores.context != x.context else None
+        raise Fault("E406", message, at="by", expected=expected, found=f"{scores}", notes=notes, hint=hint)
     if scores.features != 1:
         message, hint = "`by` needs one score for each token", "compute it in a step above: `linear: {features: 1}`"
         raise Fault("E402", message, at="by", expected="1", found=f"{scores.features}", notes=notes, hint=hint)
