@@ -106,6 +106,7 @@ def splits(op: Op, ranks: int, wires: Wires) -> Iterable[Split]:
         return found
     return evenly(op, ranks, op.independent, wires) if op.independent else []
 
+
 def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: Iterable[str] = ()) -> list[Split]:
     """Return the split in which each rank computes a share of an op's features, or of the heads counted by `what`.
 
