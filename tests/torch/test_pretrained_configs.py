@@ -303,6 +303,13 @@ def test_language_models_of_releases_that_read_images_have_their_size(name: str)
         ({**GEMMA3, "layer_types": ["full"] * 2}, "layer_types has 'full', but seqblocks only supports"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is True, but"),
         ({**DENSE[4], "no_rope_layers": [1]}, "no_rope_layers has 1 entries, but num_hidden_layers is 2"),
+        ({**LLAMA, "rms_norm_eps": 0.0}, "rms_norm_eps must be more than 0, not 0.0"),
+        ({**DECODERS["gemma2"], "attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be more than 0, not 0.0"),
+        ({**GEMMA3, "final_logit_softcapping": 0.0}, "final_logit_softcapping must be more than 0, not 0.0"),
+        ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be more than 0, not 0.0"),
+        *(({**DECODERS[kind], "sliding_window": 0}, "sliding_window must be at least 1, not 0")
+          for kind in ("phi3", "mixtral", "mistral")),
+        ({**DECODERS["phi3"], "partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0, which rotates 0 of 8 feat"),
         ([], "config.json is not a mapping"),
         ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
         ({"model_type": "bert"}, "of model_type 'bert', but"),

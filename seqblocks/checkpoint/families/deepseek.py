@@ -9,6 +9,7 @@ from seqblocks.checkpoint.families.rope import rope, scaling_of
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     number,
@@ -48,7 +49,7 @@ def _deepseek(
     """usual: the experts, the shared ones, the width of one, the factor of their sum, and the dense layers at first."""
     require(config, hidden_act="silu")
     count, shared, each, factor, first = usual
-    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
+    eps, depth = above_0(config, "rms_norm_eps", 1e-6), depth_of(config)
     width = whole(config, "moe_intermediate_size", each)
     dense = whole(config, "first_k_dense_replace", first, least=0)
     layers = ["dense" if at < dense else "sparse" for at in range(depth)]

@@ -7,6 +7,7 @@ import math
 from seqblocks.checkpoint.families.text import normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     expansion,
     flag,
@@ -42,7 +43,7 @@ def mamba(config: Config) -> str:
         rank=rank(config.get("time_step_rank", "auto")),
         bias=flag(config, "use_bias", False),
         conv_bias=flag(config, "use_conv_bias", True),
-        eps=number(config, "layer_norm_epsilon", 1e-5),
+        eps=above_0(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", True),
         std=std_of(config, RANGE),
         rescaled=bool(config.get("rescale_prenorm_residual")),
@@ -79,7 +80,7 @@ def mamba_ssm(config: Config) -> str:
         kernel=whole(inner, "d_conv", 4),
         bias=flag(inner, "bias", False),
         conv_bias=flag(inner, "conv_bias", True),
-        eps=number(config, "norm_epsilon", 1e-5),
+        eps=above_0(config, "norm_epsilon", 1e-5),
         tied=flag(config, "tie_embeddings", True),
         std=0.0,
         rescaled=True,
@@ -125,7 +126,7 @@ def mamba2(config: Config) -> str:
         kernel=whole(config, "conv_kernel", 4),
         bias=flag(config, "use_bias", False),
         conv_bias=flag(config, "use_conv_bias", True),
-        eps=number(config, "layer_norm_epsilon", 1e-5),
+        eps=above_0(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", False),
         std=std_of(config, RANGE),
         rescaled=bool(config.get("rescale_prenorm_residual")),
@@ -198,7 +199,7 @@ def falcon_mamba(config: Config) -> str:
     inner = whole_or(config, "intermediate_size", int(number(config, "expand", 2) * dim))  # whatever `expand` says
     bias = scalar(flag(config, "use_bias", False))
     norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
-    eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
+    eps = scalar(above_0(config, "layer_norm_epsilon", 1e-5))
     conv_bias, weights = scalar(flag(config, "use_conv_bias", True)), normal(std_of(config, RANGE))
     residuals = "depth * inner" if config.get("rescale_prenorm_residual") else "inner"
     steps = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4, "dt_scale": 1.0, "dt_random": True, **_steps(config)}

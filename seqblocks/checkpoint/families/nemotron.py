@@ -6,6 +6,7 @@ from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     flag,
     follows,
     number,
@@ -36,7 +37,7 @@ def nemotron_h(config: Config) -> str:
     """
     require(config, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, sliding_window=(None,))
     require(config, hidden_dropout=(0.0, 0, None))
-    eps, layers = number(config, "layer_norm_epsilon", 1e-5), _layers(config)
+    eps, layers = above_0(config, "layer_norm_epsilon", 1e-5), _layers(config)
     steps = {
         "memory": lambda: [f"- {_memory(config, eps)}"],
         "attention": lambda: [f"- {_attention(config)}"],

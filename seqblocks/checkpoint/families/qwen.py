@@ -6,9 +6,9 @@ from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, 
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
-    number,
     numbers,
     require,
     rotary,
@@ -48,7 +48,7 @@ def _mixers(config: Config) -> list[str]:
 
 
 def _written(config: Config, about: str, layers: list[str]) -> str:
-    eps = number(config, "rms_norm_eps", 1e-6)
+    eps = above_0(config, "rms_norm_eps", 1e-6)
     kinds = {word: _layer(config, word, eps) for word in dict.fromkeys(layers)}
     names = layer_map(
         kinds,

@@ -52,6 +52,8 @@ def rope(
     name = "partial_rotary_factor"
     share = number(found if name in found else config, name, part)
     parts = [f"base: {scalar(theta)}"]
+    if share != 1.0 and not 2 <= int(head * share) <= head:
+        raise UsageError(f"config.json: {name} is {share}, which rotates {int(head * share)} of {head} features")
     if share != 1.0:
         parts.append(f"features: {int(head * share)}")
     if scaled:

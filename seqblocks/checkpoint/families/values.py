@@ -130,6 +130,12 @@ def whole_or(config: Config, key: str, default: int) -> int:
     return default if config.get(key) is None else whole(config, key, least=min(default, 1))
 
 
+def window_of(config: Config, default: int | None = None) -> int:
+    """Return the tokens that attention sees, 0 for all of them: the entry is null, or absent without a default."""
+    key = "sliding_window"
+    return 0 if config.get(key, default) is None else whole(config, key, default)
+
+
 def number(config: Config, key: str, default: float | None = None) -> float:
     found = float(_value(config, key, (int, float), "a number", default))
     if not math.isfinite(found):
