@@ -34,6 +34,7 @@ class Entry(Record):
 
 
 # A direction is a child module, and a torch module has a method `forward`.
+SHARED = "shared"  # the label of the steps of `experts` that run for all tokens
 DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
@@ -110,10 +111,11 @@ class Node(Record):
 
     @property
     def active(self) -> dict[str, Graph]:
-        """The bodies that compute one token: for experts, the router and the number of experts per token."""
+        """The bodies that compute one token: for experts, the router, those per token and the shared one."""
         if self.kind != "experts":
             return self.bodies
-        return dict(list(self.bodies.items())[: 1 + self.arguments.top])
+        shared = {SHARED: self.bodies[SHARED]} if SHARED in self.bodies else {}
+        return dict(list(self.bodies.items())[: 1 + self.arguments.top]) | shared
 
     @property
     def reads(self) -> tuple[int, ...]:

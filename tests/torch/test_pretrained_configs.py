@@ -310,6 +310,10 @@ def test_language_models_of_releases_that_read_images_have_their_size(name: str)
         *(({**DECODERS[kind], "sliding_window": 0}, "sliding_window must be at least 1, not 0")
           for kind in ("phi3", "mixtral", "mistral")),
         ({**DECODERS["phi3"], "partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0, which rotates 0 of 8 feat"),
+        ({**QWEN35, "partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2, which rotates 3 of 16 features"),
+        ({**NEMOTRON, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}, "num_experts_per_tok is 3, but topk_"),
+        ({**DECODERS["deepseek_v3"], "num_experts_per_tok": 3}, "num_experts_per_tok is 3, but .* give a token 2"),
+        ({**GRANITE, "time_step_limit": [float("inf"), 0.0]}, "time_step_limit .* must be two numbers of at least 0"),
         ([], "config.json is not a mapping"),
         ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
         ({"model_type": "bert"}, "of model_type 'bert', but"),

@@ -17,6 +17,7 @@ from seqblocks.checkpoint.families.values import (
     rank,
     require,
     rotary,
+    rotated,
     std_of,
     whole,
     whole_or,
@@ -64,7 +65,7 @@ def _mamba(config: Config, eps: float) -> str:
         "state": whole(config, "mamba_d_state", 16),
         "expand": number(config, "mamba_expand", 2),
         "kernel": whole(config, "mamba_d_conv", 4),
-        "rank": rank(config.get("mamba_dt_rank", "auto")),
+        "rank": rank(config, "mamba_dt_rank"),
         "bias": flag(config, "mamba_proj_bias", False),
         "conv_bias": flag(config, "mamba_conv_bias", True),
         "norms": True,
@@ -86,7 +87,7 @@ def _attention(config: Config, **more: float) -> str:
 def bamba(config: Config) -> str:
     """Write a Bamba language model: Mamba-2 and attention, a dense network after each."""
     eps, (base, part) = above_0(config, "rms_norm_eps", 1e-5), rotary(config, 0.5, share_at_the_top=False)
-    bias, turned = flag(config, "attention_bias", False), int(head_of(config) * part)
+    bias, turned = flag(config, "attention_bias", False), rotated(head_of(config), part)
     follows(config, "attn_rotary_emb", turned, "the features of a head that are rotated")
     attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
     listed = numbers(config, "attn_layer_indices")

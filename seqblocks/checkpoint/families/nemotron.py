@@ -7,6 +7,7 @@ from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
     above_0,
+    check_choice,
     flag,
     follows,
     number,
@@ -117,6 +118,7 @@ def _experts(config: Config) -> list[str]:
         "score": "sigmoid", "corrected": True, "normalize": flag(config, "norm_topk_prob", True), "groups": groups,
         "top_groups": whole_or(config, "topk_group", 1),
     }  # fmt: skip
+    check_choice(arguments, "count")
     low = "from: low, " if latent is not None else ""  # the router reads the tokens at full width
     up, down = _linear(config, hidden, "up_proj", False, low), _linear(config, width, "down_proj", False)
     inner = [up, "- squared_relu", down]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from seqblocks.checkpoint.families.values import Config, mapping, number, scalar, whole
+from seqblocks.checkpoint.families.values import Config, mapping, number, rotated, scalar, whole
 from seqblocks.errors import UsageError, listing
 
 # Names of entries in transformers and in `scaling:`
@@ -52,10 +52,8 @@ def rope(
     name = "partial_rotary_factor"
     share = number(found if name in found else config, name, part)
     parts = [f"base: {scalar(theta)}"]
-    if share != 1.0 and not 2 <= int(head * share) <= head:
-        raise UsageError(f"config.json: {name} is {share}, which rotates {int(head * share)} of {head} features")
     if share != 1.0:
-        parts.append(f"features: {int(head * share)}")
+        parts.append(f"features: {rotated(head, share)}")
     if scaled:
         parts.append(f"scaling: {scaled.text}")
     return Rope(", ".join(parts), theta)

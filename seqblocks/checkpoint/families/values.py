@@ -190,6 +190,24 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return bool(_value(config, key, (bool,), "true or false", default))
 
 
+def rotated(head: int, share: float) -> int:
+    """Return how many of a head's features rotate. Raises UsageError unless they are pairs."""
+    found = int(head * share)
+    if found % 2 or not 2 <= found <= head:
+        what = f"which rotates {found} of {head} features"
+        raise UsageError(f"config.json: partial_rotary_factor is {share}, {what}, but seqblocks only supports pairs")
+    return found
+
+
+def check_choice(arguments: Mapping[str, Any], count: str) -> None:
+    """Raise UsageError if a token goes to more experts than its groups have. count: the key of all experts."""
+    groups, chosen = (int(arguments.get(name, 1)) for name in ("groups", "top_groups"))
+    most = chosen * (int(arguments[count]) // groups)
+    if arguments["top"] > most:
+        has = f"but topk_group, n_group and the number of experts give a token {most}"
+        raise UsageError(f"config.json: num_experts_per_tok is {arguments['top']}, {has}")
+
+
 def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
     """Return a list of words, each of which is allowed."""
     found = _value(config, key, (list,), "a list", None)
@@ -200,9 +218,9 @@ def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def rank(value: Any) -> int:
+def rank(config: Config, key: str) -> int:
     """Return the rank of dt; 0 means the default, a sixteenth of the width."""
-    return 0 if value == "auto" else whole({"time_step_rank": value}, "time_step_rank")
+    return 0 if config.get(key, "auto") == "auto" else whole(config, key)
 
 
 def expansion(config: Config) -> float:

@@ -206,7 +206,7 @@ def _heads(config: Config) -> _Heads:
     inner, heads = whole(config, "mamba_expand", 2) * dim, whole(config, "n_mamba_heads", 2)
     if inner % heads:
         raise UsageError(f"config.json: n_mamba_heads is {heads}, which does not divide mamba_expand * hidden_size")
-    low = rank(config.get("mamba_dt_rank", "auto")) or -(-dim // 16)
+    low = rank(config, "mamba_dt_rank") or -(-dim // 16)
     return _Heads(heads, inner // heads, whole(config, "mamba_d_state", 16), low)
 
 
