@@ -190,6 +190,14 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return bool(_value(config, key, (bool,), "true or false", default))
 
 
+def base_of(config: Config, key: str, default: float | None = None) -> float:
+    """Return the base of rotary positions, at least 1."""
+    found = number(config, key, default)
+    if found < 1:
+        raise UsageError(f"config.json: {key} must be at least 1, not {found}")
+    return found
+
+
 def rotated(head: int, share: float) -> int:
     """Return how many of a head's features rotate. Raises UsageError unless they are pairs."""
     found = int(head * share)
@@ -255,6 +263,6 @@ def rotary(
     require(config, rope_scaling=(None,))
     share, theta = "partial_rotary_factor", "rope_theta"
     outer = config if share_at_the_top else {}
-    return number(found if theta in found else config, theta, base), number(
+    return base_of(found if theta in found else config, theta, base), number(
         found if share in found else outer, share, part
     )
