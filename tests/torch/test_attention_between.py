@@ -185,7 +185,7 @@ def test_costs_and_state() -> None:
     assert summarise(full).lookahead == 0
 
 
-# Native sparse attention (arXiv:2502.11089): the branches of compressed keys and of a window, with a gate for each head.
+# Native sparse attention (arXiv:2502.11089): the branches of compressed keys and of a window, each gated for each head.
 # Blocks of 8 tokens begin every 4; a network makes a key and a value of each.
 SPARSE = """
 seqblocks: 1
