@@ -361,7 +361,7 @@ class Attention(_Heads):
         state = self.in_heads(call.state) if call.state else None
         if q.shape[1] != k.shape[1]:
             return self._between(p, call, q, k, v, state)
-        out: Any = attention(
+        out = attention(
             q,
             k,
             v,
@@ -383,7 +383,10 @@ class Attention(_Heads):
         )
         return self._finished(call, out)
 
-    def _between(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, state: Any) -> Any:
+    def _between(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor,
+        state: AttentionState | FirstState | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend to keys of another rate, of which there are more or fewer than queries."""
         from seqblocks.kernels.attention import attention_between
 
@@ -393,9 +396,11 @@ class Attention(_Heads):
         )  # fmt: skip
         return self._finished(call, out)
 
-    def _finished(self, call: Any, out: Any) -> Any:
+    def _finished(
+        self, call: Call, out: Tensor | tuple[Tensor, AttentionState | FirstState]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output and the state, from what a kernel returned. Raises RunError if the cache is too small."""
-        if not call.return_state:
+        if not isinstance(out, tuple):
             return out.flatten(-2), {}
         y, last = out
         if not self.span:
