@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
-BLOCK = 16  # features in oneDNN's convolutions
-LARGE_PRODUCT = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
+ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
+ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
 class Event(NamedTuple):
@@ -411,7 +411,7 @@ class Tape:
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
             found = [None if size is None else self.new(*size) for size in sizes]
-            if grad.item == 4 and grad.numbers * width >= LARGE_PRODUCT:
+            if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
             return found if bias_given else found[:2]
 
@@ -500,4 +500,4 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def _blocked(features: int) -> int:
-    return -(-features // BLOCK) * BLOCK
+    return -(-features // ONEDNN_BLOCK) * ONEDNN_BLOCK

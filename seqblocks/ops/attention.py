@@ -18,7 +18,12 @@ from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from seqblocks.kernels.attention import AttentionState, FirstState
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
 
 
 class _Heads(Op):
@@ -65,7 +70,7 @@ class _Heads(Op):
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
-    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Any]:
+    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Value]:
         """Record the views of all heads [batch, seq, heads, width] on a tape."""
         counts = (self.heads, self.shared, self.shared)
         return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
@@ -87,12 +92,14 @@ class Attention(_Heads):
     tokens in a sequence, [2 L - 1, H].
 
     State per sequence: keys and values of the last `window` - 1 or `chunk` - 1 tokens (without these, of up to `cache`
-    tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4). With
+    tokens), in the model's dtype, and the number of tokens. Keys and values may have another rate than the queries: a
+    token sees those that are complete when it ends, and the result is 0 where there are none. `window` and `cache` then
+    count keys. Rotary positions count on in a new chunk (Llama 4). With
     `keep_first`, keys and values of as many first tokens as well (StreamingLLM, whose positions are those in its cache,
     while here they are those in the sequence).
     """
 
-    ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
+    ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True))
     reads = "past"
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
@@ -115,6 +122,9 @@ class Attention(_Heads):
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
         found = super().shape(q, k, v)
         width = q.features // self.heads
+        if q.rate != k.rate:
+            self._check_rates(q, k)
+            return q.with_features(found.features)
         if 0 < self.rotary < 1:
             raise Fault(
                 "E209", "the base of rotary positions must be 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
@@ -132,6 +142,19 @@ class Attention(_Heads):
         if self.bias == "relative":
             self._check_relative(q)
         return v.with_features(found.features)
+
+    def _check_rates(self, q: Wire, k: Wire) -> None:
+        """Raise Fault (E210) for an option that needs keys at the rate of the queries."""
+        fitting = {"rotary": 0, "bias": "none", "chunk": 0, "keep_first": 0, "causal": True}
+        for name, value in fitting.items():
+            if getattr(self, name) != value:
+                hints = {
+                    "rotary": "rotate queries and keys by `rotary` before their tokens are merged",
+                    "causal": "use cross_attention, whose tokens read all keys",
+                }
+                message = f"`{name}{'' if value is not True else ': false'}` needs as many keys as queries"
+                found = f"queries of {_input_tokens(q)}, keys of {_input_tokens(k)}"
+                raise Fault("E210", message, at=name, found=found, hint=hints.get(name, f"remove `{name}:`"))
 
     def _check_relative(self, q: Wire) -> None:
         """Raise Fault (E210, E412) unless relative positions can be learned: of a known number, to both sides."""
@@ -168,7 +191,7 @@ class Attention(_Heads):
         # a slope depends on the head's number, and a table has all heads
         return [] if self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
 
-    def slopes(self, p: Mapping[str, Tensor], device: Any) -> Any:
+    def slopes(self, p: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
         """Return the slopes of the bias [H], or None."""
         from seqblocks.kernels.attention import alibi_slopes
 
@@ -205,7 +228,12 @@ class Attention(_Heads):
         return (self.span - 1) * q.rate if self.span else math.inf
 
     def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
+        if q.rate != k.rate:
+            return math.inf
         return (self.span - 1) * q.rate if self.span and not self.keep_first else math.inf
+
+    def ignores_resets(self, q: Wire, k: Wire, v: Wire) -> str | None:
+        return None if q.rate == k.rate else "keys of merged tokens may be of two sequences"
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
@@ -213,6 +241,8 @@ class Attention(_Heads):
         Without `causal`, a window reaches as far to the other side, and all of the cache counts.
         """
         width = self.pair(q, v)
+        if q.rate != k.rate and isinstance(q.length, int):
+            return complete_pairs(q.length, q.rate, k.rate, self.window) * width // q.length
         if isinstance(q.length, int):
             return self.seen(q.length) * width // q.length
         if self.chunk:
@@ -236,15 +266,15 @@ class Attention(_Heads):
         causal = most * tokens - most * (most - 1) // 2  # the first tokens have fewer visible keys
         return causal if self.causal else 2 * causal - tokens
 
-    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
-        return "attention", {"window": self.span or None}
+    def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
+        return ("attention", {"window": self.span or None}) if q.rate == k.rate else ("attention_between", {})
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Transition | None:
         from seqblocks.kernels.attention import attention_state
 
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
 
-        def move(state: Any) -> Any:
+        def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
             before = self.in_heads(state)
             keep = self.span - 1 if self.span else before.k.shape[1] + k.shape[1]
             after = attention_state(
@@ -254,14 +284,14 @@ class Attention(_Heads):
 
         return move
 
-    def in_heads(self, state: Any) -> Any:
+    def in_heads(self, state: dict[str, Tensor]) -> AttentionState | FirstState:
         """Return a state of the kernel, given that of the step."""
         from seqblocks.kernels.attention import AttentionState, FirstState
 
         parts = {name: x if name == "length" else x.unflatten(-1, (self.shared, -1)) for name, x in state.items()}
         return FirstState(**parts) if self.keep_first else AttentionState(**parts)
 
-    def flat(self, state: Any) -> dict[str, Any]:
+    def flat(self, state: AttentionState | FirstState) -> dict[str, Tensor]:
         """Return the state of the step, given one of the kernel."""
         return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
 
@@ -280,7 +310,7 @@ class Attention(_Heads):
         if self.span:
             return run
 
-        def step(*inputs: Any) -> Any:
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             y, k, v, length = run.one(*inputs)
             must_hold(self.cache, length, torch.compiler.is_compiling(), INSTEAD)
             return y, k, v, length
@@ -291,6 +321,9 @@ class Attention(_Heads):
         from seqblocks.workspace import attention
 
         q, k, v = self.cut_memory(tape, q, k, v)
+        if q.shape[1] != k.shape[1]:
+            scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+            return tape.view(attention.between(tape, q, k, v, self.window, scores), tape.out)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
         slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
@@ -304,7 +337,7 @@ class Attention(_Heads):
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
         return tape.view(run(tape, q, k, v), tape.out)
 
-    def _relative(self, p: Mapping[str, Tensor], call: Any, q: Tensor) -> Any:
+    def _relative(self, p: Mapping[str, Tensor], call: Call, q: Tensor) -> Tensor | None:
         """Return what relative positions add to the scores [H, S, S], or None. Raises RunError for another grid."""
         if self.bias != "relative":
             return None
@@ -318,13 +351,17 @@ class Attention(_Heads):
             )
         return relative_bias(table, size)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import attention
 
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
         state = self.in_heads(call.state) if call.state else None
-        out: Any = attention(
+        if q.shape[1] != k.shape[1]:
+            return self._between(p, call, q, k, v, state)
+        out = attention(
             q,
             k,
             v,
@@ -344,7 +381,26 @@ class Attention(_Heads):
             return_state=call.return_state,
             resets=call.resets,
         )
-        if not call.return_state:
+        return self._finished(call, out)
+
+    def _between(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor,
+        state: AttentionState | FirstState | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend to keys of another rate, of which there are more or fewer than queries."""
+        from seqblocks.kernels.attention import attention_between
+
+        out = attention_between(
+            q, k, v, window=self.window or None, scale=self.scale or None, soft_cap=self.soft_cap or None,
+            sinks=p.get("sinks"), state=state, keep=self.cache_size(), return_state=call.return_state,
+        )  # fmt: skip
+        return self._finished(call, out)
+
+    def _finished(
+        self, call: Call, out: Tensor | tuple[Tensor, AttentionState | FirstState]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and the state, from what a kernel returned. Raises RunError if the cache is too small."""
+        if not isinstance(out, tuple):
             return out.flatten(-2), {}
         y, last = out
         if not self.span:
@@ -352,7 +408,34 @@ class Attention(_Heads):
         return y.flatten(-2), self.flat(last)
 
 
-def relative_bias(table: Any, grid: tuple[int, int]) -> Any:
+def _input_tokens(x: Wire) -> str:
+    return f"{x.rate} input token{'s' if x.rate > 1 else ''} each"
+
+
+def complete_pairs(queries: int, rate: int, of_keys: int, window: int) -> int:
+    """Return the number of pairs of one of the queries and a key that it sees, at these rates."""
+    seen = sum_of_floors(queries, rate, rate, of_keys)  # keys that are complete when a query ends
+    if not window:
+        return seen
+    first = min(window * of_keys // rate, queries)  # the first query from which a window has moved on
+    passed = sum_of_floors(queries - first, rate, (first + 1) * rate + of_keys - 1, of_keys)
+    return seen - passed + (queries - first) * window
+
+
+def sum_of_floors(count: int, a: int, b: int, by: int) -> int:
+    """Return the sum of (a i + b) // by for i from 0 to count - 1, without a loop over i."""
+    total = 0
+    while count > 0:
+        total += (a // by) * count * (count - 1) // 2 + (b // by) * count
+        a, b = a % by, b % by
+        last = a * count + b
+        if last < by:
+            break
+        count, b, a, by = last // by, last % by, by, a
+    return total
+
+
+def relative_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:
     """Return the entries [H, S, S] of a table [(2 R - 1) * (2 C - 1), H] for each query and key of a grid."""
     import torch
 
@@ -400,7 +483,7 @@ class CrossAttention(_Heads):
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         return k.length * self.pair(q, v) if isinstance(k.length, int) else 0
 
-    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
         return "attention", {"window": None}
 
     def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
@@ -410,7 +493,7 @@ class CrossAttention(_Heads):
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
         return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from seqblocks.kernels import attention
 
         if k.shape[1] == 0:
@@ -429,7 +512,7 @@ class CrossAttention(_Heads):
 
         heads, shared, scale = self.heads, self.shared, self.scale or None
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if k.shape[1] == 0:
                 raise RunError(EMPTY)
             q = q.unflatten(-1, (heads, 1, -1))
