@@ -138,6 +138,14 @@ class Node(Record):
         return (*self.vectors, *memories)
 
     @property
+    def other_rate(self) -> bool:
+        """Whether an op reads the tokens of a sequence at another rate than that of its output."""
+        if self.op is None or self.type is None or self.type.kind != "sequence":
+            return False
+        pairs = zip(self.op.ports, self.wires, strict=True)
+        return any(port.other_rate and wire is not None and wire.rate != self.type.rate for port, wire in pairs)
+
+    @property
     def kept_exports(self) -> dict[str, int]:
         """The exported values that a stream keeps besides the output, by the part of the state that holds them."""
         parts = {f"wire_{at}": value for at, value in enumerate(self.exports)} if self.kept else {}
