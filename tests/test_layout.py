@@ -48,7 +48,7 @@ ROOMS = """
     roles
     combinators/*
     ops/*
-    graph
+    graph/*
     cost
     cells
     analysis/scope/*

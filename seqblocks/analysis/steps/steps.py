@@ -242,7 +242,7 @@ def _unknown_node(ctx: Context, step: Step) -> graph.Node:
     if step.found and isinstance(step.found.meaning, Block):
         for item in step.found.meaning.outputs:
             ctx.body.wires.setdefault(f"{step.name}.{item.text}", ctx.run.unknown())
-    node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
+    node = graph.UnknownNode(step.name, step.verb, step.span, {}, outputs, None)
     ctx.body.nodes.setdefault(step.name, node)
     return node
 

@@ -67,7 +67,7 @@ def lower_cell(ctx: Context, step: Step, arguments: Cell, x: int) -> graph.Node 
     if incomplete or not all(each.is_known for each in declared.values()):
         return None
     return make_node(
-        ctx, step, "cell", {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
+        ctx, step, graph.CellNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
         parameters=_parameters(ctx, body, declared), state=_states(declared),
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def _states(declared: dict[str, _Declared]) -> dict[str, State]:
 
 def _check_use(ctx: Context, body: graph.Graph, declared: dict[str, _Declared]) -> None:
     """Report states that no step sets, and states that no step reads (E315)."""
-    known = all(node.kind != "unknown" for node in graph.walk(body))
+    known = all(not isinstance(node, graph.UnknownNode) for node in graph.walk(body))
     read = {value for node in body.nodes for value in node.reads} | {body.result}
     may_be_absent = {name for each in ctx.body.steps for name in each.defined_wires()} if body.absent else set()
     for name, each in declared.items():

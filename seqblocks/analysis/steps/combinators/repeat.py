@@ -66,7 +66,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
         above.bodies.append(body)
     if above.missed:
         check_missed(above)
-    node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
+    node = make_node(ctx, step, graph.RepeatNode, {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
     if arguments.share != "none":
         _share(ctx, step, node, layers, arguments.share)
     ctx.body.layers[node.name] = above._replace(node=node, missed={})
