@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.cells import Parts, parts_of
+from seqblocks.analysis.steps.combinators.cell import Parts, parts_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import (
     BlockNode,

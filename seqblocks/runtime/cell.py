@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.cells import STARTED, parts_of
+from seqblocks.analysis.steps.combinators.cell import STARTED, parts_of
 from seqblocks.graph import CellNode, Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks.cells import STARTED
+from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
 from seqblocks.graph import (
     BlockNode,

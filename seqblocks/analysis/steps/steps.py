@@ -57,8 +57,9 @@ def _lowering(meaning: Any) -> Lowering:
         return LOWERINGS[type(meaning)]
     if issubclass(meaning, Op) and not meaning.names_results:
         return LOWERINGS[Op]
-    if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
-        importlib.import_module(f"seqblocks.analysis.steps.combinators.{meaning.verb}")  # type: ignore[attr-defined]
+    if meaning not in LOWERINGS:  # importing the file of a combinator, or of `calc`, registers its function
+        folder = "" if issubclass(meaning, Op) else "combinators."
+        importlib.import_module(f"seqblocks.analysis.steps.{folder}{meaning.verb}")  # type: ignore[attr-defined]
     return LOWERINGS[meaning]
 
 

@@ -9,11 +9,10 @@ from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument
 from seqblocks.analysis.steps.combinators.common import combines
-from seqblocks.analysis.steps.combinators.pattern import read_pattern
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
-from seqblocks.combinators.repeat import Repeat
+from seqblocks.combinators.repeat import Repeat, read_pattern
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
