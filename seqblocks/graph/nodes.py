@@ -208,6 +208,14 @@ class OpNode(Node):
         return (*self.vectors, *memories)
 
     @property
+    def other_rate(self) -> bool:
+        """Whether it reads the tokens of a sequence at another rate than that of its output."""
+        if self.op is None or self.type is None or self.type.kind != "sequence":
+            return False
+        pairs = zip(self.op.ports, self.wires, strict=True)
+        return any(port.other_rate and wire is not None and wire.rate != self.type.rate for port, wire in pairs)
+
+    @property
     def read_by_token(self) -> list[int]:
         ports = {port.name for port in self.op.ports if not port.length} if self.op else ()
         values = [value for port in self.inputs.keys() & ports for value in self.inputs[port]]

@@ -27,7 +27,7 @@ MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 
 # Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for this
 # many values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
-MANY_TAPS = 1 << 15
+CONVOLUTION_MIN_PRODUCTS = 1 << 15
 
 
 def as_image(x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Conv1d(_Conv):
             return y, tokens[:, tokens.shape[1] - by :].clone(memory_format=torch.contiguous_format)
 
         def several(batch: int, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            if x.shape[0] >= self.features and x.numel() * self.kernel >= MANY_TAPS:
+            if x.shape[0] >= self.features and x.numel() * self.kernel >= CONVOLUTION_MIN_PRODUCTS:
                 return convolved(batch, window, x)
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
             seq = tokens.shape[0] - by

@@ -86,6 +86,10 @@ OPS: dict[str, list[str]] = {
     "each, frames": ["each: {axis: frames, size: 16, steps: [{linear: 24}]}"],
     "each, places": ["each: {axis: places, size: 16, steps: [{linear: 24}]}"],
     "attention, window": [f"{ATTENTION}, window: 16}}"],
+    "attention, merged keys": ["downsample: {factor: 4, as: k}", "attention: {q: x, k: k, v: k, heads: 4}"],
+    "attention, merged queries": [
+        "downsample: {factor: 4, as: q}", "attention: {q: q, k: x, v: x, heads: 4, window: 8, sinks: true}",
+    ],
     "attention, shared keys": ["linear: {features: 32, as: k}", "attention: {q: x, k: k, v: k, heads: 4, kv_heads: 2}"],
     "gated_recurrence": [*PER_KEY, "gated_recurrence: {from: x, decay: d}"],
     "gated_recurrence, complement": [*PER_KEY, "gated_recurrence: {from: x, decay: d, factor: complement}"],

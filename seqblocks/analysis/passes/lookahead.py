@@ -153,8 +153,11 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if graph.is_context(node):
         return CONTEXT
     read = [known[value] for value in node.at_ports]
-    if node.op is not None:
+    if isinstance(node, graph.OpNode):
         reads_whole = any(not known[v].context for v in node.whole_inputs)
+        if node.other_rate:
+            read = _complete(node, known)
+            reads_whole |= walk.backwards
         return _op(node, read, path, reads_whole, walk.backwards)
     if isinstance(node, graph.ScanNode):
         return _scan(node, known, path, walk)
@@ -198,12 +201,13 @@ def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _W
     return Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), mixes, later=WHOLE)
 
 
-def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
+def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
     assert node.op is not None
     most = _most(read)
-    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
+    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
+    rate = made if node.other_rate else rate
     if reads_whole or (backwards and made != rate):  # windows in reverse may be others
         adds: float = WHOLE
     else:
@@ -225,6 +229,28 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: 
         return found._replace(first=None)
     enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
     return found._replace(first=(path, node)) if enters else found
+
+
+def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
+    """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
+
+    """
+    assert node.op
+    assert node.type
+    rate, found = node.type.rate, []
+    for port, wire in zip(node.op.ports, node.wires, strict=True):
+        for ahead in (known[value] for value in node.inputs.get(port.name, ())):
+            if port.other_rate and wire and not ahead.context:
+                if wire.rate % ahead.window == 0:  # it ends before the token that reads it does
+                    window, extra = rate, ahead.extra + ahead.window - wire.rate
+                elif ahead.window % rate and rate % ahead.window:
+                    window, extra = 1, ahead.bound + rate - wire.rate
+                else:
+                    window, extra = max(ahead.window, rate), ahead.extra
+                ahead = ahead._replace(window=window, extra=extra, frame=math.lcm(ahead.frame, rate))
+                ahead = ahead if ahead.tokens else ahead._replace(first=None)
+            found.append(ahead)
+    return found
 
 
 def _scan(node: graph.ScanNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:

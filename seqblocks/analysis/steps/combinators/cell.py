@@ -30,8 +30,8 @@ from seqblocks.types import Origin, Wire
 KEYS = tuple(fields_of(CellState))
 FIXED = ("zeros", "ones", "constant")  # initialisers that draw one number
 STARTED = "started"  # the part of a state that counts whether a token came before, if a start is learned
-MOST_JOINED = 3  # states that read each other: combining two tokens takes as many products as the cube of this
-MOST_KEPT = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
+GROUP_MAX_STATES = 3  # states that read each other: combining two tokens takes as many products as the cube of this
+KEPT_MAX_TOKENS = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -237,7 +237,7 @@ class Parts(NamedTuple):
         """Return the tokens of a part that is computed again in the backward pass. given: the argument `chunk`."""
         if given is not None:
             return given or tokens
-        return tokens if self.groups or tokens <= MOST_KEPT else math.isqrt(tokens - 1) + 1
+        return tokens if self.groups or tokens <= KEPT_MAX_TOKENS else math.isqrt(tokens - 1) + 1
 
 
 def parts_of(body: graph.Graph, types: dict[int, Wire | None]) -> Parts:
@@ -295,7 +295,7 @@ def _groups(body: graph.Graph, loop: list[graph.Node], types: dict[int, Wire | N
         return None
     groups = _joined({name: reads.get(value, frozenset()) for name, value in body.carried.items()})
     widths = {name: wire and wire.features for name, wire in ((name, types[v]) for name, v in body.ports.items())}
-    small = all(len(group) <= MOST_JOINED and len({widths[name] for name in group}) == 1 for group in groups)
+    small = all(len(group) <= GROUP_MAX_STATES and len({widths[name] for name in group}) == 1 for group in groups)
     return groups if small else None
 
 
