@@ -85,7 +85,7 @@ class SequenceModel(Body):
         self.token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
         if next(self.parameters(), None) is None:  # without parameters, a buffer has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
-        self.has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
+        self.has_experts = any(isinstance(node, graph.ExpertsNode) for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self.latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._token_plan: TokenPlan | None = None
