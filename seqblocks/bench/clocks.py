@@ -149,7 +149,7 @@ class Marks:
             return None
         with hooks.observing() as observe:
             observe()
-        made = plan_tokens(model, model.spec, model._declared_state, model._latest_stream, kind=_MarkedPlan)
+        made = plan_tokens(model, model.spec, model.declared_state, model.latest_stream, kind=_MarkedPlan)
         return cls(model, made, hooks) if isinstance(made, _MarkedPlan) else None
 
     @contextmanager
