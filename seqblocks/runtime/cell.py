@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.cells import STARTED, parts_of
-from seqblocks.graph import Graph, Node
+from seqblocks.analysis.steps.combinators.cell import STARTED, parts_of
+from seqblocks.graph import CellNode, Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
@@ -44,11 +44,11 @@ class _AsOp:
         """Return None: the effect of the tokens on the state is known only after the loop."""
 
 
-@makes("cell")
+@makes(CellNode)
 class Cell(Body, Owner):
     """Run steps token by token, with states."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: CellNode, place: Place) -> None:
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._declare(node, place)

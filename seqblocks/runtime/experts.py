@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.graph import SHARED, Node
+from seqblocks.graph import SHARED, ExpertsNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
@@ -32,11 +32,11 @@ class Routed(NamedTuple):
     chosen: Tensor
 
 
-@makes("experts")
+@makes(ExpertsNode)
 class Experts(StepModule):
     """A router and numbered experts. Each expert computes only the tokens routed to it."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ExpertsNode, place: Place) -> None:
         super().__init__()
         self._arguments, self._path, self._reads = node.arguments, place.path, node.reads
         router, *_ = node.bodies[""].nodes

@@ -66,8 +66,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
     if not declared.fits:
         return None
     return make_node(
-        ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
-        macs=declared.macs, wires=tuple(wires), vectors=vectors,
+        ctx, step, graph.OpNode, inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state),
+        ties=ties, macs=declared.macs, wires=tuple(wires), vectors=vectors,
     )  # fmt: skip
 
 

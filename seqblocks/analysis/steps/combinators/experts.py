@@ -39,7 +39,7 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
         _check_width(added, result)
     result = wire.with_features(result.features) if wire and result else None
     return make_node(
-        ctx, step, "experts", {"x": (x,)}, result, bodies={"": router, **bodies, **shared}, arguments=arguments
+        ctx, step, graph.ExpertsNode, {"x": (x,)}, result, bodies={"": router, **bodies, **shared}, arguments=arguments
     )  # fmt: skip
 
 
@@ -93,8 +93,8 @@ def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | N
         named = {f"router.{name}": parameter for name, parameter in parameters.items()}
         given = with_initialisers(ctx, step, named, known=wire is not None)
         parameters = {name: given[f"router.{name}"] for name in parameters}
-    node = graph.Node(
-        "op", "router", "router", step.span, {"x": (x,)}, (value,), kind, op=op, parameters=parameters,
+    node = graph.OpNode(
+        "router", "router", step.span, {"x": (x,)}, (value,), kind, op=op, parameters=parameters,
         macs=op.macs(wire) if wire else 0, wires=(wire,),
     )  # fmt: skip
     return graph.Graph(x, [node], value)
