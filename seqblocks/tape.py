@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
+ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
@@ -257,11 +258,19 @@ class Tape:
         """Return a sine or cosine, whose derivative is the other one."""
         return self.unary(x, backward=x.bytes)
 
-    def convolution(self, x: Value, weight: Value, bias: Value | None, shape: Shape) -> Value:
-        """Return a convolution of x, with this shape."""
+    def convolution(
+        self, x: Value, weight: Value, bias: Value | None, shape: Shape, groups: int = 1, dilation: int = 1
+    ) -> Value:
+        """Return a convolution of x with weight [O, I, taps], in groups, with this shape."""
         y = self.new(shape, x.item)
+        out, features, *taps = weight.shape
+        # oneDNN computes gradients of weights in blocks of 16 x 16 features of each group, on processors with AVX-512;
+        # its kernel for groups of one feature has at most 3 taps along an axis
+        blocks = groups * _blocked(out // groups) * _blocked(features) * math.prod(taps) * weight.item
+        if groups == out and features == 1 and dilation == 1 and max(taps) <= 3:
+            blocks = 0
         self.passing(2 * weight.bytes)  # copies in the layout of the kernel
-        self.function([x, weight, bias], [y], [x, weight], 3 * weight.bytes)
+        self.function([x, weight, bias], [y], [x, weight], max(3 * weight.bytes, 2 * weight.bytes + blocks))
         return y
 
     def dropout(self, x: Value) -> Value:
@@ -488,3 +497,7 @@ def broadcast(*shapes: Shape) -> Shape:
     most = max(map(len, shapes))
     wide = [(1,) * (most - len(shape)) + shape for shape in shapes]
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*wide, strict=True))
+
+
+def _blocked(features: int) -> int:
+    return -(-features // ONEDNN_BLOCK) * ONEDNN_BLOCK
