@@ -55,7 +55,7 @@ class Row:
     output: str
     params: int
     macs: float | None  # per token; None: unknown
-    state: int  # numbers per sequence
+    state: int  # elements per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     rate: int = 1  # tokens of the model's input for each token of the output
     lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
