@@ -1,9 +1,9 @@
-"""Write the parts of docs/language.md that are generated from the declarations of the verbs.
+"""Write the parts of docs/language/ that are generated from the declarations of the verbs.
 
     python docs/reference.py            rewrite them in place
-    python docs/reference.py --check    exit with 1 if the committed page is out of date
+    python docs/reference.py --check    exit with 1 if a committed page is out of date
 
-Generated parts are between `<!-- begin NAME -->` and `<!-- end NAME -->`. The rest of the page is written by hand.
+Generated parts are between `<!-- begin NAME -->` and `<!-- end NAME -->`. The rest is written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqblocks.parameters import INITIALISERS
 from seqblocks.report import reference
 from seqblocks.report.reference import Argument, Verb
 
-TARGET = Path(__file__).resolve().parent / "language.md"
+FOLDER = Path(__file__).resolve().parent / "language"
 PART = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)
 
 
@@ -40,7 +40,7 @@ def section(verb: Verb) -> str:
         inputs.append(f"- source: {verb.source}")
     rows = [_row(argument) for argument in reference.arguments(verb)]
     table = ["| argument | takes | default | |", "|---|---|---|---|", *rows] if rows else []
-    paragraphs = (f"### {verb.verb}", reference.about(verb), "\n".join(inputs), "\n".join(table))
+    paragraphs = (f"## {verb.verb}", reference.about(verb), "\n".join(inputs), "\n".join(table))
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -69,21 +69,20 @@ def initialisers() -> Iterator[str]:
         yield f"| `{name}{f'({arguments})' if arguments else ''}` | {known.about} |"
 
 
-def page(text: str) -> str:
-    """Return the page with generated parts that match the current declarations."""
-    made = parts()
-    found = PART.findall(text)
-    if sorted(found) != sorted(made):
-        raise SystemExit(f"{TARGET.name} has the parts {sorted(found)}, and there are {sorted(made)}")
-    return PART.sub(lambda part: f"<!-- begin {part[1]} -->{made[part[1]]}<!-- end {part[1]} -->", text)
-
-
 def main(arguments: list[str]) -> int:
-    old = TARGET.read_text("utf-8")
-    new = page(old)
+    made = parts()
+    old = {path: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.md"))}
+    found = [part[1] for text in old.values() for part in PART.finditer(text)]
+    if sorted(found) != sorted(made):
+        raise SystemExit(f"{FOLDER.name}/ has the parts {sorted(found)}, and there are {sorted(made)}")
+    new = {
+        path: PART.sub(lambda part: f"<!-- begin {part[1]} -->{made[part[1]]}<!-- end {part[1]} -->", text)
+        for path, text in old.items()
+    }
     if "--check" in arguments:
         return int(old != new)
-    TARGET.write_text(new, "utf-8")
+    for path, text in new.items():
+        path.write_text(text, "utf-8")
     return 0
 
 

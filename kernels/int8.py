@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from seqblocks.errors import RunError
 
 MAX_INT8 = 127
-FEWEST_ON_CUDA = 17  # rows that torch's product takes there
+CUDA_MIN_ROWS = 17  # rows that torch's product takes there
 
 
 class Int8Matrix(nn.Module):
@@ -90,6 +90,6 @@ def _integers(x: Tensor, values: Tensor) -> Tensor:
     if x.is_cuda:
         if x.shape[1] % 8 or values.shape[0] % 8:
             return x.float() @ values.t().float()
-        x = nn.functional.pad(x, (0, 0, 0, max(0, FEWEST_ON_CUDA - count)))
+        x = nn.functional.pad(x, (0, 0, 0, max(0, CUDA_MIN_ROWS - count)))
     y: Tensor = torch._int_mm(x, values.t())
     return y[:count].float()

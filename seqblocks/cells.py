@@ -11,8 +11,8 @@ from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.types import Wire
 
 STARTED = "started"  # the part of a state that counts whether a token came before, if a start is learned
-MOST_JOINED = 3  # states that read each other: combining two tokens takes as many products as the cube of this
-MOST_KEPT = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
+GROUP_MAX_STATES = 3  # states that read each other: combining two tokens takes as many products as the cube of this
+KEPT_MAX_TOKENS = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
         """Return the tokens of a part that is computed again in the backward pass. given: the argument `chunk`."""
         if given is not None:
             return given or tokens
-        return tokens if self.groups or tokens <= MOST_KEPT else math.isqrt(tokens - 1) + 1
+        return tokens if self.groups or tokens <= KEPT_MAX_TOKENS else math.isqrt(tokens - 1) + 1
 
 
 def parts_of(body: Graph, types: Mapping[int, Wire | None]) -> Parts:
@@ -95,7 +95,7 @@ def _groups(body: Graph, loop: Sequence[Node], types: Mapping[int, Wire | None])
         return None
     groups = _joined({name: reads.get(value, frozenset()) for name, value in body.carried.items()})
     widths = {name: wire and wire.features for name, wire in ((name, types[v]) for name, v in body.ports.items())}
-    small = all(len(group) <= MOST_JOINED and len({widths[name] for name in group}) == 1 for group in groups)
+    small = all(len(group) <= GROUP_MAX_STATES and len({widths[name] for name in group}) == 1 for group in groups)
     return groups if small else None
 
 

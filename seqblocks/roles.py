@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op
 from seqblocks.types import Wire
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Wires = Iterable[Wire | None]
+KernelCall = tuple[str, dict[str, Any]]  # a kernel, and the options that determine its implementation
+Transition = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]  # from the state before tokens to the one after
 
 
 def _asked(op: Op, method: str, *given: Any) -> Any:
@@ -60,9 +65,9 @@ def turns_length_into_width(op: Op, wires: Wires) -> bool:
 # --- kernels and products
 
 
-def calls(op: Op, wires: Wires) -> tuple[str, dict[str, Any]] | None:
+def calls(op: Op, wires: Wires) -> KernelCall | None:
     """Return the kernel that `forward` calls, and the options that determine its implementation."""
-    found: tuple[str, dict[str, Any]] | None = _asked(op, "calls", *wires)
+    found: KernelCall | None = _asked(op, "calls", *wires)
     return found
 
 
@@ -129,11 +134,11 @@ def drops_samples(op: Op) -> bool:
     return bool(_asked(op, "drops_samples"))
 
 
-def transition(op: Op, p: Mapping[str, Any], call: Any, inputs: Iterable[Any]) -> Callable[[Any], Any] | None:
+def transition(op: Op, p: Mapping[str, Any], call: Any, inputs: Iterable[Any]) -> Transition | None:
     """Return the effect of these tokens on the state: a function from the state before them to the state after.
 
     Used for sequences split over several devices: the expensive part is computed before the state arrives, and the
     returned function is cheap. None means that `forward` is needed. `call` has resets but no state.
     """
-    found: Callable[[Any], Any] | None = _asked(op, "transition", p, call, *inputs)
+    found: Transition | None = _asked(op, "transition", p, call, *inputs)
     return found

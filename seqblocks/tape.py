@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
-LARGE_PRODUCT = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
+ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
 class Event(NamedTuple):
@@ -402,7 +402,7 @@ class Tape:
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
             found = [None if size is None else self.new(*size) for size in sizes]
-            if grad.item == 4 and grad.numbers * width >= LARGE_PRODUCT:
+            if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
             return found if bias_given else found[:2]
 

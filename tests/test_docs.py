@@ -26,11 +26,7 @@ from seqblocks.errors import Report, Source
 from seqblocks.language import document
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    path
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    if path.name != "language.md"  # tests/spec/test_language_reference.py
-)
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
 GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)  # by the scripts in docs/
 WORD = re.compile(r"(?:`[^`]+`|\S)+")  # code is kept on one line
@@ -52,14 +48,23 @@ def test_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page)), "a block without a language"
 
 
+def headings(page: Path) -> set[str]:
+    """Return the headings of a page as links write them: in small letters, with hyphens, without other signs."""
+    lines = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in lines}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:", "mailto:")):
-            assert (page.parent / target).exists(), target
+            name, _, heading = target.partition("#")
+            place = page.parent / name if name else page
+            assert place.exists(), target
+            assert not heading or place.suffix != ".md" or heading in headings(place), target
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "language.md"], ids=ids)
+@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_prose_is_at_most_100_columns_wide(page: Path) -> None:
     """Code, tables, headings and generated parts may be wider, and so may a link or code without a place to break."""
     prose = GENERATED.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))

@@ -20,7 +20,7 @@ from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
 
-LARGE_OUTPUT = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
+SPLIT_MIN_ELEMENTS = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
 ID = 8  # bytes of a token id
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 
@@ -446,7 +446,7 @@ class Replay:
         if node.type is None or node.type.feature_axis != -1:
             return False
         width, tokens = x.shape[-1], math.prod(x.shape[:-1])
-        return tokens * sum(node.split) >= LARGE_OUTPUT and min(node.split) >= int(width)
+        return tokens * sum(node.split) >= SPLIT_MIN_ELEMENTS and min(node.split) >= int(width)
 
 
 def spent_values(body: Graph) -> list[list[int]]:

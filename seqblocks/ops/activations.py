@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.ops.gate import activate, activated, activation_memory, activation_of_token
@@ -13,6 +13,8 @@ from seqblocks.types import Facts, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 class Activation(Op):
@@ -30,7 +32,7 @@ class Activation(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return activation_memory(tape, self.verb, x)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return activate(self.verb, x)
 
 
@@ -64,7 +66,7 @@ class LeakyRelu(Activation):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import leaky_relu
 
         return leaky_relu(x, self.slope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from seqblocks.errors import Fault
 from seqblocks.language.expressions import parse
@@ -18,8 +18,10 @@ from seqblocks.widths import must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 MAX_CONSTANT = 1e6  # magnitude of constants
-MOST_FEATURES = 4096  # of a formula, which is evaluated for each
+FORMULA_MAX_FEATURES = 4096  # of a formula, which is evaluated for each
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
 
@@ -39,7 +41,7 @@ class Identity(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x
 
 
@@ -63,7 +65,7 @@ class Add(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.add(x, other)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, other: Tensor) -> Tensor:
         return x + other
 
 
@@ -90,7 +92,7 @@ class Multiply(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.multiply(x, by)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, by: Tensor) -> Tensor:
         return x * by
 
 
@@ -114,7 +116,7 @@ class Divide(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, by: Value) -> Value:
         return tape.divide(x, by)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, by: Tensor) -> Tensor:
         return x / by
 
 
@@ -152,7 +154,7 @@ class Lerp(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, to: Value, by: Value | None = None) -> Value:
         return tape.add(x, tape.multiply(p["weight"] if by is None else by, tape.subtract(to, x)))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, to: Any, by: Tensor | None = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, to: Tensor, by: Tensor | None = None) -> Tensor:
         return x + (p["weight"] if by is None else by) * (to - x)
 
 
@@ -176,7 +178,7 @@ class Select(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         features = slice(self.first, self.first + self.features)
         return x[:, features] if x.dim() == 4 else x[..., features]
 
@@ -198,7 +200,7 @@ class Scale(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return self.by * x
 
 
@@ -250,7 +252,7 @@ class Constant(Op):
         numbers = tape.new(tape.out if self.formula is None else (self.features,))
         return numbers if self.formula is None else tape.expand(numbers, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         places = (*x.shape[:-1], self.features)
         if "weight" in p:
             return p["weight"].expand(places)
@@ -267,8 +269,8 @@ _numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compile
 @lru_cache(maxsize=256)
 def _evaluated(formula: str, features: int) -> tuple[float, ...]:
     """Return the values of a formula for each feature. Raises Fault."""
-    if features > MOST_FEATURES:
-        message = f"a formula computes at most {MOST_FEATURES:,} features"
+    if features > FORMULA_MAX_FEATURES:
+        message = f"a formula computes at most {FORMULA_MAX_FEATURES:,} features"
         raise Fault("E504", message, at="formula", found=f"{features:,}")
     expression = parse(formula)
     try:

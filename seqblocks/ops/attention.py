@@ -18,7 +18,12 @@ from seqblocks.types import Wire
 from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from seqblocks.kernels.attention import AttentionState, FirstState
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
 
 
 class _Heads(Op):
@@ -65,7 +70,7 @@ class _Heads(Op):
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
-    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Any]:
+    def cut_memory(self, tape: Tape, q: Value, k: Value, v: Value) -> list[Value]:
         """Record the views of all heads [batch, seq, heads, width] on a tape."""
         counts = (self.heads, self.shared, self.shared)
         return [tape.view(x, (*x.shape[:-1], n, x.shape[-1] // n)) for x, n in zip((q, k, v), counts, strict=True)]
@@ -168,7 +173,7 @@ class Attention(_Heads):
         # a slope depends on the head's number, and a table has all heads
         return [] if self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
 
-    def slopes(self, p: Mapping[str, Tensor], device: Any) -> Any:
+    def slopes(self, p: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
         """Return the slopes of the bias [H], or None."""
         from seqblocks.kernels.attention import alibi_slopes
 
@@ -236,15 +241,15 @@ class Attention(_Heads):
         causal = most * tokens - most * (most - 1) // 2  # the first tokens have fewer visible keys
         return causal if self.causal else 2 * causal - tokens
 
-    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
         return "attention", {"window": self.span or None}
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Transition | None:
         from seqblocks.kernels.attention import attention_state
 
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
 
-        def move(state: Any) -> Any:
+        def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
             before = self.in_heads(state)
             keep = self.span - 1 if self.span else before.k.shape[1] + k.shape[1]
             after = attention_state(
@@ -254,14 +259,14 @@ class Attention(_Heads):
 
         return move
 
-    def in_heads(self, state: Any) -> Any:
+    def in_heads(self, state: dict[str, Tensor]) -> AttentionState | FirstState:
         """Return a state of the kernel, given that of the step."""
         from seqblocks.kernels.attention import AttentionState, FirstState
 
         parts = {name: x if name == "length" else x.unflatten(-1, (self.shared, -1)) for name, x in state.items()}
         return FirstState(**parts) if self.keep_first else AttentionState(**parts)
 
-    def flat(self, state: Any) -> dict[str, Any]:
+    def flat(self, state: AttentionState | FirstState) -> dict[str, Tensor]:
         """Return the state of the step, given one of the kernel."""
         return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
 
@@ -280,7 +285,7 @@ class Attention(_Heads):
         if self.span:
             return run
 
-        def step(*inputs: Any) -> Any:
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             y, k, v, length = run.one(*inputs)
             must_hold(self.cache, length, torch.compiler.is_compiling(), INSTEAD)
             return y, k, v, length
@@ -304,7 +309,7 @@ class Attention(_Heads):
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
         return tape.view(run(tape, q, k, v), tape.out)
 
-    def _relative(self, p: Mapping[str, Tensor], call: Any, q: Tensor) -> Any:
+    def _relative(self, p: Mapping[str, Tensor], call: Call, q: Tensor) -> Tensor | None:
         """Return what relative positions add to the scores [H, S, S], or None. Raises RunError for another grid."""
         if self.bias != "relative":
             return None
@@ -318,7 +323,9 @@ class Attention(_Heads):
             )
         return relative_bias(table, size)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import attention
 
         q = q.unflatten(-1, (self.heads, -1))
@@ -352,7 +359,7 @@ class Attention(_Heads):
         return y.flatten(-2), self.flat(last)
 
 
-def relative_bias(table: Any, grid: tuple[int, int]) -> Any:
+def relative_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:
     """Return the entries [H, S, S] of a table [(2 R - 1) * (2 C - 1), H] for each query and key of a grid."""
     import torch
 
@@ -400,7 +407,7 @@ class CrossAttention(_Heads):
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         return k.length * self.pair(q, v) if isinstance(k.length, int) else 0
 
-    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
         return "attention", {"window": None}
 
     def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
@@ -410,7 +417,7 @@ class CrossAttention(_Heads):
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
         return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from seqblocks.kernels import attention
 
         if k.shape[1] == 0:
@@ -429,7 +436,7 @@ class CrossAttention(_Heads):
 
         heads, shared, scale = self.heads, self.shared, self.scale or None
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if k.shape[1] == 0:
                 raise RunError(EMPTY)
             q = q.unflatten(-1, (heads, 1, -1))

@@ -18,6 +18,8 @@ from seqblocks.types import UNBOUNDED, Facts, Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 Axis = tuple[str, ...]  # parts of an axis, outermost first
 Sizes = dict[str, int | None]  # by name; None if the size is not fixed
 
@@ -225,13 +227,13 @@ class _Axes(Op):
         lengths = {*names(left)} - {*of_features} - {*self.given}
         return not lengths.isdisjoint(right[0 if to_image(right) else -1])
 
-    def transform(self, x: Tensor, pattern: str) -> Any:
+    def transform(self, x: Tensor, pattern: str) -> Tensor:
         """Apply einops to x with the axes of `pattern`, including the batch."""
         from einops import rearrange
 
         return rearrange(x, pattern, **self.lengths)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import EinopsError
 
         left, right = _parsed(self.pattern)
@@ -321,7 +323,7 @@ class Reduce(_Axes):
             raise _fault("by: std needs an axis to reduce", "a pattern with an axis that occurs only on the left")
         return sides
 
-    def deviation(self, x: Tensor, axes: tuple[int, ...]) -> Any:
+    def deviation(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Return the standard deviation along some axes: the square root of the mean squared deviation."""
         from torch import var
 
@@ -334,7 +336,7 @@ class Reduce(_Axes):
             return Facts(low=math.sqrt(self.eps))
         return UNBOUNDED if self.by == "sum" else x.facts.range
 
-    def transform(self, x: Tensor, pattern: str) -> Any:
+    def transform(self, x: Tensor, pattern: str) -> Tensor:
         from einops import reduce
 
         left, right = _parsed(self.pattern)

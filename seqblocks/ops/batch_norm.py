@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, Port, argument, primitive
@@ -14,6 +14,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("batch_norm")
@@ -62,7 +64,7 @@ class BatchNorm(Op):
         tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes)  # the gradient is copied
         return y
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import batch_norm
 
         check_batch(x, call.training)
@@ -75,12 +77,12 @@ class BatchNorm(Op):
         return as_input(y, x)
 
 
-def as_maps(x: Tensor) -> Any:
+def as_maps(x: Tensor) -> Tensor:
     """View tokens [B, S, D] or vectors [B, D] as feature maps [B, D, 1, S], without a copy; images are returned."""
     return {2: lambda: x[:, :, None, None], 3: lambda: x.mT.unsqueeze(2), 4: lambda: x}[x.dim()]()
 
 
-def as_input(y: Tensor, x: Tensor) -> Any:
+def as_input(y: Tensor, x: Tensor) -> Tensor:
     """Return feature maps with the axes of x."""
     return {2: lambda: y[:, :, 0, 0], 3: lambda: y.squeeze(2).mT, 4: lambda: y}[x.dim()]()
 

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from seqblocks.errors import Fault, quote
 from seqblocks.language.formulas import PartFault, Program, compiled, names_in, parse
@@ -19,6 +19,12 @@ from seqblocks.tape import Tape, Value, broadcast
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.runtime.call import Call
+
+T = TypeVar("T")  # what a formula computes: tensors, or facts about them
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 X = Port("x", "the wire that a formula calls `x`", main=True, kinds=FLOATS, broadcast=True)
 
@@ -72,17 +78,17 @@ class Calc(Op):
         wide = [name for name, wire in zip(self.wires(), wires, strict=True) if wire.features == width]
         return [Split(self, tuple(wide))] if width > 1 else []
 
-    def memory(self, tape: Tape, p: Mapping[str, Value], *inputs: Any) -> Value:
+    def memory(self, tape: Tape, p: Mapping[str, Value], *inputs: Value) -> Value:
         return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         program = program_of(self.formula)
         return TokenFunction(lambda *inputs: computed(program, self._values(p, inputs), applied))
 
-    def forward(self, p: Any, call: Any, *inputs: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, *inputs: Tensor) -> Tensor:
         return computed(program_of(self.formula), self._values(p, inputs), applied)
 
-    def _values(self, p: Mapping[str, Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
+    def _values(self, p: Mapping[str, T], inputs: tuple[T, ...]) -> dict[str, T]:
         """Return the tensors by name."""
         names = [name for name in _names(self.formula) if name not in self.learned]
         return {**dict(zip(names, inputs, strict=True)), **{name: p[namespace_of(name)] for name in self.learned}}
@@ -220,13 +226,14 @@ def _bounds(program: Program, wires: Mapping[str, Wire]) -> Facts:
 # --- computation ------------------------------------------------------------------------------------------------------
 
 
-def computed(program: Program, values: Mapping[str, Any], apply: Callable[..., Any]) -> Any:
+def computed(program: Program, values: Mapping[str, T], apply: Callable[..., T]) -> T:
     """Compute a part of a formula. apply: computes an operator or function of its name and operands."""
     name, *parts = program
     if name == "name":
         return values[parts[0]]
     if name == "number":
-        return parts[0]
+        number: T = parts[0]
+        return number
     return apply(name, *[computed(part, values, apply) for part in parts])
 
 

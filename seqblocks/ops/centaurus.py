@@ -18,6 +18,9 @@ from seqblocks.types import Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 
 @primitive("centaurus")
 class Centaurus(Op):
@@ -116,12 +119,12 @@ class Centaurus(Op):
         around = channels * (x.features + out) if self.dense else 2 * channels
         return around + 6 * rows * self.sub_states
 
-    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, x: Wire) -> KernelCall:
         _, rows, channels = self.sizes(x)
         substates = rows * self.sub_states // channels
         return "centaurus", {"mode": self.kernel_mode, "channels": channels, "substates": substates}
 
-    def bank(self, p: Mapping[str, Tensor]) -> tuple[Any, Any, Any]:
+    def bank(self, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the real and the imaginary part of A [N, M], and dt [N], in float32 at least."""
         import torch
         from torch.nn.functional import softplus
@@ -130,7 +133,7 @@ class Centaurus(Op):
         A_real, A_imag, log_dt = (t if t.dtype == torch.float64 else t.float() for t in exact)
         return -softplus(A_real) if self.stable else A_real, A_imag, torch.exp(log_dt)
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         import torch
 
         from seqblocks.kernels.summaries import last_piece
@@ -141,7 +144,7 @@ class Centaurus(Op):
         factor = torch.polar((span * A_real).exp(), span * A_imag)
         piece = last_piece(call.resets)
 
-        def move(state: Any) -> Any:
+        def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
             before = torch.view_as_complex(piece.before(state["s"]).contiguous())
             return {"s": added["s"] + torch.view_as_real(factor.view(before.shape[1:]) * before)}
 
@@ -163,7 +166,7 @@ class Centaurus(Op):
         bank = centaurus.bank_of(tape, p, self.kernel_mode, self.hold, self.stable)
         return tape.cast(centaurus.run(tape, bank, x), x.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import centaurus
 
         out: Any = centaurus(
@@ -179,5 +182,7 @@ class Centaurus(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.return_state else (out, None)
-        return y, {"s": last} if call.return_state else {}
+        if not call.return_state:
+            return out, {}
+        y, last = out
+        return y, {"s": last}

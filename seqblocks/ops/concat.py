@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.ops.arithmetic import FLOATS
@@ -13,6 +13,8 @@ from seqblocks.types import Facts, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("concat")
@@ -58,7 +60,7 @@ class Concat(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return x
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x  # the module has joined the wires of the list
 
 

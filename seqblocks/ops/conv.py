@@ -17,6 +17,9 @@ from seqblocks.types import Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 Activation = Literal["none", "silu"]
 
 
@@ -55,10 +58,10 @@ class CausalConv(Op):
     def looks_back(self, x: Wire) -> int:
         return (self.kernel - 1) * x.rate
 
-    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, x: Wire) -> KernelCall:
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return window_after(x, self.kernel - 1, call)
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
@@ -74,11 +77,11 @@ class CausalConv(Op):
         convolve = causal_conv.mix if self.mixing and x.features > 1 else causal_conv.convolve
         return convolve(tape, x, p["weight"], p.get("bias"), self.activation)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import causal_conv
 
         activation = None if self.activation == "none" else self.activation
-        out = causal_conv(
+        out: Any = causal_conv(
             x,
             p["weight"],
             p.get("bias"),
@@ -88,5 +91,7 @@ class CausalConv(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, window = out if call.return_state else (out, None)
-        return y, {"window": window} if call.return_state and self.kernel > 1 else {}
+        if not call.return_state:
+            return out, {}
+        y, window = out
+        return y, {"window": window} if self.kernel > 1 else {}

@@ -20,19 +20,22 @@ from seqblocks.widths import must_divide
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import Transition
+    from seqblocks.runtime.call import Call
+
 MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 
 # Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for this
 # many values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
-MANY_TAPS = 1 << 15
+CONVOLUTION_MIN_PRODUCTS = 1 << 15
 
 
-def as_image(x: Tensor) -> Any:
+def as_image(x: Tensor) -> Tensor:
     """View tokens [B, S, D] as an image of one row [B, D, 1, S], channels-last in memory, without a copy."""
     return x.mT.unsqueeze(2)
 
 
-def as_tokens(image: Any) -> Any:
+def as_tokens(image: Tensor) -> Tensor:
     """View an image of one row as tokens."""
     return image.squeeze(2).mT
 
@@ -72,7 +75,7 @@ class _Conv(Op):
         carried = 0 if self.later() else self.earlier()
         return {"window": State((carried, x.features), "model")} if carried else {}
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return window_after(x, self.earlier(), call)
 
     def looks_back(self, x: Wire) -> int:
@@ -138,7 +141,7 @@ class Conv1d(_Conv):
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
         return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from torch.nn.functional import pad
 
         check_tokens(x, self.stride, self.verb)
@@ -149,9 +152,9 @@ class Conv1d(_Conv):
             unread = self.stride - self.span()  # tokens of a frame that is longer than the window
             return self.convolve(x[:, unread if self.causal else unread // 2 :], weight, bias), {}
         past = with_past(x, earlier, call)
-        if past.index is None:
+        if past.limit is None:
             return self.convolve(past.tokens, weight, bias), past.state
-        y = 0
+        y: Any = 0
         for tap in range(self.kernel):
             lag = (self.kernel - 1 - tap) * self.dilation
             y = y + self.convolve(lagged(past, lag, earlier), weight[..., tap : tap + 1], None if tap else bias)
@@ -169,17 +172,17 @@ class Conv1d(_Conv):
         if not by:
             return TokenFunction(product)
 
-        def step(window: Tensor, x: Tensor) -> Any:
+        def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             tokens = torch.cat([window, x.unsqueeze(1)], 1)
             return product(tokens[:, ::every].mT.flatten(1)), tokens[:, 1:].clone(memory_format=torch.contiguous_format)
 
-        def convolved(batch: int, window: Tensor, x: Tensor) -> Any:
+        def convolved(batch: int, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             tokens = torch.cat([window, x.reshape(-1, batch, x.shape[1]).transpose(0, 1)], 1)
             y = self.convolve(tokens, p["weight"], p.get("bias")).transpose(0, 1).flatten(0, 1)
             return y, tokens[:, tokens.shape[1] - by :].clone(memory_format=torch.contiguous_format)
 
-        def several(batch: int, window: Tensor, x: Tensor) -> Any:
-            if x.shape[0] >= self.features and x.numel() * self.kernel >= MANY_TAPS:
+        def several(batch: int, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            if x.shape[0] >= self.features and x.numel() * self.kernel >= CONVOLUTION_MIN_PRODUCTS:
                 return convolved(batch, window, x)
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
             seq = tokens.shape[0] - by
@@ -191,7 +194,7 @@ class Conv1d(_Conv):
 
         return TokenFunction(step, several, math.inf)
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Any) -> Any:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution of x [B, S, D] without padding."""
         from torch.nn.functional import conv2d
 
@@ -245,10 +248,10 @@ class ConvTranspose1d(_Conv):
         y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features))
         return tape.slice(y, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from torch.nn.functional import conv_transpose2d
 
-        state: dict[str, Any] = {}
+        state: dict[str, Tensor] = {}
         length, first = x.shape[1] * self.stride, self.later()
         if self.earlier() and not first:
             x, _, state = with_past(x, self.earlier(), call)

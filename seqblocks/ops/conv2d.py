@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
@@ -17,6 +17,8 @@ from seqblocks.widths import must_divide, must_have_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 class _Conv2d(grids.GridOp):
@@ -118,7 +120,7 @@ class Conv2d(_Conv2d):
         y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
         return tape.unary(y) if self.activation == "silu" else y
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import conv2d, silu
 
         from seqblocks.kernels.numerics import in_float32
@@ -176,7 +178,7 @@ class ConvTranspose2d(_Conv2d):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import conv_transpose2d
 
         image, more = grids.as_maps(x, call), self.output_padding

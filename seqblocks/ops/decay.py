@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
@@ -18,12 +18,14 @@ from seqblocks.widths import must_divide, must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 DecayKind = Literal["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"]
 WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log
 WITH_BIAS = ("softplus", "bounded")
 
 
-def in_float32(x: Tensor) -> Any:
+def in_float32(x: Tensor) -> Tensor:
     """Return x in at least float32, because decays close to 1 lose precision in 16 bits."""
     import torch
 
@@ -57,7 +59,7 @@ class TimeStep(Op):
         steps = tape.unary(tape.add(tape.cast(x, max(x.item, 4)), p["bias"]))
         return tape.unary(steps, backward=2 * steps.numbers)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import softplus
 
         return softplus(in_float32(x) + p["bias"]).clamp(self.least, self.most)
@@ -156,7 +158,7 @@ class LogDecay(Op):
         small = tape.unary(tape.unary(tape.unary(x, ())), ["output"])
         return tape.where(both, both, tape.add(alone, tape.multiply(lower, small)))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, lower: Tensor | None = None) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call | None, x: Tensor, lower: Tensor | None = None) -> Tensor:
         from torch.nn.functional import logsigmoid, softplus
 
         x = in_float32(x)
@@ -178,7 +180,7 @@ class LogDecay(Op):
         return at_least(lower, x)
 
 
-def at_least(lower: Tensor, x: Tensor) -> Any:
+def at_least(lower: Tensor, x: Tensor) -> Tensor:
     """Return log(lower + (1 - lower) sigmoid(x)), for 0 <= lower < 1."""
     import torch
     from torch.nn.functional import logsigmoid
@@ -216,6 +218,6 @@ class LowerDecays(Op):
         shares = tape.unary(tape.unary(p["weight"], ["output"]), ())
         return tape.expand(tape.view(tape.unary(shares, ()), (shares.numbers,)), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         shares = p["weight"].softmax(0).cumsum(0)
         return (shares - shares[:1]).flatten().expand(*x.shape[:-1], -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
@@ -13,13 +13,15 @@ from seqblocks.types import Facts, Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 
 def rescaled(facts: Facts, kept: float) -> Facts:
     """Return the facts about values that are kept with a probability and divided by it, else zeroed."""
     return facts.times(Facts(1 / kept, 1 / kept)).or_zero()
 
 
-def drop_samples(x: Tensor, p: float) -> Any:
+def drop_samples(x: Tensor, p: float) -> Tensor:
     """Zero each sample of x [batch, …] with probability p, and divide the others by 1 - p."""
     import torch
 
@@ -50,7 +52,7 @@ class Dropout(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.dropout(x) if self.p else x
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import dropout
 
         return dropout(x, self.p, call.training)
@@ -77,5 +79,5 @@ class DropPath(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return drop_samples_memory(tape, x) if self.p else x
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return drop_samples(x, self.p) if self.p and call.training else x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
@@ -11,6 +11,11 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("embed")
@@ -28,14 +33,14 @@ class Embed(Op):
         shape = (x.features, self.features)
         return {"weight": Parameter(shape, Init("small", (float(self.features),)), decay=False)}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Any]) -> TokenFunction | None:
         from torch import Tensor, embedding
 
         weight = p["weight"]
         if not isinstance(weight, Tensor):
             return TokenFunction(weight.rows)
 
-        def step(x: Any) -> Any:
+        def step(x: Tensor) -> Tensor:
             try:
                 return embedding(weight, x)
             except (IndexError, RuntimeError):
@@ -48,7 +53,7 @@ class Embed(Op):
         tape.function([p["weight"]], [y], [x])
         return y
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Any], call: Call | None, x: Tensor) -> Tensor:
         import torch
         from torch.nn.functional import embedding
 
@@ -85,13 +90,13 @@ class Unembed(Op):
     def macs(self, x: Wire) -> int:
         return x.features * (self.vocabulary or 0)
 
-    def matrix(self, p: Any) -> Any:
+    def matrix(self, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return p["weight"], p.get("bias")
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.product(x, p["weight"], p.get("bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from seqblocks.kernels.products import linear
 
         return linear(x, p["weight"], p.get("bias"))

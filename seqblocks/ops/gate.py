@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
@@ -14,6 +14,8 @@ from seqblocks.widths import must_divide, must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 ActivationName = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
     "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one", "exp",
@@ -22,7 +24,7 @@ ActivationName = Literal[
 GELU_MAX_NUMBERS = 1 << 13  # up to which gelu takes longer in oneDNN
 
 
-def activation(name: str) -> Callable[[Any], Any]:
+def activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation by name: a function that returns a new tensor (`none`: the same one)."""
     import torch
     from torch.nn import functional
@@ -44,11 +46,11 @@ def activation(name: str) -> Callable[[Any], Any]:
             return lambda x: torch.where(x > 0, 1 + x, x.clamp(max=0).exp())
         case "rational_exp":
             return lambda x: torch.where(x >= 0, 1 + x, 1 / (1 + x.abs()))
-    found: Callable[[Any], Any] = getattr(functional, name)
+    found: Callable[[Tensor], Tensor] = getattr(functional, name)
     return found
 
 
-def activate(name: str, x: Tensor) -> Any:
+def activate(name: str, x: Tensor) -> Tensor:
     """Apply an activation by name."""
     return activation(name)(x)
 
@@ -74,14 +76,14 @@ def activation_memory(tape: Tape, name: str, x: Value) -> Value:
     return tape.unary(x)
 
 
-def activation_of_token(name: str) -> Callable[[Any], Any]:
+def activation_of_token(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation by name for a function of one token, which runs without gradients."""
     import torch
 
     return activation(name) if name != "gelu" or torch.compiler.is_compiling() else _gelu_of_token
 
 
-def _gelu_of_token(x: Tensor) -> Any:
+def _gelu_of_token(x: Tensor) -> Tensor:
     """Return gelu(x) for any x, in a third of the time if x is small.
 
     For contiguous float32 on a CPU, torch calls oneDNN, which takes 6 us to begin. The same numbers with other strides
@@ -154,7 +156,7 @@ class Gate(Op):
         y = tape.multiply(tape.view(x, heads), tape.view(opening, (*opening.shape, 1)))
         return tape.cast(tape.view(y, x.shape), x.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, by: Tensor) -> Tensor:
         opening = activate(self.activation, by)
         if not self.heads:
             return x * opening

@@ -16,6 +16,9 @@ from seqblocks.widths import must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 
 @primitive("gated_recurrence")
 class GatedRecurrence(Op):
@@ -58,10 +61,10 @@ class GatedRecurrence(Op):
     def macs(self, x: Wire, decay: Wire) -> int:
         return x.features * (1 if self.factor == "full" else 2)
 
-    def calls(self, x: Wire, decay: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, x: Wire, decay: Wire) -> KernelCall:
         return "gated_recurrence", {}
 
-    def scaled_input(self, call: Any, x: Tensor, decay: Tensor) -> tuple[Any, Any]:
+    def scaled_input(self, call: Call, x: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input multiplied by its share, and the decay, both in float32 or float64."""
         import torch
 
@@ -74,7 +77,7 @@ class GatedRecurrence(Op):
             scaled = factor * scaled
         return scaled, decay
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor, decay: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor, decay: Tensor) -> Transition | None:
         from seqblocks.kernels import gated_recurrence
         from seqblocks.kernels.summaries import Affine, last_piece
 
@@ -107,7 +110,9 @@ class GatedRecurrence(Op):
         mask = tape.new((*decay.shape[:2], 1), 1)
         return tape.pointwise(share, keeps=[mask])
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, decay: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, x: Tensor, decay: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         from seqblocks.kernels import gated_recurrence
@@ -128,7 +133,7 @@ class GatedRecurrence(Op):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
-        def step(h: Tensor, *given: Any) -> Any:
+        def step(h: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
             *begun, x, decay = given
             if self.factor != "full":
                 factor = self.share(decay)
@@ -140,7 +145,7 @@ class GatedRecurrence(Op):
 
         return TokenFunction(step, most_tokens=12)
 
-    def share(self, decay: Tensor) -> Any:
+    def share(self, decay: Tensor) -> Tensor:
         """Return the factor of each input. The square root gets no gradient where nothing decays."""
         import torch
 
@@ -148,7 +153,7 @@ class GatedRecurrence(Op):
             return -torch.expm1(decay)
         return (-torch.expm1(2 * decay)).clamp(min=torch.finfo(decay.dtype).tiny).sqrt()
 
-    def starts(self, call: Any, x: Tensor) -> Any:
+    def starts(self, call: Call, x: Tensor) -> Tensor:
         """Return a mask [B, S] of the first tokens of sequences."""
         import torch
 

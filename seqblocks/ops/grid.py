@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port
@@ -10,6 +10,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 Grid = tuple[int, int]
 MAX_WINDOW = 255  # kernel, stride, padding, dilation
@@ -64,12 +66,12 @@ def on_grid(x: Wire, grid: Grid, features: int) -> Wire:
     return x._replace(length=length, grid=grid, rate=max(rate, 1)).with_features(features)
 
 
-def as_maps(x: Tensor, call: Any) -> Any:
+def as_maps(x: Tensor, call: Call) -> Tensor:
     """View tokens [B, S, D] as feature maps [B, D, rows, columns], channels-last in memory; images are returned."""
     return x if x.dim() == 4 else x.mT.unflatten(2, call.grid_of(x))
 
 
-def as_tokens(y: Tensor, call: Any) -> Any:
+def as_tokens(y: Tensor, call: Call) -> Tensor:
     """Return feature maps [B, D, rows, columns] as tokens [B, S, D], and note their grid for later steps."""
     call.set_grid((y.shape[-2], y.shape[-1]))
     return y.flatten(2).mT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, Port, X, argument, primitive
 from seqblocks.tape import Tape, Value
@@ -11,7 +11,10 @@ from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("repeat_heads")
@@ -34,7 +37,7 @@ class RepeatHeads(Op):
         tape.function([x], [y])
         return y
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)
 
 
@@ -57,7 +60,7 @@ class JoinHeads(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
         return tape.cat([x, other])
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, other: Tensor) -> Tensor:
         import torch
 
         parts = [each.unflatten(-1, (self.heads, -1)) for each in (x, other)]
@@ -87,7 +90,7 @@ class RollHeads(_OfHeads):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(x, ())
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).roll(self.by, -1).flatten(-2)
 
 
@@ -104,7 +107,7 @@ class Softmax(_OfHeads):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.cast(tape.unary(tape.cast(x, max(x.item, 4)), ["output"]), x.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return exact.softmax(-1).flatten(-2).to(x.dtype)
 
@@ -123,12 +126,12 @@ class SumNorm(_OfHeads):
         exact = tape.view(tape.cast(x, max(x.item, 4)), (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
         return tape.cast(tape.view(tape.divide(exact, tape.sum(exact, (*exact.shape[:-1], 1))), x.shape), x.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
         return (exact / (exact.sum(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)
 
 
-def _float64() -> Any:
+def _float64() -> torch.dtype:
     import torch
 
     return torch.float64

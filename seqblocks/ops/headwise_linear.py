@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -15,6 +15,10 @@ from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.kernels.products import Matrix
+    from seqblocks.roles import KernelCall
+    from seqblocks.runtime.call import Call
 
 
 @primitive("headwise_linear")
@@ -61,10 +65,10 @@ class HeadwiseLinear(Op):
         groups, out, width = self.sizes(x)
         return groups * out * width
 
-    def calls(self, x: Wire) -> tuple[str, dict[str, Any]] | None:
+    def calls(self, x: Wire) -> KernelCall | None:
         return None if self.shared else ("headwise_linear", {"block": self.sizes(x)})
 
-    def matrix(self, p: Mapping[str, Tensor]) -> Any:
+    def matrix(self, p: Mapping[str, Tensor]) -> Matrix | None:
         from seqblocks.kernels.headwise_linear.token import matrix
 
         return None if self.shared else matrix(p["weight"], p.get("bias"))
@@ -79,7 +83,7 @@ class HeadwiseLinear(Op):
 
         return headwise_linear.product(tape, x, p["weight"], p.get("bias"))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import linear
 
         from seqblocks.kernels import headwise_linear

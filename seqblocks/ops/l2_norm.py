@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.tape import Tape, Value
@@ -12,6 +12,8 @@ from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("l2_norm")
@@ -41,7 +43,7 @@ class L2Norm(Op):
         norm = tape.unary(tape.sum(tape.square(exact), (*heads[:-1], 1)), ["output"])
         return tape.cast(tape.view(tape.multiply(exact, norm), x.shape), x.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         import torch
 
         exact = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (self.heads, -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
@@ -15,6 +15,12 @@ from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
 
 
 @primitive("latent_attention")
@@ -70,13 +76,13 @@ class LatentAttention(Op):
         local = self.model_copy(update={"heads": self.heads // ranks})
         return [Split(local, ("q",), {"k_weight": 0, "v_weight": 0})]
 
-    def calls(self, q: Wire, c: Wire, r: Wire | None = None) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, c: Wire, r: Wire | None = None) -> KernelCall:
         return "attention", {"window": None}
 
     def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, c: Value, r: Value | None = None) -> Value:
         from seqblocks.workspace import attention
 
-        def heads(x: Any) -> Any:
+        def heads(x: Value) -> Value:
             return tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads))
 
         q, k, v = heads(q), heads(tape.product(c, p["k_weight"])), heads(tape.product(c, p["v_weight"]))
@@ -84,13 +90,17 @@ class LatentAttention(Op):
             k = tape.cat([k, tape.expand(r, (*k.shape[:-1], r.shape[-1]))])
         return tape.view(attention.fused(tape, q, k, v), tape.out)
 
-    def transition(self, p: Any, call: Any, q: Any, c: Any, r: Any = None) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, c: Tensor, r: Tensor | None = None
+    ) -> Transition | None:
         new = joined(c, r)
         return lambda state: after(
             state["latent"], state["length"], new, call.resets, state["latent"].shape[1] + new.shape[1]
         )
 
-    def forward(self, p: Any, call: Any, q: Any, c: Any, r: Any = None) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, c: Tensor, r: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         from seqblocks.kernels.attention import AttentionState, attention
@@ -112,7 +122,7 @@ class LatentAttention(Op):
         must_hold(self.cache, last["length"], call.compiling)
         return y.flatten(-2), last
 
-    def expanded(self, p: Any, x: Any, rank: int) -> tuple[Any, Any]:
+    def expanded(self, p: Mapping[str, Tensor], x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Return keys [B, T, H, N + R] and values [B, T, H, V] of the vectors x [B, T, C + R]."""
         import torch
 
@@ -122,14 +132,14 @@ class LatentAttention(Op):
         k, v = (linear(low, p[name], None).unflatten(-1, (self.heads, -1)) for name in ("k_weight", "v_weight"))
         return torch.cat([k, common.unsqueeze(2).expand(*k.shape[:3], -1)], -1), v
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
         keys, values = (p[name].unflatten(0, (self.heads, -1)) for name in ("k_weight", "v_weight"))
         own, rank = keys.shape[1:]
 
-        def step(latent: Any, length: Any, q: Any, c: Any, r: Any) -> Any:
+        def step(latent: Tensor, length: Tensor, q: Tensor, c: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
             latest = torch.cat([latent.narrow(1, 1, latent.shape[1] - 1), joined(c, r).unsqueeze(1)], 1)
             heads = q.unflatten(-1, (self.heads, -1)).transpose(0, 1)  # [H, B, N + R]
             query = torch.cat([heads[..., :own] @ keys, heads[..., own:]], -1).transpose(0, 1)
@@ -146,7 +156,7 @@ class LatentAttention(Op):
         return TokenFunction(step)
 
 
-def after(latent: Any, length: Any, new: Any, resets: Any, keep: int) -> dict[str, Any]:
+def after(latent: Tensor, length: Tensor, new: Tensor, resets: Tensor | None, keep: int) -> dict[str, Tensor]:
     """Return the state with the last `keep` of the cached vectors and the new ones [B, S, C + R]."""
     from seqblocks.kernels.attention import AttentionState, attention_state
 
@@ -155,7 +165,7 @@ def after(latent: Any, length: Any, new: Any, resets: Any, keep: int) -> dict[st
     return {"latent": last.k.squeeze(2).to(latent.dtype), "length": last.length}
 
 
-def joined(c: Any, r: Any) -> Any:
+def joined(c: Tensor, r: Tensor | None) -> Tensor:
     """Return c and r (or None) as one vector."""
     import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -14,6 +14,8 @@ from seqblocks.widths import must_divide, must_match
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("learnable_skip")
@@ -51,7 +53,7 @@ class LearnableSkip(Op):
         weight = tape.expand(p["weight"], x.shape[-1:]) if self.heads else p["weight"]
         return tape.add(x, tape.multiply(weight, skip))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, skip: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, skip: Tensor) -> Tensor:
         weight = p["weight"]
         weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight
         return x + weight * skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, X, argument, primitive
@@ -13,6 +13,11 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import UNBOUNDED, Facts, Wire, summed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("learned_tokens")
@@ -53,7 +58,7 @@ class LearnedTokens(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.expand(p["weight"], tape.out)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor | None) -> Tensor:
         return p["weight"].expand(call.batch if x is None else x.shape[0], -1, -1)
 
 
@@ -93,14 +98,14 @@ class Prefix(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return "it puts tokens before the first sequence only"
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         return passes_on()
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         tokens = tape.cast(tape.expand(p["weight"], (x.shape[0], self.count, x.shape[2])), x.item)
         return tape.cat([tokens, x], 1)
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Any) -> Tensor:
         import torch
 
         if call.phase == "stream":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -13,6 +13,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 class Affine(Op):
@@ -48,13 +50,13 @@ class Affine(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.width()
 
-    def matrix(self, p: Mapping[str, Tensor]) -> Any:
+    def matrix(self, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return p["weight"], p.get("bias")
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.product(x, p["weight"], p.get("bias"))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from seqblocks.kernels.dispatch import saves_launches
         from seqblocks.kernels.products import linear
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
@@ -16,6 +16,14 @@ from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
+Step = Callable[..., tuple["Tensor", "Tensor"]]  # (S, *inputs) -> (output, S), for one token
 Rule = Literal["add", "delta", "dplr"]
 OF_RULES: dict[str, tuple[str, ...]] = {"add": (), "delta": ("beta",), "dplr": ("a", "b")}
 
@@ -119,7 +127,7 @@ class LinearAttention(Op):
             raise Fault("E209", "'bonus' and 'normalize' cannot be combined", at="normalize", hint="remove one of them")
 
     def warns(
-        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, beta: Wire | None = None, *others: Any
+        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, beta: Wire | None = None, *others: Wire | None
     ) -> Iterator[Fault]:
         """Warn if the state may grow without bound."""
         if decay and decay.facts.high > 0:
@@ -134,24 +142,24 @@ class LinearAttention(Op):
             message = "the keys of rule delta may be longer than 1: the state may grow without bound"
             yield Fault("W904", message, at="k", expected=f"{keys} heads of length 1", hint=hint)
 
-    def parameters(self, q: Wire, *others: Any) -> dict[str, Parameter]:
+    def parameters(self, q: Wire, *others: Wire | None) -> dict[str, Parameter]:
         if not self.bonus:
             return {}
         return {"u": Parameter((self.heads, q.features // self.heads), Init("zeros"), decay=False)}
 
-    def state(self, q: Wire, k: Wire, v: Wire, *others: Any) -> dict[str, State]:
+    def state(self, q: Wire, k: Wire, v: Wire, *others: Wire | None) -> dict[str, State]:
         columns = v.features // (self.writes * self.of_values) + self.normalize
         return {"S": State((self.of_values, q.features // self.heads, columns))}
 
-    def macs(self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any) -> int:
+    def macs(self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Wire | None) -> int:
         """Count those of the recurrence: decay, correction, write and read of S."""
         decays = decay is not None or self.fixed_decay != "none"
         products = {"add": 2, "delta": 1 + 2 * self.writes, "dplr": 4}[self.rule] + decays
         return products * (q.features // self.heads) * v.features // self.writes
 
     def calls(
-        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any
-    ) -> tuple[str, dict[str, Any]]:
+        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Wire | None
+    ) -> KernelCall:
         kind = "head" if self.fixed_decay != "none" else None
         if decay is not None:
             kind = "head" if decay.features == self.of_values else "key"
@@ -159,7 +167,7 @@ class LinearAttention(Op):
         widths = (q.features // self.heads, columns)
         return "linear_attention", {"rule": self.rule, "widths": widths, "decay": kind, "bonus": self.bonus}
 
-    def decays(self, v: Any, decay: Any) -> Any:
+    def decays(self, v: Tensor, decay: Tensor | None) -> Tensor | None:
         """Return the log decays [B, S, HV] or [B, S, HV, K] of values v [B, S, W * HV, V], or None."""
         if self.fixed_decay != "none":
             return self.retention(v).expand(*v.shape[:2], -1)
@@ -167,7 +175,10 @@ class LinearAttention(Op):
             return decay.unflatten(-1, (self.of_values, -1))
         return decay
 
-    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, *others: Any) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None,
+        *others: Tensor | None,
+    ) -> Transition | None:
         """Return it for rule add only. The other rules multiply the state by K x K matrices, as slow as the tokens."""
         import torch
 
@@ -210,9 +221,9 @@ class LinearAttention(Op):
         return tape.multiply(exact, tape.unary(tape.sum(tape.square(exact), (*x.shape[:-1], 1)), ["output"]))
 
     def forward(
-        self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
-        b: Any = None,
-    ) -> Any:
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None,
+        beta: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import linear_attention
 
         q = self.normed(q.unflatten(-1, (self.heads, -1)))
@@ -232,19 +243,19 @@ class LinearAttention(Op):
             o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
         return o.flatten(-2), {} if last is None else {"S": last}
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
         from seqblocks.kernels.linear_attention.token import prepare
 
-        def one(fixed: Any) -> Any:
+        def one(fixed: Tensor | None) -> Step:
             return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
 
-        def prepared(dtype: Any) -> Any:
+        def prepared(dtype: torch.dtype) -> Step:
             fixed = self.retention(torch.zeros(1, dtype=dtype, device="cpu")) if self.fixed_decay != "none" else None
             return one(fixed) if self.writes == 1 else corrected(self.writes, one(fixed), one(None))
 
-        def by_dtype() -> Any:
+        def by_dtype() -> Step:
             runs = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
             return lambda S, *inputs: runs[S.dtype](S, *inputs)
 
@@ -252,7 +263,7 @@ class LinearAttention(Op):
         most = 12 if self.rule == "delta" or self.bonus or self.normalize else 16
         return TokenFunction(run, most_tokens=most if self.writes == 1 else None)
 
-    def retention(self, like: Any) -> Any:
+    def retention(self, like: Tensor) -> Tensor:
         """Return the log decay of each value head, in at least float32, as slow decays lose precision in 16 bits."""
         import torch
 
@@ -260,7 +271,7 @@ class LinearAttention(Op):
         decays = [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.of_values)]
         return torch.tensor(decays, dtype=dtype, device=like.device)
 
-    def normed(self, x: Any) -> Any:
+    def normed(self, x: Tensor) -> Tensor:
         """Return queries or keys [B, S, H, K], normalised to length 1 if `qk_norm` is set, in at least float32."""
         import torch
 
@@ -270,7 +281,7 @@ class LinearAttention(Op):
         return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def corrected(writes: int, first: Any, other: Any) -> Any:
+def corrected(writes: int, first: Step, other: Step) -> Step:
     """Return a function for a token with several corrections, from those for the first one and for the others.
 
     Only the first correction decays the state. It returns a new state, to which the others write.
@@ -279,7 +290,9 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
 
     in_place = not torch.compiler.is_compiling()
 
-    def step(S: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any) -> Any:
+    def step(
+        S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         (k, *keys), (v, *values), (beta, *betas) = (x.chunk(writes, -1) for x in (k, v, beta))
         o, S = first(S, q, k, v, decay, beta)
         for k, v, beta in zip(keys, values, betas, strict=True):
@@ -289,7 +302,7 @@ def corrected(writes: int, first: Any, other: Any) -> Any:
     return step
 
 
-def spread_memory(tape: Tape, writes: int, *given: Any) -> list[Any]:
+def spread_memory(tape: Tape, writes: int, *given: Value | None) -> list[Value]:
     """Record `spread` on a tape, for q, k, v, decay and beta."""
     found: list[Any] = []
     for at, x in enumerate(given):
@@ -305,18 +318,18 @@ def spread_memory(tape: Tape, writes: int, *given: Any) -> list[Any]:
 
 
 def spread(
-    writes: int, q: Any, k: Any, v: Any, decay: Any, beta: Any, resets: Any, reverse: bool
-) -> tuple[Any, Any, Any, Any, Any, Any]:
+    writes: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Any, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """Expand the corrections of each token into tokens: the first one applies decay and resets, the last one reads.
 
     k, v and beta hold the corrections of a token along their heads. In reverse order, the last one comes first.
     """
     import torch
 
-    def turned(x: Any) -> Any:
+    def turned(x: Tensor) -> Tensor:
         return (x.flip(2) if reverse else x).flatten(1, 2)
 
-    def only(x: Any, first: bool) -> Any:
+    def only(x: Tensor, first: bool) -> Tensor:
         none = torch.zeros_like(x).unsqueeze(2).expand(-1, -1, writes - 1, *[-1] * (x.dim() - 2))
         parts = [x.unsqueeze(2), none]
         return turned(torch.cat(parts if first else parts[::-1], 2))

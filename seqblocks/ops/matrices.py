@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.errors import Fault
 from seqblocks.op import ANY, Op, Port, argument, primitive
@@ -13,6 +13,8 @@ from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 KINDS: tuple[Kind, ...] = ("sequence", "vector")
 
@@ -43,7 +45,7 @@ class OuterProduct(Op):
         columns = tape.view(other, (*other.shape[:-1], self.heads, 1, other.shape[-1] // self.heads))
         return tape.view(tape.multiply(rows, columns), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, other: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, other: Tensor) -> Tensor:
         rows, columns = (each.unflatten(-1, (self.heads, -1)) for each in (x, other))
         return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(-3)
 
@@ -82,7 +84,7 @@ class MatrixProduct(Op):
         whole = tape.view(matrix, (*x.shape[:-1], self.heads, outer, inner))
         return tape.view(tape.matmul(whole, vector, (*x.shape[:-1], self.heads, outer, 1)), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, matrix: Any) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, matrix: Tensor) -> Tensor:
         import torch
 
         kind = torch.promote_types(x.dtype, matrix.dtype)

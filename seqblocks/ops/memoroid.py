@@ -15,6 +15,9 @@ from seqblocks.types import Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 
 @primitive("mlstm_memoroid")
 class MLSTMMemoroid(MLSTM):
@@ -37,7 +40,7 @@ class MLSTMMemoroid(MLSTM):
     def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
         return {**super().state(q, k, v, i, f), "m": State((self.heads,), fill=-1e9)}
 
-    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> KernelCall:
         return "associative_scan", {}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
@@ -46,7 +49,9 @@ class MLSTMMemoroid(MLSTM):
         # `forward` computes a tree of products
         return prepare(self.heads, self.eps, "exp", True, self.readout, most_tokens=16)
 
-    def transition(self, *given: Any) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> Transition | None:
         return None  # the read-outs scale the contents of the state differently
 
     def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
@@ -55,7 +60,9 @@ class MLSTMMemoroid(MLSTM):
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
         return tape.view(associative_scan.mlstm(tape, q, k, v, i, f), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import mlstm_memoroid
 
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))

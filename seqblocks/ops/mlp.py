@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
@@ -14,6 +14,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("swiglu")
@@ -56,7 +58,7 @@ class SwiGLU(Op):
         """Whether the factors are others than silu(W_gate x) and W_up x."""
         return bool(self.limit or self.offset or self.slope != 1)
 
-    def product(self, gate: Any, up: Any) -> Any:
+    def product(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the product of the two factors, given W_gate x and W_up x."""
         import torch
 
@@ -68,16 +70,16 @@ class SwiGLU(Op):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
-        from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
+        from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined, prepare_linear
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu
         product = self.product if self.general else lambda gate, up: silu(gate).mul_(up)
         # a compiled step would copy them at each token
-        if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
+        if gate[0].numel() <= COPY_MAX_ELEMENTS and not torch.compiler.is_compiling():
             to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
-            def joined(x: Tensor) -> Any:
+            def joined(x: Tensor) -> Tensor:
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)
                 return to_output(product(opening, y))
 
@@ -96,7 +98,7 @@ class SwiGLU(Op):
         up = tape.unary(up, []) if self.offset else up
         return tape.product(tape.multiply(opening, up), p["down_weight"], p.get("down_bias"))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from seqblocks.kernels.products import linear
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))

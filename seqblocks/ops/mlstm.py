@@ -16,6 +16,9 @@ from seqblocks.widths import must_divide, must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 
 @primitive("mlstm")
 class MLSTM(Op):
@@ -63,7 +66,7 @@ class MLSTM(Op):
         dk, dv = q.features // self.heads, v.features // self.heads
         return self.heads * (2 * dk * dv + 2 * dk)
 
-    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> KernelCall:
         dims = (q.features // self.heads, v.features // self.heads)
         return "mlstm", {"head_dims": dims, "input_gate": self.input_gate}
 
@@ -73,8 +76,8 @@ class MLSTM(Op):
         return prepare(self.heads, self.eps, self.input_gate, self.normalize)
 
     def transition(
-        self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
-    ) -> Any:
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> Transition | None:
         from seqblocks.kernels.summaries import of_mlstm
 
         k, v = (x.unflatten(-1, (self.heads, -1)) for x in (k, v))
@@ -87,7 +90,9 @@ class MLSTM(Op):
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
         return tape.view(mlstm.scan(tape, q, k, v, i, f, self.normalize), tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import MLSTMState, mlstm
 
         state = call.state

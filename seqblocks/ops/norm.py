@@ -2,13 +2,20 @@
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from seqblocks.op import ANY, Op, Port, argument, drop_inherited, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 Gain = Literal["plain", "one_plus", "none"]
 
@@ -25,7 +32,7 @@ class Norm(Op):
     eps: float = argument(1e-5, "added to the variance", gt=0)
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+    def __pydantic_init_subclass__(cls, **options: object) -> None:
         super().__pydantic_init_subclass__(**options)
         drop_inherited(cls, Norm, ["adds_before"])
 
@@ -41,26 +48,24 @@ class Norm(Op):
             out["bias"] = Parameter(shape, Init("zeros"), decay=False)
         return out
 
-    def splits(self, ranks: int, *wires: Any) -> list[Split]:
+    def splits(self, ranks: int, *wires: Wire) -> list[Split]:
         found = evenly(self, ranks, self.independent, wires) if self.independent else []
         is_shared = self.gain_width(wires[0]) < wires[0].features  # by all heads or groups
         return [each._replace(cuts={}) for each in found] if is_shared else found
 
-    def effective_gain(self, p: Any) -> Any:
-        weight = p.get("weight")
-        return 1 + weight if self.gain == "one_plus" else weight
+    def effective_gain(self, p: "Mapping[str, Tensor]") -> "Tensor | None":
+        return 1 + p["weight"] if self.gain == "one_plus" else p.get("weight")
 
-    def gain_memory(self, tape: Any, p: Any) -> Any:
+    def gain_memory(self, tape: Tape, p: Mapping[str, Value]) -> Value | None:
         """Record `effective_gain` on a tape."""
-        weight = p.get("weight")
-        return tape.add(weight, tape.new(())) if self.gain == "one_plus" else weight
+        return tape.add(p["weight"], tape.new(())) if self.gain == "one_plus" else p.get("weight")
 
     @property
     def adds_before(self) -> bool:
         """Return whether `of_sum` can compute it."""
         return False
 
-    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+    def of_sum(self, p: "Mapping[str, Tensor]", x: "Tensor", added: "Tensor | None") -> "tuple[Tensor, Tensor]":
         """Return the norm of x + added, and that sum, by one kernel. Requires `adds_before`; added may be None."""
         raise NotImplementedError
 
@@ -74,7 +79,7 @@ class LayerNorm(Norm):
 
     source = "Ba et al. 2016 (arXiv:1607.06450)"
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: "Mapping[str, Tensor]") -> TokenFunction | None:
         from torch import layer_norm
 
         gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
@@ -84,16 +89,16 @@ class LayerNorm(Norm):
     def adds_before(self) -> bool:
         return True
 
-    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+    def of_sum(self, p: "Mapping[str, Tensor]", x: "Tensor", added: "Tensor | None") -> "tuple[Tensor, Tensor]":
         from seqblocks.kernels import residual_norm
 
         one_plus = self.gain == "one_plus"
         return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, centred=True, one_plus=one_plus)
 
-    def memory(self, tape: Any, p: Any, x: Any) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.layer_norm(x, self.gain_memory(tape, p), p.get("bias"))
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def forward(self, p: "Mapping[str, Tensor]", call: "Call", x: "Tensor") -> "Tensor":
         from torch.nn.functional import layer_norm
 
         from seqblocks.kernels.dispatch import saves_launches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
@@ -14,6 +14,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("patch_embed")
@@ -72,7 +74,7 @@ class PatchEmbed(Op):
         tape.function([x, p["weight"], p.get("bias")], [y], [x, p["weight"]])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange
         from torch.nn.functional import conv2d
 
@@ -116,7 +118,7 @@ class ClassToken(Op):
         before, after = ((x.shape[0], n, x.shape[2]) for n in (at, x.shape[1] - at))
         return tape.cat([tape.slice(x, before), token, tape.slice(x, after)], 1)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         import torch
 
         at = {"first": 0, "middle": x.shape[1] // 2, "last": x.shape[1]}[self.position]

@@ -17,6 +17,8 @@ from seqblocks.widths import must_divide
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 
 @primitive("phase")
 class Phase(Op):
@@ -36,7 +38,7 @@ class Phase(Op):
         return {"sum": State((x.features,))}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
-        def step(before: Any, x: Tensor) -> Any:
+        def step(before: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             angle = before.double() + x.double()
             turns = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor()).to(x.dtype)
             return turns, turns.clone()
@@ -53,7 +55,7 @@ class Phase(Op):
         tape.passing(turns.bytes)
         return tape.cast(tape.subtract(angle, turns), max(x.item, 4))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         from seqblocks.kernels import gated_recurrence
@@ -111,7 +113,7 @@ class Rotate(Op):
         y = tape.cat([tape.view(pairs, (*heads, 2 * angles)), rest])
         return tape.view(y, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, by: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, by: Tensor) -> Tensor:
         import torch
 
         x, by = x.unflatten(-1, (self.heads, -1)), by.unflatten(-1, (self.heads, -1))

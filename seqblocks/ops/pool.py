@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, argument, primitive
@@ -13,6 +13,8 @@ from seqblocks.widths import must_have_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
 
@@ -58,7 +60,7 @@ class Pool(Op):
                 return tape.cat([tape.slice(x, part), tape.slice(x, part)])
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         import torch
 
         if x.shape[1] == 0:
@@ -100,7 +102,7 @@ class ToImage(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.view(x, tape.out, dense=False)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange
 
         rows, columns = call.grid_of(x)

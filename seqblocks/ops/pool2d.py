@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import argument, primitive
@@ -14,6 +14,8 @@ from seqblocks.widths import must_have_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("pool2d")
@@ -57,7 +59,7 @@ class Pool2d(grids.GridOp):
         tape.function([x], [y], [x, indices] if self.mode == "max" else [x])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import avg_pool2d, max_pool2d
 
         image = grids.as_maps(x, call)

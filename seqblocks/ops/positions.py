@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
@@ -15,12 +15,15 @@ from seqblocks.types import Facts, Wire
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import Transition
+    from seqblocks.runtime.call import Call
 
-def position_after(x: Tensor, call: Any) -> Any:
+
+def position_after(x: Tensor, call: Call) -> Transition:
     """Return the position after tokens x, for `roles.transition`."""
     from seqblocks.kernels.positions import running_positions
 
-    def move(state: Any) -> Any:
+    def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"position": running_positions(x.shape[0], x.shape[1], state["position"], call.resets, x.device)[1]}
 
     return move
@@ -79,7 +82,7 @@ class PositionEmbed(Op):
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return position_after(x, call)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
@@ -90,7 +93,7 @@ class PositionEmbed(Op):
         tape.function([weight], [places], [tape.new(x.shape[:2], 8)], weight.bytes)
         return tape.add(x, places)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels.positions import running_positions
 
         weight = p["weight"]
@@ -116,7 +119,7 @@ class PositionEmbed(Op):
         return x + weight[0][index], {"position": after}
 
 
-def resized_grid(weight: Tensor, grid: tuple[int, int]) -> Any:
+def resized_grid(weight: Tensor, grid: tuple[int, int]) -> Tensor:
     """Interpolate positions [1, rows, columns, features] of an image to another grid (bicubic)."""
     import torch
     from einops import rearrange
@@ -156,7 +159,7 @@ class Sinusoids(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")}
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return position_after(x, call)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
@@ -168,7 +171,7 @@ class Sinusoids(Op):
         del angle
         return y
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         from seqblocks.kernels.positions import running_positions

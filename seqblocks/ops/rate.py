@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
@@ -13,6 +13,8 @@ from seqblocks.types import Facts, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
@@ -40,7 +42,7 @@ class PartOfWindow(RunError):
         super().__init__(message)
         self.factor = factor
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (*self.args, self.factor)
 
 
@@ -50,7 +52,7 @@ def check_tokens(x: Tensor, factor: int, verb: str) -> None:
         raise PartOfWindow(f"{verb} by {factor} needs a multiple of that many tokens, not {x.shape[1]}", factor)
 
 
-def _of_frames(several: Any) -> TokenFunction:
+def _of_frames(several: Callable[[int, Tensor], Tensor]) -> TokenFunction:
     """Return a function of several tokens. A single token is only passed to it if the factor is 1."""
     return TokenFunction(lambda x: x, several)
 
@@ -83,7 +85,7 @@ class Downsample(_Rate):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         factor, means = self.factor, self.method == "mean"
 
-        def several(batch: int, x: Tensor) -> Any:
+        def several(batch: int, x: Tensor) -> Tensor:
             windows = x.view(-1, factor, batch, x.shape[1])
             return (windows.mean(1) if means else windows[:, -1]).reshape(-1, x.shape[1])
 
@@ -95,7 +97,7 @@ class Downsample(_Rate):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.mean(x, tape.out) if self.method == "mean" else tape.slice(x, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         check_tokens(x, self.factor, self.verb)
         windows = x.unflatten(1, (-1, self.factor))
         return windows.mean(2) if self.method == "mean" else windows[:, :, -1]
@@ -111,7 +113,7 @@ class Upsample(_Rate):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         factor = self.factor
 
-        def several(batch: int, x: Tensor) -> Any:
+        def several(batch: int, x: Tensor) -> Tensor:
             copies = x.view(-1, 1, batch, x.shape[1]).expand(-1, factor, -1, -1)
             return copies.reshape(-1, x.shape[1])
 
@@ -125,5 +127,5 @@ class Upsample(_Rate):
         tape.function([x], [y])
         return y
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.factor, 1)

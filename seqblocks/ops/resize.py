@@ -15,6 +15,8 @@ from seqblocks.widths import must_have_grid
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.runtime.call import Call
+
 
 @primitive("resize")
 class Resize(grids.GridOp):
@@ -61,7 +63,7 @@ class Resize(grids.GridOp):
         tape.function([x], [y])
         return tape.view(y, tape.out, dense=False)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import interpolate
 
         image = grids.as_maps(x, call)

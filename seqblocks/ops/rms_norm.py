@@ -2,15 +2,22 @@
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import ANY, Port, argument, primitive
 from seqblocks.ops.gate import ActivationName, activate, activation, activation_memory
 from seqblocks.ops.norm import Norm
 from seqblocks.parameters import Parameter
+from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 from seqblocks.widths import must_divide, must_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("rms_norm")
@@ -49,38 +56,38 @@ class RMSNorm(Norm):
     def macs(self, x: Wire, z: Wire | None = None) -> int:
         return super().macs(x) + (x.features if z else 0)
 
-    def prepare_token(self, p: Any) -> TokenFunction | None:
+    def prepare_token(self, p: "Mapping[str, Tensor]") -> TokenFunction | None:
         from seqblocks.kernels.residual_norm.token import prepare
 
         groups, opening_of, gated_before = self.groups, activation(self.activation), self.gate == "before"
         gain, bias = (self._by_group(each) for each in (self.effective_gain(p), p.get("bias")))
         normalise = prepare(gain, self.eps)
 
-        def normed(x: Any) -> Any:
+        def normed(x: "Tensor") -> "Tensor":
             y = normalise(x if groups == 1 else x.view(x.shape[0], groups, -1))
             y = y if bias is None else y.add_(bias)
             return y if groups == 1 else y.flatten(1)
 
-        def step(x: Any, z: Any) -> Any:
+        def step(x: "Tensor", z: "Tensor | None") -> "Tensor":
             if z is None:
                 return normed(x)
             return normed(x * opening_of(z)) if gated_before else normed(x).mul_(opening_of(z))
 
         return TokenFunction(step)
 
-    def _by_group(self, x: Any) -> Any:
+    def _by_group(self, x: "Tensor | None") -> "Tensor | None":
         return x if x is None or self.shared or self.groups == 1 else x.view(self.groups, -1)
 
     @property
     def adds_before(self) -> bool:
         return self.groups == 1
 
-    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+    def of_sum(self, p: "Mapping[str, Tensor]", x: "Tensor", added: "Tensor | None") -> "tuple[Tensor, Tensor]":
         from seqblocks.kernels import residual_norm
 
         return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, one_plus=self.gain == "one_plus")
 
-    def memory(self, tape: Any, p: Any, x: Any, z: Any = None) -> Any:
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, z: Value | None = None) -> Value:
         exact = tape.cast(x, max(x.item, 4))
         opening = None if z is None else activation_memory(tape, self.activation, tape.cast(z, exact.item))
         if opening is not None and self.gate == "before":
@@ -96,7 +103,7 @@ class RMSNorm(Norm):
         y = tape.view(y, x.shape) if self.shared else y
         return y if opening is None or self.gate == "before" else tape.cast(tape.multiply(y, opening), y.item)
 
-    def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
+    def forward(self, p: "Mapping[str, Tensor]", call: "Call", x: "Tensor", z: "Tensor | None" = None) -> "Tensor":
         import torch
 
         from seqblocks.kernels.dispatch import saves_launches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
@@ -16,7 +16,11 @@ from seqblocks.types import Facts, Wire
 from seqblocks.widths import must_divide, must_have_grid
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from seqblocks.roles import Transition
+    from seqblocks.runtime.call import Call
 
 
 @primitive("rotary")
@@ -120,10 +124,10 @@ class Rotary(Op):
     def macs(self, x: Wire) -> int:
         return 2 * x.features
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return position_after(x, call)
 
-    def _rates(self, width: int, device: Any) -> Any:
+    def _rates(self, width: int, device: torch.device) -> Tensor:
         import torch
 
         if self.on_grid:
@@ -140,9 +144,9 @@ class Rotary(Op):
 
         if self.on_grid:
             return None
-        turns: dict[int, Any] = {}  # by width
+        turns: dict[int, Callable[[Tensor, Tensor], Tensor]] = {}  # by width
 
-        def step(position: Tensor, x: Tensor) -> Any:
+        def step(position: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             heads = x.view(x.shape[0], self.heads, -1)
             width = self.features or heads.shape[2] - self.first
             if width not in turns:
@@ -152,7 +156,7 @@ class Rotary(Op):
 
         return TokenFunction(step)
 
-    def _joined(self, heads: Any, turned: Tensor, width: int) -> Any:
+    def _joined(self, heads: Tensor, turned: Tensor, width: int) -> Tensor:
         """Return whole heads [..., width of a head], given the features that were turned."""
         import torch
 
@@ -174,7 +178,7 @@ class Rotary(Op):
             y = tape.cat([before, y, after])
         return tape.view(y, x.shape)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels.positions import running_positions, turned
 
         heads = x.unflatten(-1, (self.heads, -1))
@@ -192,7 +196,7 @@ class Rotary(Op):
         return self._joined(heads, y, width).flatten(-2), state
 
 
-def grid_positions(size: tuple[int, int], pairs: int, device: Any) -> Any:
+def grid_positions(size: tuple[int, int], pairs: int, device: torch.device) -> Tensor:
     """Return the row of each token for the first pairs, then its column for as many more [1, tokens, 2 pairs]."""
     import torch
 

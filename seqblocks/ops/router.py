@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument
 from seqblocks.parameters import Init, Parameter
@@ -12,6 +12,8 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 class Router(Op):
@@ -43,7 +45,7 @@ class Router(Op):
         bias = tape.cast(p["bias"], item) if self.bias else None
         return tape.product(tape.cast(x, item), tape.cast(p["weight"], item), bias)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         import torch
         from torch.nn.functional import linear
 

@@ -17,16 +17,19 @@ from seqblocks.widths import must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import Transition
+    from seqblocks.runtime.call import Call
+
 
 class Past(NamedTuple):
     """Tokens together with the tokens before them, as read by a window over the past."""
 
-    tokens: Any  # [B, by + S, D]: `by` earlier tokens, then x
-    index: Any  # [B, S]: limit on the preceding tokens that belong to the same sequence; None without resets
-    state: dict[str, Any]  # new state; empty if not requested
+    tokens: Tensor  # [B, by + S, D]: `by` earlier tokens, then x
+    limit: Tensor | None  # [B, S]: on the preceding tokens that belong to the same sequence; None without resets
+    state: dict[str, Tensor]  # new state; empty if not requested
 
 
-def with_past(x: Tensor, by: int, call: Any) -> Past:
+def with_past(x: Tensor, by: int, call: Call) -> Past:
     """Prepend to x [B, S, D] the `by` tokens before it, or zeros at the start of a sequence.
 
     The state holds the last `by` tokens of the current sequence, oldest first, zeros before its first one.
@@ -47,29 +50,29 @@ def with_past(x: Tensor, by: int, call: Any) -> Past:
     return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
 
 
-def next_window(window: Tensor, x: Tensor) -> Any:
+def next_window(window: Tensor, x: Tensor) -> Tensor:
     """Return the window [B, by, D] without its oldest token, and with x [B, D] at its end."""
     import torch
 
     return torch.cat([window.narrow(1, 1, window.shape[1] - 1), x.unsqueeze(1)], 1)
 
 
-def window_after(x: Tensor, by: int, call: Any) -> Any:
+def window_after(x: Tensor, by: int, call: Call) -> Transition:
     """Return the last `by` tokens after tokens x [B, S, D], as a function of the previous ones (`roles.transition`)."""
     latest = slice(max(x.shape[1] - by, 0), None)
     x, resets = x[:, latest], None if call.resets is None else call.resets[:, latest]
     return lambda state: with_past(x, by, replace(call, state=state, return_state=True, resets=resets)).state
 
 
-def lagged(past: Past, lag: int, by: int) -> Any:
+def lagged(past: Past, lag: int, by: int) -> Tensor:
     """Return the tokens [B, S, D] that are `lag` positions earlier, or zeros at the start of a sequence."""
     import torch
 
     earlier = past.tokens[:, by - lag : past.tokens.shape[1] - lag]
-    return earlier if past.index is None else torch.where((past.index >= lag).unsqueeze(-1), earlier, 0.0)
+    return earlier if past.limit is None else torch.where((past.limit >= lag).unsqueeze(-1), earlier, 0.0)
 
 
-def shifted(x: Tensor, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
+def shifted(x: Tensor, by: int, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
     """Shift x [B, S, D] by `by` tokens, with zeros at the start of a sequence. Also return the new state."""
     past = with_past(x, by, call)
     return lagged(past, by, by), past.state
@@ -108,7 +111,7 @@ class Shift(_Shifted):
     def state(self, x: Wire) -> dict[str, State]:
         return {"window": State((self.by, x.features), "model")}
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return window_after(x, self.by, call)
 
     def looks_ahead(self, x: Wire) -> int:
@@ -123,7 +126,7 @@ class Shift(_Shifted):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return shifted_memory(tape, x, self.by)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return shifted(x, self.by, call)
 
 
@@ -160,13 +163,15 @@ class TokenShift(_Shifted):
     def looks_back(self, x: Wire, mix: Wire | None = None) -> int:
         return x.rate
 
-    def transition(self, p: Mapping[str, Tensor], call: Any, x: Tensor, mix: Tensor | None = None) -> Any:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Call, x: Tensor, mix: Tensor | None = None
+    ) -> Transition | None:
         return window_after(x, 1, call)
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
-        weight = p.get("weight")
+        weight: Any = p.get("weight")
 
-        def step(window: Tensor, x: Tensor, mix: Tensor) -> Any:
+        def step(window: Tensor, x: Tensor, mix: Tensor | None) -> tuple[Tensor, Tensor]:
             before = window.select(1, 0)
             return (before - x).mul_(weight if mix is None else mix).add_(x), next_window(window, x)
 
@@ -176,6 +181,8 @@ class TokenShift(_Shifted):
         earlier = shifted_memory(tape, x, 1)
         return tape.add(x, tape.multiply(p["weight"] if mix is None else mix, tape.subtract(earlier, x)))
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor, mix: Tensor | None = None) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, x: Tensor, mix: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         earlier, state = shifted(x, 1, call)
         return x + (p["weight"] if mix is None else mix) * (earlier - x), state

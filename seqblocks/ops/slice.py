@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
@@ -14,6 +14,8 @@ from seqblocks.types import Facts, Size, Wire, less
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("slice")
@@ -77,7 +79,7 @@ class Slice(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.slice(x, tape.out)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         if call.phase == "stream" and not (self.count or self.last):
             return x  # the tokens that it leaves out came before the stream
         first = x.shape[1] - self.last if self.last else self.first or 0

@@ -16,6 +16,9 @@ from seqblocks.widths import must_divide, must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall
+    from seqblocks.runtime.call import Call
+
 
 @primitive("slstm")
 class SLSTM(Op):
@@ -58,7 +61,7 @@ class SLSTM(Op):
     def macs(self, i: Wire, f: Wire, z: Wire, o: Wire) -> int:
         return 4 * i.features * (i.features // self.heads) + 4 * i.features
 
-    def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> tuple[str, dict[str, Any]]:
+    def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> KernelCall:
         return "slstm", {"heads": self.heads, "head_dim": i.features // self.heads}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
@@ -72,7 +75,9 @@ class SLSTM(Op):
         bias = tape.stack([p[f"{gate}_bias"] for gate in "ifzo"])
         return tape.cast(slstm.scan(tape, [i, f, z, o], p["recurrent"], bias), i.item)
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, i: Tensor, f: Tensor, z: Tensor, o: Tensor) -> Any:
+    def forward(
+        self, p: Mapping[str, Tensor], call: Call, i: Tensor, f: Tensor, z: Tensor, o: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         from seqblocks.kernels import SLSTMState, slstm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.tape import Tape, Value
@@ -12,6 +12,8 @@ from seqblocks.types import Facts, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from seqblocks.runtime.call import Call
 
 
 @primitive("soft_cap")
@@ -32,5 +34,5 @@ class SoftCap(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.unary(tape.unary(tape.unary(x, ()), ["output"]), ())
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return self.cap * (x / self.cap).tanh()

@@ -18,6 +18,9 @@ from seqblocks.widths import must_divide, must_match
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seqblocks.roles import KernelCall, Transition
+    from seqblocks.runtime.call import Call
+
 
 @primitive("ssm")
 class SSM(Op):
@@ -91,7 +94,7 @@ class SSM(Op):
 
     def calls(
         self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> KernelCall:
         return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
@@ -101,11 +104,11 @@ class SSM(Op):
 
         return prepare(p["A_log"], p.get("D"), self.softplus)
 
-    def matrices(self, p: Mapping[str, Tensor], B: Tensor, C: Tensor) -> tuple[Any, Any, Any]:
+    def matrices(self, p: Mapping[str, Tensor], B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return A (in at least float32), B and C (by group if there are several)."""
         import torch
 
-        def matrix(given: Any, own: str) -> Any:
+        def matrix(given: Tensor | None, own: str) -> Tensor:
             if given is None:
                 return p[own]
             return given.unflatten(-1, (self.groups, self.state_size)) if self.groups > 1 else given
@@ -115,8 +118,8 @@ class SSM(Op):
         return -torch.exp(exact), matrix(B, "B"), matrix(C, "C")
 
     def transition(
-        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
-    ) -> Any:
+        self, p: Mapping[str, Tensor], call: Call, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> Transition | None:
         from torch.nn.functional import softplus
 
         from seqblocks.kernels import selective_scan
@@ -147,8 +150,8 @@ class SSM(Op):
         return selective_scan.scan(tape, x, dt, A, B, C, p.get("D"), z, self.softplus)
 
     def forward(
-        self, p: Mapping[str, Tensor], call: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
-    ) -> Any:
+        self, p: Mapping[str, Tensor], call: Call, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import selective_scan
 
         out: Any = selective_scan(
@@ -163,8 +166,10 @@ class SSM(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.return_state else (out, None)
-        return y, {"h": last} if call.return_state else {}
+        if not call.return_state:
+            return out, {}
+        y, last = out
+        return y, {"h": last}
 
 
 @primitive("layer_scale")
@@ -184,5 +189,5 @@ class LayerScale(Op):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         return tape.multiply(x, p["weight"])
 
-    def forward(self, p: Mapping[str, Tensor], call: Any, x: Tensor) -> Any:
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         return x * p["weight"]

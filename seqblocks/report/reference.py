@@ -1,4 +1,4 @@
-"""Describe the verbs of the language, for `seqblocks ops`, the editor schema and docs/language.md."""
+"""Describe the verbs of the language, for `seqblocks ops`, the editor schema and docs/language/."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ RULES: list[tuple[tuple[str, ...], Run]] = [
     (("head_norm", "gate"), _norm_skip_gate),
 ]
 
-LONGEST = max(len(verbs) for verbs, _ in RULES)
+RULE_MAX_STEPS = max(len(verbs) for verbs, _ in RULES)
 
 # Limits of all implementations of the kernel.
 ACTIVATIONS = ("none", "silu", "sigmoid")
@@ -88,7 +88,7 @@ def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
     found: dict[int, Fused] = {}
     end = 0
     for at in range(len(body.nodes)):
-        if at >= end and (fused := _from(body.nodes[at : at + LONGEST], readers, types)):
+        if at >= end and (fused := _from(body.nodes[at : at + RULE_MAX_STEPS], readers, types)):
             found[at] = fused
             end = at + len(fused.nodes)
     return found

@@ -15,7 +15,7 @@ from seqblocks.streaming.cuda_graph import RECORDERS, CapturedStep, Step
 from seqblocks.streaming.guard import Guard
 
 UNCHECKED = 8  # tokens between two comparisons of the model with its plan: another thread may load weights
-LEAST_CAPTURED = 16  # tokens: recording runs a step four times
+CAPTURE_MIN_TOKENS = 16  # tokens: recording runs a step four times
 
 
 class Advance(Protocol):
@@ -36,7 +36,7 @@ def advance_of(model: Any, state: States, tokens: int, observed: bool) -> Advanc
     """
     if is_compiled(model):
         return Plain(model, state, lambda _: model.step)
-    if tokens >= LEAST_CAPTURED and Captured.fits(model):
+    if tokens >= CAPTURE_MIN_TOKENS and Captured.fits(model):
         return Captured(model, state)
     return Plain(model, state, lambda tokens: (None if observed else model._unguarded_step(tokens)) or model.step)
 

@@ -29,7 +29,7 @@ from seqblocks.cells import STARTED
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
-from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined
+from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
@@ -565,7 +565,7 @@ def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
         return None
     assert is_primitive(module)
     found = module.op.matrix(parameters_of(module, call))
-    return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= MOST_COPIED else None
+    return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= COPY_MAX_ELEMENTS else None
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from seqblocks.op import PRIMITIVES, Op
 from seqblocks.record import Record
 from seqblocks.types import Wire
 
-WIDE = 720_720  # a width that most small numbers divide
+WIDTH = 720_720  # a width that most small numbers divide
 
 
 class Idle(Record):
@@ -269,7 +269,7 @@ def _may_own(node: Node) -> bool:
         return PRIMITIVES[node.verb].parameters is not Op.parameters
     if node.type is not None or type(node.op).parameters is Op.parameters:
         return False
-    wires = [Wire(port.kinds[0], WIDE, 1, (1, 1)) if port.name in node.inputs else None for port in node.op.ports]
+    wires = [Wire(port.kinds[0], WIDTH, 1, (1, 1)) if port.name in node.inputs else None for port in node.op.ports]
     try:
         return bool(node.op.parameters(*wires))
     except Fault:
