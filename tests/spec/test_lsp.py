@@ -200,7 +200,7 @@ def test_completion_with_and_without_snippets(client: Client, tmp_path: Path) ->
         return next(each for each in found["items"] if each["label"] == "linear")
 
     plain = linear(client)
-    assert plain["textEdit"]["newText"] == "linear: {name: linear_2, features: }"  # another one is stored under the verb
+    assert plain["textEdit"]["newText"] == "linear: {name: linear_2, features: }"
     assert plain["textEdit"]["range"] == {"start": {"line": 9, "character": 6}, "end": {"line": 9, "character": 8}}
     able = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
     other = Client(COMMAND, tmp_path, {}, able)
