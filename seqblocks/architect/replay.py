@@ -34,7 +34,7 @@ from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
 
-SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are computed as one product for each part
+SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
 ID = 8  # bytes of a token id
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 

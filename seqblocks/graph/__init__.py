@@ -9,8 +9,8 @@ from seqblocks.graph.names import (
     Named, buffers, count, count_node, directed, node_parameters, owner_of, parameters,
 )  # fmt: skip
 from seqblocks.graph.nodes import (
-    DIRECTION_NAMES, BlockNode, CellNode, ChooseNode, EachNode, Entry, ExpertsNode, Graph, Node, OpNode, ParallelNode,
-    RepeatNode, ResidualNode, ScanNode, Source, UnknownNode, bodies, direction_name, is_context, is_exact,
+    DIRECTION_NAMES, SHARED, BlockNode, CellNode, ChooseNode, EachNode, Entry, ExpertsNode, Graph, Node, OpNode,
+    ParallelNode, RepeatNode, ResidualNode, ScanNode, Source, UnknownNode, bodies, direction_name, is_context, is_exact,
     is_prefix_join, is_prefixed, is_reversible, join, moves_tokens, walk, walk_named,
 )  # fmt: skip
 from seqblocks.graph.streams import (

@@ -336,8 +336,10 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
     if isinstance(node, ExpertsNode):
-        experts = ((label, body) for label, body in node.bodies.items() if label)
-        each = _collapsed(_whole(table.inside(label), body, [label], "expert", depth) for label, body in experts)
+        kinds = {label: "branch" if label == graph.SHARED else "expert" for label in node.bodies if label}
+        each = _collapsed(
+            _whole(table.inside(label), node.bodies[label], [label], kind, depth) for label, kind in kinds.items()
+        )
         return [*_rows(table, node.bodies[""], depth), *each]
     if not isinstance(node, RepeatNode):
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
