@@ -17,7 +17,7 @@ import torch
 
 import seqblocks
 from seqblocks.bench import Bench, bench
-from seqblocks.bench.measure import MODES, MOST_SPREAD
+from seqblocks.bench.measure import MAX_SPREAD, MODES
 
 MODELS = ("hybrid_small", "mamba_small", "mlstm_small", "transformer_small")
 SUM, HOOKS = 0.1, 0.05
@@ -58,7 +58,7 @@ def _above(found: Bench) -> int:
 def _faults(found: Bench) -> list[str]:
     bounds = {
         "sum": abs(_sum(found) - 1) <= SUM, "hooks": abs(_hooks(found) - 1) <= HOOKS, "floor": not _above(found),
-        "spread": found.spread <= MOST_SPREAD,
+        "spread": found.spread <= MAX_SPREAD,
     }  # fmt: skip
     return [name for name, is_kept in bounds.items() if not is_kept]
 

@@ -57,7 +57,7 @@ def main(rounds: int) -> None:
                 if place == "memory" and tokens > 64:
                     continue
                 x = torch.randn(tokens, width)
-                names = [*CALLS][: 3 if tokens <= products.FEW_TOKENS else 2]
+                names = [*CALLS][: 3 if tokens <= products.READING_MAX_TOKENS else 2]
                 seconds, ratios = compare(x, [torch.randn(rows, width) for _ in range(copies)], names, rounds)
                 ours = products.chosen(x.numel(), rows, width)
                 speed = f"{4e-9 * rows * width / seconds:.1f} GB/s, {1e-9 * tokens * rows * width / seconds:.1f} G/s"

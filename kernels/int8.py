@@ -25,10 +25,10 @@ from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
 
 MAX_INT8 = 127
-FEWEST_ON_CUDA = 17  # rows that torch's product takes there
-FEW_TOKENS = 16  # up to this many, FBGEMM is faster; for more, `torch._int_mm`
-LARGEST_PART = 1 << 23  # elements that are rearranged at once: more take twice the time each
-LEAST_AND_LARGEST = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")
+CUDA_MIN_ROWS = 17  # rows that torch's product takes there
+FBGEMM_MAX_ROWS = 16  # tokens: for more, `torch._int_mm` is faster
+PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take twice the time each
+EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
 # Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(numerics.PROCESSOR.get("avx512_vnni"))
 
@@ -105,7 +105,7 @@ class Int8Matrix(nn.Module):
             return partial(self.product, bias=bias)
 
         def product(x: Tensor) -> Tensor:
-            if not 0 < x.shape[0] <= FEW_TOKENS or x.dtype is not torch.float32 or is_seen((x,)):
+            if not 0 < x.shape[0] <= FBGEMM_MAX_ROWS or x.dtype is not torch.float32 or is_seen((x,)):
                 return self.product(x, bias)
             scale = _scale(x)
             y = _by_fbgemm(_rounded(x, scale), parts).mul_(scale)
@@ -124,7 +124,7 @@ class Int8Matrix(nn.Module):
         made_of = values._version, values.data_ptr(), scale._version, scale.data_ptr()
         found = _rearranged.get(values)
         if found is None or found[0] != made_of:
-            rows = max(1, LARGEST_PART // values.shape[1])
+            rows = max(1, PART_MAX_ELEMENTS // values.shape[1])
             pairs = zip(values.split(rows), scale.split(rows), strict=True)
             found = _rearranged[values] = made_of, [_copy_for_fbgemm(*part) for part in pairs]
         parts: Parts = found[1]
@@ -147,7 +147,7 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _copy_for_fbgemm(values: Tensor, scale: Tensor) -> Any:
-    extended = torch.cat((values, values.new_zeros(len(values), LEAST_AND_LARGEST.shape[1])), 1)
+    extended = torch.cat((values, values.new_zeros(len(values), EXTENSION.shape[1])), 1)
     zeros = torch.zeros(len(values), dtype=torch.int64)
     with warnings.catch_warnings():  # torch means to remove this type of tensor; then HAS_FBGEMM has to go
         warnings.simplefilter("ignore")
@@ -157,7 +157,7 @@ def _copy_for_fbgemm(values: Tensor, scale: Tensor) -> Any:
 
 def _by_fbgemm(x: Tensor, parts: Parts) -> Tensor:
     """Return x W' in float32 [N, O] for the integers x [N, I] of few tokens."""
-    more = LEAST_AND_LARGEST if len(x) == 1 else LEAST_AND_LARGEST.expand(len(x), -1)
+    more = EXTENSION if len(x) == 1 else EXTENSION.expand(len(x), -1)
     x = torch.cat((x, more), 1)
     found = [torch.ops.quantized.linear_dynamic(x, part, False) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -173,6 +173,6 @@ def _integers(x: Tensor, values: Tensor) -> Tensor:
     if x.is_cuda:
         if x.shape[1] % 8 or values.shape[0] % 8:
             return x.float() @ values.t().float()
-        x = nn.functional.pad(x, (0, 0, 0, max(0, FEWEST_ON_CUDA - count)))
+        x = nn.functional.pad(x, (0, 0, 0, max(0, CUDA_MIN_ROWS - count)))
     y: Tensor = torch._int_mm(x, values.t())
     return y[:count].float()

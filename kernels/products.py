@@ -22,17 +22,17 @@ from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.int8 import Int8Matrix, is_int8
 
-FEW_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
-LARGE_MATRIX = 1 << 19  # elements: a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
-LARGE_PRODUCT = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
-MOST_COPIED = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
-FEW_BY_ROWS = 2  # tokens, of at most WIDE features: up to these, MKL reads blocks of rows at full speed on AMD
-WIDE = 1 << 11  # features of all tokens together
+READING_MAX_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
+READING_MIN_ELEMENTS = 1 << 19  # a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
+ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
+COPY_MAX_ELEMENTS = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
+ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads blocks of rows at full speed on AMD
+ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
 BLOCK_ROWS = 128
-FEW_FOR_BLOCKS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
+WHOLE_BLOCKS_MAX_TOKENS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
 MIN_CONVERTED = 16  # tokens: for fewer, converting the matrix takes longer than the slow product
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
-LARGE_OUTPUT = 1 << 19  # elements: smaller outputs are split after one product
+SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -80,12 +80,12 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def chosen(elements: int, rows: int, width: int) -> str:
     """Return the fastest product in float32 of this many elements of x with a matrix: torch, oneDNN or rows."""
-    if elements <= FEW_TOKENS * width:
-        if not elements or rows * width < LARGE_MATRIX:
+    if elements <= READING_MAX_TOKENS * width:
+        if not elements or rows * width < READING_MIN_ELEMENTS:
             return "torch"
-        suits_rows = ON_SLOW_MKL and elements <= min(WIDE, FEW_BY_ROWS * width) and rows >= BLOCK_ROWS
+        suits_rows = ON_SLOW_MKL and elements <= min(ROWS_MAX_FEATURES, ROWS_MAX_TOKENS * width) and rows >= BLOCK_ROWS
         return "rows" if suits_rows else "oneDNN"
-    return "oneDNN" if ON_SLOW_MKL and elements * rows >= LARGE_PRODUCT else "torch"
+    return "oneDNN" if ON_SLOW_MKL and elements * rows >= ONEDNN_MIN_MACS else "torch"
 
 
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -109,8 +109,8 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     if device == "cpu" and dtype in numerics.SLOW_KINDS:
         return [(1, "torch"), (MIN_CONVERTED, "float32")]
     found: list[tuple[int, str]] = []
-    many = max(FEW_TOKENS + 1, -(-LARGE_PRODUCT // (rows * width)))
-    for tokens in sorted({1, min(WIDE // width, FEW_BY_ROWS) + 1, FEW_TOKENS + 1, many}):
+    many = max(READING_MAX_TOKENS + 1, -(-ONEDNN_MIN_MACS // (rows * width)))
+    for tokens in sorted({1, min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, READING_MAX_TOKENS + 1, many}):
         name = chosen(tokens * width, rows, width) if able else "torch"
         if not found or found[-1][1] != name:
             found.append((tokens, name))
@@ -186,9 +186,9 @@ def prepare_linear(weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> C
     if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
         return lambda x: F.linear(x, weight, bias)
     size = weight.numel()
-    if size >= LARGE_MATRIX:
+    if size >= READING_MIN_ELEMENTS:
         return lambda x: linear(x, weight, bias)
-    return lambda x: (linear if x.shape[0] * size >= LARGE_PRODUCT else F.linear)(x, weight, bias)
+    return lambda x: (linear if x.shape[0] * size >= ONEDNN_MIN_MACS else F.linear)(x, weight, bias)
 
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Tensor]:
@@ -206,7 +206,7 @@ def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[in
     """
     if x.dtype not in (torch.float32, torch.float64):
         return False
-    if not x.is_cpu or x.numel() * sum(sizes) < LARGE_OUTPUT * x.shape[-1] or min(sizes) < x.shape[-1]:
+    if not x.is_cpu or x.numel() * sum(sizes) < SPLIT_MIN_ELEMENTS * x.shape[-1] or min(sizes) < x.shape[-1]:
         return False
     inputs = (x, *parameters)
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
@@ -229,7 +229,7 @@ def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
     if not alike or blocks == 1 or matrices[0].weight.shape[1] < NARROW * blocks or torch.compiler.is_compiling():
         return whole
     by_block = _prepare_blocks(matrices, blocks)
-    return lambda x: (whole if x.shape[0] <= FEW_FOR_BLOCKS else by_block)(x)
+    return lambda x: (whole if x.shape[0] <= WHOLE_BLOCKS_MAX_TOKENS else by_block)(x)
 
 
 def _prepare_whole(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:

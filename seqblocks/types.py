@@ -141,7 +141,7 @@ class Wire(Record):
         return self._replace(features=features, origin=None, facts=UNBOUNDED)
 
     def with_facts(self, facts: Facts) -> Wire:
-        """Return the wire with other facts about its numbers."""
+        """Return the wire with other facts about its values."""
         return self if facts == self.facts else self._replace(facts=facts)
 
     def part(self, width: int) -> Wire:
@@ -161,6 +161,17 @@ class Wire(Record):
             return self._replace(length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
         name = (self.length or "seq").partition("/")[0]
         return self._replace(length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
+
+    def spans(self, other: Wire) -> bool:
+        """Return whether two sequences cover the same tokens of the model's input, each at its own rate."""
+        if self.kind != "sequence" or other.kind != "sequence" or self.prefix or other.prefix:
+            return False
+        alike = self.context == other.context and self.lanes == other.lanes
+        if isinstance(self.length, int) and isinstance(other.length, int):
+            return alike and self.length * self.rate == other.length * other.rate
+        names = [str(wire.length or "seq") for wire in (self, other)]
+        of_input = {name.partition("/")[0] for name in names}
+        return alike and len(of_input) == 1 and PLUS not in "".join(names)
 
     def of_tokens(self, tokens: int) -> Wire:
         """Return the wire for `tokens` of the streaming input, if its length is open and depends on that input."""

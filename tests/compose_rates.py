@@ -31,6 +31,27 @@ class Rates(Tokens):
         made = replace(now, length=now.length and now.length * factor, rate=now.rate // factor, grid=None)
         self.add(body, "upsample", made, factor=factor)
 
+    def between_rates(self, body: Body) -> None:
+        """Append attention from the current tokens to merged ones, or from merged ones to the current ones."""
+        now, source = body.now, self.named(body)
+        factors = [f for f in (2, 3, 4) if not now.length or now.length % f == 0]
+        if not factors or now.rate > 6:
+            self.pointwise(body)
+            return
+        self.down(body)
+        coarse, merged = body.now, self.named(body)
+        pairs = [(source, now), (merged, coarse)]
+        (query, of_query), (key, of_key) = pairs if self.maybe(0.7) else pairs[::-1]
+        shared, values = self.chance.randint(1, 2), self.chance.randint(1, 3)
+        heads, width = shared * self.chance.randint(1, 2), self.chance.randint(1, 3)
+        self.add(
+            body, "attention", replace(of_query, width=heads * values),
+            q=self.project(body, query, of_query, heads * width), k=self.project(body, key, of_key, shared * width),
+            v=self.project(body, key, of_key, shared * values), heads=heads, kv_heads=shared, cache=100,
+            window=self.chance.choice([None, None, 1, 2, 3]), soft_cap=self.chance.choice([None, None, 2]),
+            sinks=self.chance.choice([None, True]),
+        )  # fmt: skip
+
     def windows(self, body: Body) -> None:
         """Merge tokens into features, or split features into tokens, by a pattern."""
         now = body.now

@@ -42,6 +42,7 @@ class Tokens(Writer):
             ("roll_heads", {"heads": heads, "by": chance.randint(1, 3)}),
             (chance.choice(ACTIVATIONS), {}),
             (chance.choice(ACTIVATIONS), {}),
+            (chance.choice(ACTIVATIONS), {}),
             ("soft_cap", {"cap": 3.0}),
             ("dropout" if now.width % 2 else "drop_path", {"p": 0.2}),
             # The norm of a single number is constant, so its gradient is rounding error.

@@ -19,9 +19,9 @@ from seqblocks.kernels.centaurus.torch import chunk_length, chunk_matrices, part
 from seqblocks.kernels.products import prepare_linear
 from seqblocks.token_function import TokenFunction
 
-MOST_TOKENS = 32  # The matrices grow with the square of the number of tokens.
+SEVERAL_MAX_TOKENS = 32  # The matrices grow with the square of the number of tokens.
 LENGTHS = 4  # numbers of tokens whose matrices are kept
-MANY_CHANNELS = 1 << 16  # of all tokens: with one sub-state each, parts that stay in the cache take less time
+PART_MIN_CHANNELS = 1 << 16  # of all tokens: with one sub-state each, parts that stay in the cache take less time
 
 Block = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # of batch, state and inputs
 
@@ -57,7 +57,7 @@ def prepare(bank: Bank) -> TokenFunction:
         tokens = x.shape[0] // batch
         if tokens == 1:
             return step(s, x)
-        in_parts = tokens > MOST_TOKENS or (M == 1 and x.shape[0] * s.shape[1] >= MANY_CHANNELS)
+        in_parts = tokens > SEVERAL_MAX_TOKENS or (M == 1 and x.shape[0] * s.shape[1] >= PART_MIN_CHANNELS)
         block = blocks.get((tokens, in_parts))
         if block is None:
             block = _prepare_block(bank, tokens, in_parts, x.shape[1])

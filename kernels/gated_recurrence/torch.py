@@ -24,12 +24,12 @@ from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, reset_times
 
 NUMBERS = 1 << 19  # elements computed at a time on a CPU
-WIDE = 2048  # elements per token, over the batch, whose computation takes longer than the overhead of a call
+TOKEN_MIN_ELEMENTS = 2048  # over the batch: fewer take less time than the overhead of a call
 
 
 def _block_length(x: Tensor) -> int:
     B, S, E = x.shape
-    return S if x.device.type == "cpu" and B * E >= WIDE else max(1, math.isqrt(S))
+    return S if x.device.type == "cpu" and B * E >= TOKEN_MIN_ELEMENTS else max(1, math.isqrt(S))
 
 
 def _spans(x: Tensor, reverse: bool) -> list[slice]:

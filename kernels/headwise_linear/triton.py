@@ -24,7 +24,7 @@ from seqblocks.kernels.numerics import autocast_dtype, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
 BLOCK = 16  # The most input or output channels of a block: for wider ones, batched matrix products are faster.
-MOST_TILES = 4  # of tokens per program of the backward pass. With wide blocks it is 1, because registers would spill.
+PROGRAM_MAX_TILES = 4  # of tokens, in the backward pass. With wide blocks it is 1, because registers would spill.
 PROGRAMS = 64  # With fewer programs along the tokens, each processes only one tile.
 
 
@@ -167,7 +167,7 @@ def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
     G, O, I = blocks
     many = max(1, min(G, 64 // max(O, I)))
     BI, BO = (max(16, common.power_of_two(many * n)) for n in (I, O))
-    TILES = MOST_TILES if launch_size("rows", rows) >= PROGRAMS * MOST_TILES * 64 else 1
+    TILES = PROGRAM_MAX_TILES if launch_size("rows", rows) >= PROGRAMS * PROGRAM_MAX_TILES * 64 else 1
     return {"BLOCKS": many, "BI": BI, "BO": BO, "BT": 64, "TILES": TILES, "num_warps": 4, "num_stages": 2}
 
 
@@ -179,7 +179,7 @@ def tiles(width: int, arch: str) -> dict[str, int]:
 
 
 def _tiles_of_a_program(I: int, rows: int, tile: dict[str, int]) -> int:
-    return MOST_TILES if I <= 8 and launch_size("rows", rows) >= PROGRAMS * MOST_TILES * tile["BT"] else 1
+    return PROGRAM_MAX_TILES if I <= 8 and launch_size("rows", rows) >= PROGRAMS * PROGRAM_MAX_TILES * tile["BT"] else 1
 
 
 def _narrow(x: Tensor, weight: Tensor) -> bool:

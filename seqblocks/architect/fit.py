@@ -15,7 +15,7 @@ from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure, shown
 from seqblocks.architect.grid import Demand, Option, Value, assignment, read_demand, read_option
 from seqblocks.architect.rewrite import rewritten
-from seqblocks.architect.search import INFINITE, SMALL_GRID_POINTS, Figures, Point, Search, Target
+from seqblocks.architect.search import INFINITE, WHOLE_GRID_MAX_POINTS, Figures, Point, Search, Target
 from seqblocks.cost import dtype_named
 from seqblocks.errors import Diagnostic, SpecError, UsageError, quote
 from seqblocks.graph import ModelSpec
@@ -168,7 +168,7 @@ def fit(
     grid = _Grid(find_design(spec, set), options, demands, dtype_named(str(dtype), "dtype"), length, allow_use, strict)
     search = Search(
         [option.values for option in options], [option.is_number for option in options], grid.figures,
-        grid.targets, grid.names.index("params"), advance, INFINITE if exhaustive else SMALL_GRID_POINTS,
+        grid.targets, grid.names.index("params"), advance, INFINITE if exhaustive else WHOLE_GRID_MAX_POINTS,
     )  # fmt: skip
     found = search.run(top)
     if not found:

@@ -18,7 +18,7 @@ Point = tuple[int, ...]  # indices into the axes
 Figures = tuple[float, ...] | str  # why the point is invalid
 Key = tuple[Any, ...]
 INFINITE = math.inf
-SMALL_GRID_POINTS = 48
+WHOLE_GRID_MAX_POINTS = 48
 
 
 class Target(NamedTuple):
@@ -69,7 +69,7 @@ class Search:
         targets: Sequence[Target],
         ties: int,
         advance: Callable[[float], None] = lambda part: None,
-        small: float = SMALL_GRID_POINTS,
+        small: float = WHOLE_GRID_MAX_POINTS,
     ) -> None:
         self.values, self.ordered, self.evaluate, self.advance = values, ordered, evaluate, advance
         self.small = small

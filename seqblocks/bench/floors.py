@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SIZES = tuple(1 << power for power in range(14, 29, 2))  # bytes: from a first-level cache to memory
-LARGE_BYTES = SIZES[-1]
+MEMORY_BYTES = SIZES[-1]
 TRIALS = 25
 SECONDS = 0.004  # of a trial: short, so that some are not interrupted by other processes
 SIDES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of matrices: a product of the smaller ones is a short trial too
@@ -33,7 +33,7 @@ class Limits:
     @property
     def memory(self) -> float:
         """Bytes per second from memory."""
-        return self.traffic[LARGE_BYTES]
+        return self.traffic[MEMORY_BYTES]
 
     def seconds(self, flops: float, sizes: Sequence[int], from_memory: int = 0) -> float:
         """Return the least time of so many operations, and of reading or writing operands of these sizes once.

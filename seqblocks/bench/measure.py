@@ -24,12 +24,12 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.kernel_report import kernel_uses
 
 MODES = ("forward", "train", "step")
-MOST_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated
+MAX_SPREAD = 0.1  # of the times between the quartiles, relative to the median: above it, no ratio is stated
 BEYOND_CACHES = 1 << 28  # bytes of parameters that no cache of a CPU holds from one pass to the next
-LEAST_PASSES, MOST_PASSES = 3, 9  # of which the fastest counts: other processes only ever add to a time
+MIN_PASSES, MAX_PASSES = 3, 9  # of which the fastest counts: other processes only ever add to a time
 BETWEEN = "between the steps"
 TURNS = 20  # that the given time should have
-LEAST_TURNS, MOST_TURNS = 5, 500
+MIN_TURNS, MAX_TURNS = 5, 500
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """The time relative to its floor, or None where the times spread too much or nothing has to be computed."""
-        return self.seconds / self.floor_seconds if self.floor_seconds and self.spread <= MOST_SPREAD else None
+        return self.seconds / self.floor_seconds if self.floor_seconds and self.spread <= MAX_SPREAD else None
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Bench:
 
     @property
     def ratio(self) -> float | None:
-        return self.seconds / self.floor_seconds if self.floor_seconds and self.spread <= MOST_SPREAD else None
+        return self.seconds / self.floor_seconds if self.floor_seconds and self.spread <= MAX_SPREAD else None
 
     def as_data(self) -> dict[str, Any]:
         rows = [{**asdict(row), "ratio": row.ratio} for row in self.steps]
@@ -112,7 +112,7 @@ def bench(
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
     if mode == "step" and (obstacle := graph.stream_obstacle(model.spec)):
         raise UsageError(f"the model cannot stream, so it has no steps of single tokens: {': '.join(obstacle)}")
-    device = model._some_tensor().device
+    device = model.some_tensor().device
     limits = measured(device, dtype_of(model))
     with _as_it_was(model):
         model.train(mode == "train")
@@ -213,8 +213,8 @@ def _interleaved(
     plain: list[float] = []
     observed: list[Observed] = []
     begin = start = time.perf_counter()
-    few = LEAST_PASSES
-    for turn in range(MOST_TURNS + 1):
+    few = MIN_PASSES
+    for turn in range(MAX_TURNS + 1):
         run()
         seconds_of_fastest = min(_timed(run, clock) for _ in range(few))
         with clock.observing() as observe:
@@ -222,14 +222,14 @@ def _interleaved(
             with_steps = fastest(observe() for _ in range(few))
         if not turn:  # the warm-up
             start = time.perf_counter()
-            few = min(MOST_PASSES, max(few, int(few * seconds / TURNS / (start - begin))))
+            few = min(MAX_PASSES, max(few, int(few * seconds / TURNS / (start - begin))))
             continue
         plain.append(seconds_of_fastest)
         observed.append(with_steps)
         done = (time.perf_counter() - start) / seconds
         if advance:
             advance(min(1.0, done))
-        if done >= 1 and turn >= LEAST_TURNS:
+        if done >= 1 and turn >= MIN_TURNS:
             break
     return plain, observed
 
@@ -309,7 +309,7 @@ def _floor(
 
 def _kernels(model: SequenceModel) -> dict[str, tuple[str, list[str]]]:
     """Return the kernel and the implementation of each step that has one, and why no faster one ran."""
-    device = model._some_tensor().device
+    device = model.some_tensor().device
     arch = arch_of(device.index or 0) if device.type == "cuda" else "sm_90"  # which matters only there
     uses = kernel_uses(model.spec, device.type, dtype_of(model), arch)
     return {name: (f"{use.kernel}: {use.implementation}", use.reasons()) for use in uses for name in use.names}

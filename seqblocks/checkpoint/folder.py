@@ -45,7 +45,7 @@ from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 SPEC = "spec.yaml"
 CONFIG = "config.json"  # for transformers
 WHOLE = "model.safetensors"
-MOST_BYTES = 2.0**63  # more than any file has
+FILE_MAX_BYTES = 2.0**63  # more than any file has
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -201,7 +201,7 @@ def checked_size(size: int | str) -> int:
         found = size
     else:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
-        found = int(min(float(match[1]) * UNITS[match[2]], MOST_BYTES)) if match else 0
+        found = int(min(float(match[1]) * UNITS[match[2]], FILE_MAX_BYTES)) if match else 0
     if found < 1:
         given = "one below 1" if type(size) is int else f"{size!r:.80}"  # an int may have too many digits for text
         raise UsageError(f'the shard size must be a number of bytes, such as 500_000_000 or "5GB", not {given}')

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seqblocks.runtime.call import Call
 
 MAX_CONSTANT = 1e6  # magnitude of constants
-MOST_FEATURES = 4096  # of a formula, which is evaluated for each
+FORMULA_MAX_FEATURES = 4096  # of a formula, which is evaluated for each
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
 
@@ -269,8 +269,8 @@ _numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compile
 @lru_cache(maxsize=256)
 def _evaluated(formula: str, features: int) -> tuple[float, ...]:
     """Return the values of a formula for each feature. Raises Fault."""
-    if features > MOST_FEATURES:
-        message = f"a formula computes at most {MOST_FEATURES:,} features"
+    if features > FORMULA_MAX_FEATURES:
+        message = f"a formula computes at most {FORMULA_MAX_FEATURES:,} features"
         raise Fault("E504", message, at="formula", found=f"{features:,}")
     expression = parse(formula)
     try:

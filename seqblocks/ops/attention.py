@@ -92,12 +92,14 @@ class Attention(_Heads):
     tokens in a sequence, [2 L - 1, H].
 
     State per sequence: keys and values of the last `window` - 1 or `chunk` - 1 tokens (without these, of up to `cache`
-    tokens), in the model's dtype, and the number of tokens. Rotary positions count on in a new chunk (Llama 4). With
+    tokens), in the model's dtype, and the number of tokens. Keys and values may have another rate than the queries: a
+    token sees those that are complete when it ends, and the result is 0 where there are none. `window` and `cache` then
+    count keys. Rotary positions count on in a new chunk (Llama 4). With
     `keep_first`, keys and values of as many first tokens as well (StreamingLLM, whose positions are those in its cache,
     while here they are those in the sequence).
     """
 
-    ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
+    ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True))
     reads = "past"
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
@@ -120,6 +122,9 @@ class Attention(_Heads):
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
         found = super().shape(q, k, v)
         width = q.features // self.heads
+        if q.rate != k.rate:
+            self._check_rates(q, k)
+            return q.with_features(found.features)
         if 0 < self.rotary < 1:
             raise Fault(
                 "E209", "the base of rotary positions must be 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
@@ -137,6 +142,19 @@ class Attention(_Heads):
         if self.bias == "relative":
             self._check_relative(q)
         return v.with_features(found.features)
+
+    def _check_rates(self, q: Wire, k: Wire) -> None:
+        """Raise Fault (E210) for an option that needs keys at the rate of the queries."""
+        fitting = {"rotary": 0, "bias": "none", "chunk": 0, "keep_first": 0, "causal": True}
+        for name, value in fitting.items():
+            if getattr(self, name) != value:
+                hints = {
+                    "rotary": "rotate queries and keys by `rotary` before their tokens are merged",
+                    "causal": "use cross_attention, whose tokens read all keys",
+                }
+                message = f"`{name}{'' if value is not True else ': false'}` needs as many keys as queries"
+                found = f"queries of {_input_tokens(q)}, keys of {_input_tokens(k)}"
+                raise Fault("E210", message, at=name, found=found, hint=hints.get(name, f"remove `{name}:`"))
 
     def _check_relative(self, q: Wire) -> None:
         """Raise Fault (E210, E412) unless relative positions can be learned: of a known number, to both sides."""
@@ -210,7 +228,12 @@ class Attention(_Heads):
         return (self.span - 1) * q.rate if self.span else math.inf
 
     def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
+        if q.rate != k.rate:
+            return math.inf
         return (self.span - 1) * q.rate if self.span and not self.keep_first else math.inf
+
+    def ignores_resets(self, q: Wire, k: Wire, v: Wire) -> str | None:
+        return None if q.rate == k.rate else "keys of merged tokens may be of two sequences"
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
@@ -218,6 +241,8 @@ class Attention(_Heads):
         Without `causal`, a window reaches as far to the other side, and all of the cache counts.
         """
         width = self.pair(q, v)
+        if q.rate != k.rate and isinstance(q.length, int):
+            return complete_pairs(q.length, q.rate, k.rate, self.window) * width // q.length
         if isinstance(q.length, int):
             return self.seen(q.length) * width // q.length
         if self.chunk:
@@ -242,7 +267,7 @@ class Attention(_Heads):
         return causal if self.causal else 2 * causal - tokens
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
-        return "attention", {"window": self.span or None}
+        return ("attention", {"window": self.span or None}) if q.rate == k.rate else ("attention_between", {})
 
     def transition(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Transition | None:
         from seqblocks.kernels.attention import attention_state
@@ -296,6 +321,9 @@ class Attention(_Heads):
         from seqblocks.workspace import attention
 
         q, k, v = self.cut_memory(tape, q, k, v)
+        if q.shape[1] != k.shape[1]:
+            scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+            return tape.view(attention.between(tape, q, k, v, self.window, scores), tape.out)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
         slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
@@ -331,7 +359,9 @@ class Attention(_Heads):
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
         state = self.in_heads(call.state) if call.state else None
-        out: Any = attention(
+        if q.shape[1] != k.shape[1]:
+            return self._between(p, call, q, k, v, state)
+        out = attention(
             q,
             k,
             v,
@@ -351,12 +381,58 @@ class Attention(_Heads):
             return_state=call.return_state,
             resets=call.resets,
         )
-        if not call.return_state:
+        return self._finished(call, out)
+
+    def _between(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor,
+        state: AttentionState | FirstState | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend to keys of another rate, of which there are more or fewer than queries."""
+        from seqblocks.kernels.attention import attention_between
+
+        out = attention_between(
+            q, k, v, window=self.window or None, scale=self.scale or None, soft_cap=self.soft_cap or None,
+            sinks=p.get("sinks"), state=state, keep=self.cache_size(), return_state=call.return_state,
+        )  # fmt: skip
+        return self._finished(call, out)
+
+    def _finished(
+        self, call: Call, out: Tensor | tuple[Tensor, AttentionState | FirstState]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and the state, from what a kernel returned. Raises RunError if the cache is too small."""
+        if not isinstance(out, tuple):
             return out.flatten(-2), {}
         y, last = out
         if not self.span:
             must_hold(self.cache, last.length, call.compiling, INSTEAD)
         return y.flatten(-2), self.flat(last)
+
+
+def _input_tokens(x: Wire) -> str:
+    return f"{x.rate} input token{'s' if x.rate > 1 else ''} each"
+
+
+def complete_pairs(queries: int, rate: int, of_keys: int, window: int) -> int:
+    """Return the number of pairs of one of the queries and a key that it sees, at these rates."""
+    seen = sum_of_floors(queries, rate, rate, of_keys)  # keys that are complete when a query ends
+    if not window:
+        return seen
+    first = min(window * of_keys // rate, queries)  # the first query from which a window has moved on
+    passed = sum_of_floors(queries - first, rate, (first + 1) * rate + of_keys - 1, of_keys)
+    return seen - passed + (queries - first) * window
+
+
+def sum_of_floors(count: int, a: int, b: int, by: int) -> int:
+    """Return the sum of (a i + b) // by for i from 0 to count - 1, without a loop over i."""
+    total = 0
+    while count > 0:
+        total += (a // by) * count * (count - 1) // 2 + (b // by) * count
+        a, b = a % by, b % by
+        last = a * count + b
+        if last < by:
+            break
+        count, b, a, by = last // by, last % by, by, a
+    return total
 
 
 def relative_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -27,7 +27,7 @@ MAX_WINDOW_TOKENS = 2**16  # kernel, stride, dilation
 
 # Copying the taps of each token next to each other, for one product, takes longer than torch's convolution for this
 # many values, and for more tokens than features. For fewer tokens, the convolution mostly copies the weight.
-MANY_TAPS = 1 << 15
+CONVOLUTION_MIN_PRODUCTS = 1 << 15
 
 
 def as_image(x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Conv1d(_Conv):
             x = with_past_memory(tape, x, earlier)
         elif self.stride > self.span():
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
-        return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
+        return tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups, self.dilation)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from torch.nn.functional import pad
@@ -182,7 +182,7 @@ class Conv1d(_Conv):
             return y, tokens[:, tokens.shape[1] - by :].clone(memory_format=torch.contiguous_format)
 
         def several(batch: int, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            if x.shape[0] >= self.features and x.numel() * self.kernel >= MANY_TAPS:
+            if x.shape[0] >= self.features and x.numel() * self.kernel >= CONVOLUTION_MIN_PRODUCTS:
                 return convolved(batch, window, x)
             tokens = torch.cat([window.transpose(0, 1), x.reshape(-1, batch, x.shape[1])])  # [by + seq, B, D]
             seq = tokens.shape[0] - by
@@ -245,7 +245,7 @@ class ConvTranspose1d(_Conv):
             x = with_past_memory(tape, x, self.earlier())
         batch, tokens, _ = x.shape
         made = (tokens - 1) * self.stride + max(self.kernel, self.stride)
-        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features))
+        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features), self.groups)
         return tape.slice(y, tape.out)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -70,13 +70,13 @@ class SwiGLU(Op):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
-        from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
+        from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined, prepare_linear
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu
         product = self.product if self.general else lambda gate, up: silu(gate).mul_(up)
         # a compiled step would copy them at each token
-        if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
+        if gate[0].numel() <= COPY_MAX_ELEMENTS and not torch.compiler.is_compiling():
             to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
             def joined(x: Tensor) -> Tensor:

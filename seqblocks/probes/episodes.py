@@ -10,7 +10,7 @@ from seqblocks.probes.batches import NOTHING, Batch, integers, make_task
 SUITS, DECK = 4, 52
 BACK = 3  # cards between the one that is asked and the newest
 CORRIDOR, JUNCTION = 2, 3  # cues are 0 and 1
-SHORTEST = 4  # tokens of an episode
+EPISODE_MIN_TOKENS = 4  # tokens of an episode
 
 
 def repeat_first(g: Generator, batch: int, length: int) -> Batch:
@@ -46,8 +46,8 @@ def maze(g: Generator, batch: int, length: int) -> Batch:
 
 def _starts(g: Generator, batch: int, length: int, count: int) -> Tensor:
     """Return where `count` episodes of random lengths begin [batch, length]; each has at least four tokens."""
-    free = length - count * SHORTEST
-    cuts = integers(g, 0, free + 1, batch, count - 1).sort(1).values + SHORTEST * torch.arange(1, count)
+    free = length - count * EPISODE_MIN_TOKENS
+    cuts = integers(g, 0, free + 1, batch, count - 1).sort(1).values + EPISODE_MIN_TOKENS * torch.arange(1, count)
     starts = torch.zeros(batch, length, dtype=torch.bool).scatter(1, cuts, True)
     starts[:, 0] = True
     return starts

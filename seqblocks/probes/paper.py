@@ -17,12 +17,12 @@ from seqblocks.probes import long_range, mad
 from seqblocks.probes.batches import NOTHING, Batch, Draw, Published, Task, distinct, integers, make_task
 from seqblocks.probes.tasks import TASKS, copying
 
-SHORTEST, TRAINED = 3, 40  # lengths of the formal languages
+EPISODE_MIN_TOKENS, TRAINED = 3, 40  # lengths of the formal languages
 
 
 def _sizes(g: Generator, batch: int, length: int) -> torch.Tensor:
     """Return the size of each row: from 3 to 40 in training, from 40 to the length beyond."""
-    return integers(g, min(SHORTEST if length <= TRAINED else TRAINED, length), length + 1, batch)
+    return integers(g, min(EPISODE_MIN_TOKENS if length <= TRAINED else TRAINED, length), length + 1, batch)
 
 
 def parity(g: Generator, batch: int, length: int) -> Batch:

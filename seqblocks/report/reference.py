@@ -114,7 +114,7 @@ def facts(verb: Verb) -> dict[str, Any]:
 
 def _port_data(port: Port) -> dict[str, Any]:
     data = {"name": port_key(port), "about": port.about, "kinds": list(port.kinds), "joins": port.joins}
-    data |= {"broadcast": port.broadcast, "length": port.length}
+    data |= {"broadcast": port.broadcast, "length": port.length, "other_rate": port.other_rate}
     return data | {"required": is_required(port)}
 
 
@@ -148,7 +148,8 @@ def describe_port(port: Port) -> str:
     many = ", or a list of them" if port.joins else ""
     meets = "; a vector is broadcast to all tokens" if port.broadcast else ""
     length = f"; as long as {port.length}" if port.length else ""
-    return f"{port.about} ({' or '.join(port.kinds)}{many}{meets}{length})"
+    rate = "; at any rate" if port.other_rate else ""
+    return f"{port.about} ({' or '.join(port.kinds)}{many}{meets}{length}{rate})"
 
 
 def describe_type(argument: Argument) -> str:

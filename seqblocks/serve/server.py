@@ -19,7 +19,7 @@ from seqblocks.language.files import bundled
 from seqblocks.language.writing import write_text
 from seqblocks.serve.shown import shown
 
-MOST_BYTES = 4 << 20  # of a request: a spec has at most 2 MB
+REQUEST_MAX_BYTES = 4 << 20  # of a request: a spec has at most 2 MB
 PAGE = {
     "": ("page.html", "text/html"),
     "page.css": ("page.css", "text/css"),
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         if name is None:
             return
         length = self.headers.get("Content-Length") or ""
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if not length.isdigit() or int(length) > REQUEST_MAX_BYTES:
             self.close_connection = True
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return

@@ -15,8 +15,8 @@ from seqblocks.language.files import bundled
 from seqblocks.picture.drawing import drawing_of
 from seqblocks.report.summary import summarise
 
-MOST_PROBLEMS = 200  # errors, and as many warnings
-MOST_BOXES = 4000  # in a picture: browsers lay it out anew with each key
+PAGE_MAX_PROBLEMS = 200  # errors, and as many warnings
+PICTURE_MAX_BOXES = 4000  # in a picture: browsers lay it out anew with each key
 
 
 def shown(
@@ -32,7 +32,7 @@ def shown(
     values: overrides. files: texts of used files, in the place of a folder; see `seqblocks.analyse`.
     """
     changes = {key: yaml(json.dumps(value)) for key, value in values.items()}
-    found = analyse_text(text, name, base, changes, files, allow_use, limit=MOST_PROBLEMS)
+    found = analyse_text(text, name, base, changes, files, allow_use, limit=PAGE_MAX_PROBLEMS)
     result: dict[str, Any] = {"ok": found.ok, "problems": [each.as_data() for each in found.diagnostics]}
     result["dropped"] = found.dropped
     result["let"] = _numbers(found.file.let) if found.file else {}
@@ -42,7 +42,7 @@ def shown(
         return {**result, "reason": str(error).splitlines()[0], "svg": None, "rows": [], "totals": []}
     count = sum(1 for each in drawing.boxes for _ in each.inside())
     drawn: dict[str, Any] = {"svg": None, "totals": drawing.totals, "title": drawing.title}
-    if count > MOST_BOXES:
+    if count > PICTURE_MAX_BOXES:
         drawn["reason"] = f"{count:,} boxes are too many for the picture"
     else:
         drawn["svg"] = drawing.svg()

@@ -22,13 +22,13 @@ from seqblocks.types import Wire
 
 # Up to this many tokens of each sequence, a planned function takes less time than `forward`, unless it has a limit of
 # its own (`TokenFunction.most_tokens`).
-MOST_AT_ONCE = 16  # for a function that takes several tokens in one call
-MOST_IN_ORDER = 8  # for a function of one token, called once for each
-MOST_OF_WINDOWS = 2  # the same, if its state is only a window of earlier tokens or a count of them
-MOST_OF_LARGE = ((1 << 18, 4), (1 << 21, 2))  # the same, if its states have at least (numbers in all sequences, limit)
+SEVERAL_MAX_TOKENS = 16  # for a function that takes several tokens in one call
+SINGLE_MAX_TOKENS = 8  # for a function of one token, called once for each
+WINDOW_MAX_TOKENS = 2  # the same, if its state is only a window of earlier tokens or a count of them
+LARGE_STATE_MAX_TOKENS = ((1 << 18, 4), (1 << 21, 2))  # the same: (elements of all its states, limit)
 
-MOST_ROWS = 256  # tokens of a prompt, in all sequences; longer ones take about as long in the modules
-MOST_ROWS_OF_FRAMES = 2048  # tokens of frames of several sequences; the modules take less time for more
+PROMPT_MAX_ROWS = 256  # tokens of a prompt, in all sequences; longer ones take about as long in the modules
+FRAME_MAX_ROWS = 2048  # tokens of frames of several sequences; the modules take less time for more
 
 
 class Frames:
@@ -36,7 +36,7 @@ class Frames:
 
     def __init__(self, graph: Graph, types: Mapping[int, Wire | None]) -> None:
         self.size = frame_size(graph)
-        self.most_batch: float = max(MOST_ROWS_OF_FRAMES // self.size, 1) if self.have_several_tokens else math.inf
+        self.most_batch: float = max(FRAME_MAX_ROWS // self.size, 1) if self.have_several_tokens else math.inf
         self._types, self._of_rows = types, False
 
     @property
@@ -64,7 +64,7 @@ class Frames:
 
     def is_short(self, x: Tensor) -> bool:
         """Return whether a prompt x [batch, seq] is read faster by a planned function than by the modules."""
-        return not self.have_several_tokens and x.numel() <= MOST_ROWS
+        return not self.have_several_tokens and x.numel() <= PROMPT_MAX_ROWS
 
     def is_rowwise(self, node: Node) -> bool:
         """Return whether tokens are computed as independent rows, as if each were a sequence of its own.
@@ -113,7 +113,7 @@ class Frames:
 def _most_in_order(most: float, node: Node) -> str:
     """Return an expression for the smallest of the limits that hold for a state of this size."""
     numbers = max(sum(state.numel for state in node.state.values()), 1)
-    (large, few), (larger, fewer) = ((size // numbers, min(most, limit)) for size, limit in MOST_OF_LARGE)
+    (large, few), (larger, fewer) = ((size // numbers, min(most, limit)) for size, limit in LARGE_STATE_MAX_TOKENS)
     return str(most) if most == fewer else f"({most} if batch <= {large} else {few} if batch <= {larger} else {fewer})"
 
 
@@ -122,6 +122,6 @@ def most_tokens(node: Node, run: TokenFunction) -> float:
     if run.most_tokens is not None:
         return run.most_tokens
     if run.several is not None:
-        return MOST_AT_ONCE if node.state else math.inf
+        return SEVERAL_MAX_TOKENS if node.state else math.inf
     sums = any(state.dtype == "float32" and not state.per_token for state in node.state.values())
-    return MOST_IN_ORDER if sums else MOST_OF_WINDOWS
+    return SINGLE_MAX_TOKENS if sums else WINDOW_MAX_TOKENS

@@ -162,6 +162,34 @@ def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int
     return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
 
 
+def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Scores) -> Value:
+    """Record attention to keys of another rate, in blocks of queries that read the keys that they can see."""
+    S, T = q.shape[1], k.shape[1]
+
+    def block(a: int, b: int) -> Value:
+        last = max(b * T // S, 1) if S > BLOCK else T
+        first = max(-(-(a + 1) * T // S) - window, 0) if window and S > BLOCK else 0
+        pairs = 1, b - a, last - min(first, last - 1)
+        query, keys, values = q, k, v
+        if S > BLOCK:
+            query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
+            keys, values = (tape.slice(x, (x.shape[0], pairs[2], *x.shape[2:])) for x in (k, v))
+        seen = tape.new(pairs, 1)
+        if scores.plain:
+            y = fused(tape, query, keys, values, tape.new(pairs, q.item))
+        else:
+            y = explicit(tape, query, keys, values, scores)
+        del seen
+        masked = tape.new(y.shape, y.item)
+        tape.function([y], [masked], [tape.new((1, b - a, 1, 1), 1)])
+        return masked
+
+    if S <= BLOCK:
+        return block(0, S)
+    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
+    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+
+
 def windowed(
     tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores | None = None
 ) -> Value:

@@ -7,7 +7,7 @@ import math
 from seqblocks.tape import Tape, Value
 
 NUMBERS = 1 << 19
-WIDE = 2048
+TOKEN_MIN_ELEMENTS = 2048
 
 
 def scan(tape: Tape, x: Value, decay: Value) -> Value:
@@ -18,7 +18,7 @@ def scan(tape: Tape, x: Value, decay: Value) -> Value:
     y, state = tape.new(x.shape, item), tape.new((B, E), item)
     span = min(S, max(1, NUMBERS // (B * E)))
     part = B * span * E * item
-    blocks = 1 if B * E >= WIDE else span // max(1, math.isqrt(span))
+    blocks = 1 if B * E >= TOKEN_MIN_ELEMENTS else span // max(1, math.isqrt(span))
     products = 0 if blocks <= 1 else part
     tape.passing(part + products)
     unused = 0 if decay.tracked else decay.bytes  # its gradient is computed in any case

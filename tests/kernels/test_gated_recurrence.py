@@ -52,7 +52,7 @@ def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("numbers", [30, 10**9])
 def test_blocks_of_every_remainder(numbers: int, wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block or several, all tokens at a time or five, with resets at their edges, equal the definition."""
-    monkeypatch.setattr(blockwise, "WIDE", wide)
+    monkeypatch.setattr(blockwise, "TOKEN_MIN_ELEMENTS", wide)
     monkeypatch.setattr(blockwise, "NUMBERS", numbers)
     generator = torch.Generator().manual_seed(0)
     for length in range(2, 27):

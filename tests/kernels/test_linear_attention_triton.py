@@ -17,7 +17,7 @@ from seqblocks.kernels import linear_attention, triton_common
 from seqblocks.kernels.dispatch import custom_op
 from seqblocks.kernels.linear_attention import torch as chunkwise
 from seqblocks.kernels.linear_attention.triton import sizes
-from seqblocks.kernels.mlstm.triton.sizes import LONGEST_CHUNK
+from seqblocks.kernels.mlstm.triton.sizes import CHUNK_MAX_TOKENS
 from tests.kernels import test_linear_attention as stored
 from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, Subject, check, draw, on_device
 from tests.kernels.linear_attention import LINEAR_ATTENTION
@@ -144,7 +144,7 @@ def test_offsets_within_a_chunk_fit_into_32_bits(decay: str, delta: bool, monkey
         y.backward(torch.empty_like(y))
     strides = {name: value for name, value in found.items() if name in ("qs", "ks", "vs", "gs", "ys")}
     assert {"qs", "ks"} < {*strides}
-    assert max(strides.values()) * LONGEST_CHUNK < 1 << 31, strides
+    assert max(strides.values()) * CHUNK_MAX_TOKENS < 1 << 31, strides
 
 
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])

@@ -21,7 +21,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         pytest.skip("this torch has no oneDNN")
     calls: list[torch.Size] = []
     run = products._multiply
-    for name, value in {"ON_ONEDNN": True, "ON_SLOW_MKL": True, "LARGE_PRODUCT": 0}.items():
+    for name, value in {"ON_ONEDNN": True, "ON_SLOW_MKL": True, "ONEDNN_MIN_MACS": 0}.items():
         monkeypatch.setattr(products, name, value)
 
     def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_sizes_alone_choose_the_product(
 def test_products_with_blocks_of_rows(
     tokens: int, rows: int, layout: str, graded: bool, onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "LARGE_MATRIX", 0)
+    monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 0)
     (x, weight, bias) = drawn((tokens, 40), (rows, 41), (rows,), dtype=torch.float32)
     weight = weight[:, :40]
     if layout != "slice":
@@ -91,7 +91,7 @@ def test_few_numbers_of_tokens_are_compiled(tokens: int, expected: int) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_step_is_the_same_as_linear(tokens: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LARGE_MATRIX", 0)
+    monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 0)
     weight, bias, x = drawn((35, 10), (35,), (tokens, 10), dtype=torch.float32)
     found = products.prepare_linear(weight, bias if biased else None)(x)
     torch.testing.assert_close(found, linear(x, weight, bias if biased else None))
@@ -104,14 +104,14 @@ def test_an_exported_step_takes_any_number_of_tokens() -> None:
             return products.prepare_linear(weight)(x)
 
     weight, few, many = drawn((512, 512), (2, 512), (200, 512), dtype=torch.float32)
-    assert few.shape[0] * weight.numel() < products.LARGE_PRODUCT < many.shape[0] * weight.numel()
+    assert few.shape[0] * weight.numel() < products.ONEDNN_MIN_MACS < many.shape[0] * weight.numel()
     program = torch.export.export(Step(), (few,), dynamic_shapes=({0: torch.export.Dim("tokens", max=1000)},))
     torch.testing.assert_close(program.module()(many), linear(many, weight))
 
 
 @pytest.mark.parametrize("rows", [16, 19])
 def test_a_step_follows_a_parameter_whose_data_is_replaced(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LARGE_MATRIX", 0)
+    monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 0)
     weight, other, x = drawn((rows, rows), (rows, rows), (1, rows), dtype=torch.float32)
     parameter = torch.nn.Parameter(weight)
     step = products.prepare_linear(parameter)
@@ -121,7 +121,7 @@ def test_a_step_follows_a_parameter_whose_data_is_replaced(rows: int, monkeypatc
             torch.testing.assert_close(step(x), linear(x, data))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, products.FEW_FOR_BLOCKS, products.FEW_FOR_BLOCKS + 1, 40])
+@pytest.mark.parametrize("tokens", [0, 1, products.WHOLE_BLOCKS_MAX_TOKENS, products.WHOLE_BLOCKS_MAX_TOKENS + 1, 40])
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
     matrices = []
@@ -147,7 +147,7 @@ def test_other_layouts_and_dtypes_are_left_to_torch() -> None:
 def test_numbers_of_tokens_that_are_padded(tokens: int, graded: bool, onednn: list[torch.Size]) -> None:
     x, weight, bias = drawn((1, tokens, 10), (8, 10), (8,), dtype=torch.float32)
     torch.testing.assert_close(products.linear(x, weight.requires_grad_(graded), bias), linear(x, weight, bias))
-    assert bool(onednn) == (tokens > products.FEW_TOKENS)
+    assert bool(onednn) == (tokens > products.READING_MAX_TOKENS)
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (2, 6, 10), (2, 0, 10)])

@@ -20,7 +20,7 @@ import pytest
 import seqblocks
 from seqblocks.errors import UsageError
 from seqblocks.language.files import bundled
-from seqblocks.serve.server import MOST_BYTES, Server, serve
+from seqblocks.serve.server import REQUEST_MAX_BYTES, Server, serve
 
 TEXT = "seqblocks: 1\nlet: {dim: 64, kind: silu}\nmodel: {input: {features: dim}, steps: [kind, {linear: 2 * dim}]}\n"
 TEXT = TEXT.replace("[kind", "[silu").replace("linear: 2 * dim", "linear: {features: 2 * dim}")
@@ -155,7 +155,7 @@ def test_who_is_refused(server: Server) -> None:
         assert ask(server, "analyse", body)[0] == 400
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.putrequest("POST", f"/{server.token}/analyse")
-    connection.putheader("Content-Length", str(MOST_BYTES + 1))
+    connection.putheader("Content-Length", str(REQUEST_MAX_BYTES + 1))
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()

@@ -46,7 +46,7 @@ def test_each_step_has_a_row(mode: str) -> None:
         ("layers.*.residual.swiglu", 3, "swiglu"), ("layers.*.causal_conv", 3, "causal_conv"),
         ("unembed", 1, "unembed"), (measure.BETWEEN, 1, ""),
     ]  # fmt: skip
-    assert found.repetitions >= measure.LEAST_TURNS
+    assert found.repetitions >= measure.MIN_TURNS
     assert found.clock == ("processor time" if torch.get_num_threads() == 1 else "elapsed time")
     assert all(row.seconds > 0 for row in found.steps[:-1])
     assert found.steps[3].kernel.startswith("causal_conv: ")
@@ -119,7 +119,7 @@ def test_a_floor_uses_the_rate_of_a_size_that_is_not_larger() -> None:
     assert limits.seconds(0, [second]) == pytest.approx(second / 9e9)
     assert limits.seconds(0, [second - 1]) == pytest.approx((second - 1) / 1e10)  # it may be as fast as the smaller one
     assert limits.seconds(0, [1]) == pytest.approx(1 / 1e10)
-    assert limits.seconds(0, [8 * floors.LARGE_BYTES]) == pytest.approx(8 * floors.LARGE_BYTES / limits.memory)
+    assert limits.seconds(0, [8 * floors.MEMORY_BYTES]) == pytest.approx(8 * floors.MEMORY_BYTES / limits.memory)
     assert limits.seconds(1e9, [first]) == 1
 
 
@@ -173,6 +173,18 @@ def test_the_steps_add_up_to_the_whole(mode: str) -> None:
     assert sum(row.seconds for row in found.steps) == pytest.approx(found.seconds, rel=0.5)
     assert found.seconds_with_hooks == pytest.approx(found.seconds, rel=0.5)
     assert sum(row.share for row in found.steps) == pytest.approx(1, rel=0.1)
+
+
+def test_a_backward_pass_comes_to_each_step_once_in_reverse() -> None:
+    model = seqblocks.build_text(TEXT, seed=0)
+    x = torch.zeros(2, 16, dtype=torch.long)
+    hooks = clocks.Hooks(model, torch.device("cpu"), lambda: model(x).sum().backward(), backward=True)
+    with hooks.observing() as observe:
+        observe()
+    steps = ("residual.rms_norm", "residual.swiglu", "causal_conv")
+    layers = [f"layers.{at}.{step}" for at in range(3) for step in steps]
+    assert [name for name, _ in hooks.turns if name] == ["embed", *layers, "unembed"][::-1]
+    assert "" in [name for name, _ in hooks.turns]  # the sums of the residual branches are between the steps
 
 
 def test_no_ratio_for_times_that_spread() -> None:

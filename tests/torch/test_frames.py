@@ -202,7 +202,7 @@ def test_tokens_of_centaurus(mode: str, hold: str, tokens: int, dtype: torch.dty
 def test_many_channels_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(["centaurus: {mode: pointwise, state: 3, sub_states: 2}", "downsample: 12"])
     assert_follows(model, 3)
-    monkeypatch.setitem(prepare.__globals__, "MANY_CHANNELS", 1)
+    monkeypatch.setitem(prepare.__globals__, "PART_MIN_CHANNELS", 1)
     monkeypatch.setitem(prepare.__globals__, "_prepare_channels", None)
     assert_follows(copy.deepcopy(model), 3)
 

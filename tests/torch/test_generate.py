@@ -17,8 +17,8 @@ import seqblocks
 from seqblocks.errors import RunError, UsageError
 from seqblocks.streaming import cuda_graph
 from seqblocks.streaming import generate as generation
-from seqblocks.streaming.advance import LEAST_CAPTURED, UNCHECKED
-from seqblocks.streaming.frames import MOST_ROWS
+from seqblocks.streaming.advance import CAPTURE_MIN_TOKENS, UNCHECKED
+from seqblocks.streaming.frames import PROMPT_MAX_ROWS
 from seqblocks.token_function import TokenFunction
 
 SMALL = {
@@ -79,7 +79,7 @@ def test_a_head_reads_the_last_token_of_a_prompt_alone(name: str, monkeypatch: p
     head = type(model.unembed.op)  # type: ignore[union-attr]
     run = head.forward
     monkeypatch.setattr(head, "forward", lambda op, p, call, x: seen.append(x.shape[1]) or run(op, p, call, x))
-    x = prompt(tokens=MOST_ROWS // 3 + 1)
+    x = prompt(tokens=PROMPT_MAX_ROWS // 3 + 1)
     found = seqblocks.generate(model, x, 1)
     assert seen == [1]
     assert [tokens.tolist() for tokens in found] == [greedy(model, row, 1) for row in x]
@@ -145,8 +145,8 @@ def test_the_head_of_a_short_prompt_reads_its_last_token_alone() -> None:
 def test_only_few_tokens_are_read_by_the_steps_of_a_stream() -> None:
     recurrent, attention = build("mamba_small"), build("transformer_small")
     for model, x, runs in (
-        (recurrent, prompt(1, MOST_ROWS), True), (recurrent, prompt(1, MOST_ROWS + 1), False),
-        (recurrent, prompt(8, MOST_ROWS // 8 + 1), False), (attention, prompt(8, MOST_ROWS // 8), True),
+        (recurrent, prompt(1, PROMPT_MAX_ROWS), True), (recurrent, prompt(1, PROMPT_MAX_ROWS + 1), False),
+        (recurrent, prompt(8, PROMPT_MAX_ROWS // 8 + 1), False), (attention, prompt(8, PROMPT_MAX_ROWS // 8), True),
     ):  # fmt: skip
         plan = model._plan_for(x)
         assert plan is not None
@@ -495,7 +495,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-LONG = LEAST_CAPTURED + 5
+LONG = CAPTURE_MIN_TOKENS + 5
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -507,7 +507,7 @@ def test_recorded_tokens_equal_others(name: str, recordings: list[int], monkeypa
     after = seqblocks.generate(model, x[:, :1], LONG, state=cached, temperature=1.0, seed=3)
     assert recordings == [LONG - 1] * 2
     assert all(map(torch.equal, tree_leaves(cached), tree_leaves(before)))
-    seqblocks.generate(model, x, LEAST_CAPTURED)  # too few tokens
+    seqblocks.generate(model, x, CAPTURE_MIN_TOKENS)  # too few tokens
     assert len(recordings) == 2
     monkeypatch.delitem(cuda_graph.RECORDERS, "cpu")
     assert [*map(torch.Tensor.tolist, found)] == [row.tolist() for row in seqblocks.generate(model, x, LONG)]

@@ -42,6 +42,7 @@ SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
 QUICK_OPS = {
     "linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm", "causal_conv, silu",
+    "linear_attention, heads that share keys", "conv2d, depthwise, 5 rows",
 }
 
 
@@ -254,14 +255,15 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert (of_centaurus.CHUNK, of_centaurus.PART_WITH_GRADIENTS, of_centaurus.FFT_WEIGHT) == (
         centaurus.CHUNK, centaurus.PART_WITH_GRADIENTS, centaurus.FFT_WEIGHT
     )
-    assert (of_gated.NUMBERS, of_gated.WIDE) == (gated_recurrence.NUMBERS, gated_recurrence.WIDE)
+    assert of_gated.NUMBERS == gated_recurrence.NUMBERS
+    assert of_gated.TOKEN_MIN_ELEMENTS == gated_recurrence.TOKEN_MIN_ELEMENTS
     assert of_headwise.TILE == headwise_linear.TILE
     assert (of_linear.SPAN, of_linear.NUMBERS) == (linear_attention.SPAN, linear_attention.NUMBERS)
     assert (of_mlstm.WORKING_SET, of_mlstm.BLOCK, of_mlstm.PAIRS) == (gates.WORKING_SET, gates.BLOCK, chunks.PAIRS)
     assert of_ssm.WORKING_SET == selective_scan.WORKING_SET
     assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
     assert of_slstm.PART == slstm.PART
-    assert tape.LARGE_PRODUCT == products.LARGE_PRODUCT
+    assert tape.ONEDNN_MIN_MACS == products.ONEDNN_MIN_MACS
 
 
 def test_state_of_streams() -> None:

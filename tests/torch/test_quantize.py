@@ -91,7 +91,7 @@ def test_a_stream_computes_the_same_product(tokens: int, inputs: int) -> None:
 @pytest.mark.skipif(not int8.HAS_FBGEMM, reason="needs FBGEMM and a processor with VNNI")
 def test_a_stream_uses_a_rearranged_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix larger than a part too; it is made again if the numbers change, also those of the scale."""
-    monkeypatch.setattr(int8, "LARGEST_PART", 64)
+    monkeypatch.setattr(int8, "PART_MAX_ELEMENTS", 64)
     matrix, x = Int8Matrix.of(torch.randn(33, 10, generator=torch.Generator().manual_seed(0))), torch.randn(2, 10)
     parts = matrix._rearranged()
     assert parts is not None
@@ -142,8 +142,17 @@ def test_what_is_quantized(model: seqblocks.SequenceModel) -> None:
     layers = {f"layers.{at}.{name}" for at in range(2) for name in layer}
     assert found.keys() == {"embed.weight", "unembed.weight", *layers}
     assert found["embed.weight"] is found["unembed.weight"]
-    assert quantized(seqblocks.quantize(model)) == {}  # all are small
     assert quantized(model) == {}
+
+
+def test_a_copy_in_which_nothing_is_quantized_comes_with_a_warning(model: seqblocks.SequenceModel) -> None:
+    sizes = (model.get_parameter(name).numel() for name in quantized(seqblocks.quantize(model, smallest=0)))
+    with pytest.warns(UserWarning, match=f"smallest={max(sizes)} stores that one") as caught:
+        assert quantized(seqblocks.quantize(model)) == {}
+    assert caught[0].filename == __file__
+    none = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [silu]}")
+    with pytest.warns(UserWarning, match="has no matrix"):
+        seqblocks.quantize(none, smallest=0)
 
 
 @pytest.mark.parametrize("smallest", [0, 3000])

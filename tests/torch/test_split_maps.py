@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append([*sizes])
         return run(x, weight, bias, sizes)
 
-    monkeypatch.setattr(products, "LARGE_OUTPUT", 0)
+    monkeypatch.setattr(products, "SPLIT_MIN_ELEMENTS", 0)
     monkeypatch.setattr(products, "split_linear", counted)
     return found
 
@@ -68,7 +68,7 @@ def test_values_and_derivatives_are_those_of_one_product(
     model, x = built(), drawn(2, 5, 8)
     found = derivatives(model, x)
     assert calls == [[16, 16]]
-    monkeypatch.setattr(products, "LARGE_OUTPUT", 1 << 60)
+    monkeypatch.setattr(products, "SPLIT_MIN_ELEMENTS", 1 << 60)
     torch.testing.assert_close(found, derivatives(model, x))
     assert len(calls) == 1
 

@@ -68,8 +68,8 @@ def _of_heads(decay: Maybe) -> Maybe:
 def _refusal(rule: str = "add", widths: tuple[int, int] = (1, 1), **facts: Any) -> str:
     if rule == "dplr":
         return "the rule dplr has only a torch implementation"
-    if rule == "delta" and widths[0] > sizes.WIDEST_KEYS:
-        return f"delta rules support key widths up to {sizes.WIDEST_KEYS}, not {widths[0]}"
+    if rule == "delta" and widths[0] > sizes.DELTA_MAX_KEYS:
+        return f"delta rules support key widths up to {sizes.DELTA_MAX_KEYS}, not {widths[0]}"
     return ""
 
 

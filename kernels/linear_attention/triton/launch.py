@@ -12,7 +12,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
-from seqblocks.kernels.mlstm.triton.sizes import LONGEST_CHUNK
+from seqblocks.kernels.mlstm.triton.sizes import CHUNK_MAX_TOKENS
 from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.resets import nonfinite_triton as nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl, token_strides
@@ -23,7 +23,7 @@ DIVISORS = 5  # index of the plane DEN in the mLSTM's gates
 
 def _laid_out(lines: tuple[Maybe, ...], whole: tuple[Maybe, ...]) -> list[Any]:
     """Lay tensors out for the kernels: contiguous rows with short strides for `lines`, contiguous for `whole`."""
-    rows = [None if x is None else common.near(x, LONGEST_CHUNK) for x in lines]
+    rows = [None if x is None else common.near(x, CHUNK_MAX_TOKENS) for x in lines]
     return rows + [None if x is None else x.contiguous() for x in whole]
 
 

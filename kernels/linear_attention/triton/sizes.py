@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks.kernels import triton_common as common
 
-WIDEST_KEYS = 256  # limit for delta rules, whose programs hold all keys
+DELTA_MAX_KEYS = 256  # limit for delta rules, whose programs hold all keys
 
 
 def chunk(narrow: bool, delta: bool, keys: int) -> int:

@@ -46,7 +46,7 @@ from seqblocks.kernels.mlstm.triton.tensors import (
 from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import constexpr, exp, jit, load_tile, operand, reciprocal, tl
 
-LARGEST_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
+MAX_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -432,10 +432,10 @@ def gate_gradients(
     dlog_f = sums(segment, read - dlog_i, segments is not None) + reaches
     if i is not None and not EXP:
         raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, is_t, 0.0).to(tl.float32)
-        dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
+        dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, MAX_EXPONENT)))
     if i is not None:
         raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, is_t, 0.0).to(tl.float32)
-        dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
+        dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, MAX_EXPONENT)))
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     if i is None:  # The decay of a first token has no effect, so its gradient is zero up to rounding errors.
         if segments is not None:

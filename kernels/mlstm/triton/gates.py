@@ -12,9 +12,9 @@ from seqblocks.kernels.mlstm.triton.tensors import CARRIED, E_REST, FLOOR, KEEP,
 from seqblocks.kernels.resets.nonfinite_triton import chosen, finite
 from seqblocks.kernels.triton_common import binary, constexpr, jit, log_sigmoid, tl
 
-LEAST_LOG_F = constexpr(-1e6)  # so that sums over a chunk are finite
+MIN_LOG_F = constexpr(-1e6)  # so that sums over a chunk are finite
 NEGLIGIBLE = constexpr(208.0)  # A weight is negligible if it is e^-208 = 2^-300 times another.
-LARGEST_FLOOR = constexpr(125.51447)  # e^87 as a power of 2
+MAX_FLOOR = constexpr(125.51447)  # e^87 as a power of 2
 
 
 @jit
@@ -91,7 +91,7 @@ def _chunk_gates(
         if not EXP:
             log_i = log_sigmoid(log_i)
     log_i = tl.where(is_t, log_i, float("-inf"))
-    least = tl.maximum(log_i - tl.max(log_i, 0) - NEGLIGIBLE, LEAST_LOG_F)
+    least = tl.maximum(log_i - tl.max(log_i, 0) - NEGLIGIBLE, MIN_LOG_F)
     closed = log_f < least
     rest = tl.where(closed, binary(log_f - least), 0.0)
     log_f = binary(tl.where(closed, least, log_f).to(tl.float64))
@@ -239,7 +239,7 @@ def gates(
         tl.store(to + plane * E, high)
         tl.store(to + plane * X, x)
         tl.store(to + plane * U, _power(tl.where(whole, p - x.to(tl.float64), float("-inf"))))
-        tl.store(to + plane * FLOOR, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), LARGEST_FLOOR)))
+        tl.store(to + plane * FLOOR, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), MAX_FLOOR)))
         tl.store(to + plane * CARRIED, tl.where(carried, 1.0, 0.0))
         left = tl.sum(tl.where(last, b, 0.0), 0) - after
         tl.store(to + plane * WRITE, _power(tl.where(reaches, e + left, float("-inf"))))

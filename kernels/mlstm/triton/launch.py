@@ -188,7 +188,8 @@ class Plan:
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
-    return [common.near(x, sizes.LONGEST_CHUNK) for x in lines] + [None if x is None else x.contiguous() for x in whole]
+    near = [common.near(x, sizes.CHUNK_MAX_TOKENS) for x in lines]
+    return near + [None if x is None else x.contiguous() for x in whole]
 
 
 @custom_op("seqblocks::mlstm_triton")

@@ -6,7 +6,7 @@ from seqblocks.kernels import triton_common as common
 
 WALKERS = 512  # the fewest programs that loop over chunks: four for each multiprocessor of a large GPU
 WALKED = 8  # the most chunks for which one program computes the gates; for more, two additional launches are faster
-LONGEST_CHUNK = 256
+CHUNK_MAX_TOKENS = 256
 CHUNKS_AT_ONCE = 256  # chunks whose maps of m a program composes in one step
 
 

@@ -152,34 +152,34 @@ def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dic
 def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if graph.is_context(node):
         return CONTEXT
-    read = [known[v] for values in node.inputs.values() for v in values]
-    if node.op is not None:
+    read = [known[value] for value in node.at_ports]
+    if isinstance(node, graph.OpNode):
         reads_whole = any(not known[v].context for v in node.whole_inputs)
+        if node.other_rate:
+            read = _complete(node, known)
+            reads_whole |= walk.backwards
         return _op(node, read, path, reads_whole, walk.backwards)
-    if node.kind == "scan":
+    if isinstance(node, graph.ScanNode):
         return _scan(node, known, path, walk)
-    if node.kind == "each":
+    if isinstance(node, graph.EachNode):
         return _each(node, read[0], path, walk)
-    if node.kind == "choose":
+    if isinstance(node, graph.ChooseNode):
         return _choose(node, known, path, walk)
-    if node.kind == "repeat":
+    if isinstance(node, graph.RepeatNode):
         (result,) = read
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
             known = {**known, **{value: walk.exports[value] for value in body.exports}}
         return result
-    if node.kind == "block":  # the body of a block has separate values for its inputs
-        body = node.bodies[""]
-        at_ports = {port: known[v] for port, (v,) in node.inputs.items()}
-        inside = {number: at_ports[port] for port, number in body.ports.items()}
-        return _run(body, {body.input: at_ports["x"], **inside}, path, walk)
-    if node.kind == "cell":
+    if isinstance(node, graph.BlockNode):
+        return _run(node.bodies[""], {inside: known[value] for value, inside in node.links}, path, walk)
+    if isinstance(node, graph.CellNode):
         return _cell(node, known, path, walk)
     results = [_run(body, known, graph.join(path, label), walk) for label, body in node.bodies.items()]
-    return _most([*(read if node.kind == "residual" else []), *results])
+    return _most([*(read if isinstance(node, graph.ResidualNode) else []), *results])
 
 
-def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _cell(node: graph.CellNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a cell, which reads all earlier tokens: in reverse, all later ones."""
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])._replace(mixes=True)
@@ -189,7 +189,7 @@ def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return most
 
 
-def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a choose, whose steps may skip any number of tokens from one chosen token to the next."""
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])
@@ -201,12 +201,13 @@ def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahea
     return Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), mixes, later=WHOLE)
 
 
-def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
+def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
     assert node.op is not None
     most = _most(read)
-    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
+    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
+    rate = made if node.other_rate else rate
     if reads_whole or (backwards and made != rate):  # windows in reverse may be others
         adds: float = WHOLE
     else:
@@ -230,7 +231,29 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: 
     return found._replace(first=(path, node)) if enters else found
 
 
-def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
+    """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
+
+    """
+    assert node.op
+    assert node.type
+    rate, found = node.type.rate, []
+    for port, wire in zip(node.op.ports, node.wires, strict=True):
+        for ahead in (known[value] for value in node.inputs.get(port.name, ())):
+            if port.other_rate and wire and not ahead.context:
+                if wire.rate % ahead.window == 0:  # it ends before the token that reads it does
+                    window, extra = rate, ahead.extra + ahead.window - wire.rate
+                elif ahead.window % rate and rate % ahead.window:
+                    window, extra = 1, ahead.bound + rate - wire.rate
+                else:
+                    window, extra = max(ahead.window, rate), ahead.extra
+                ahead = ahead._replace(window=window, extra=extra, frame=math.lcm(ahead.frame, rate))
+                ahead = ahead if ahead.tokens else ahead._replace(first=None)
+            found.append(ahead)
+    return found
+
+
+def _scan(node: graph.ScanNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     body, orders = node.bodies[""], node.arguments.orders
     before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
     directions = {walk.backwards != order.endswith("reverse") for order in orders}
@@ -249,7 +272,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return result._replace(mixes=mixes)
 
 
-def _each(node: Node, read: Ahead, path: str, walk: _Walk) -> Ahead:
+def _each(node: graph.EachNode, read: Ahead, path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire

@@ -16,6 +16,7 @@ from seqblocks.analysis.scope.layers import (
 )
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.graph import BlockNode
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
@@ -222,7 +223,7 @@ def _hint_of_block(ctx: Context, name: str) -> str | None:
     step, _, wire = name.partition(".")
     body = _body_with(ctx.body, step)
     node = body.nodes[step] if body else None
-    if node and node.kind == "block":
+    if isinstance(node, BlockNode):
         outputs = [f"{step}.{each}" for each in node.bodies[""].exported]
         return did_you_mean(name, outputs) or f"add `outputs: [{wire}]` to block {node.verb}, if it has such a wire"
     return f"{step} is left out: its condition is false" if is_left_out(ctx, step) else None
@@ -354,17 +355,18 @@ def _joined_tokens(ctx: Context, step: Step, values: Values) -> Wire | None:
 
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
     """Check that inputs of a step with a common length have the same kind and size; report them if not."""
-    by_length: dict[str, tuple[str, Wire]] = {}  # the last input with each length
+    by_length: dict[str, tuple[Port, Wire]] = {}  # the last input with each length
     for port, wire in zip(ports, wires, strict=True):
         if wire is None or (port.broadcast and wire.kind == "vector"):
             continue
         if port.length in by_length:
             last, like = by_length[port.length]
             same = wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid
-            if not same and (wire.kind, wire.places) != (like.kind, like.places):
-                ctx.report(_other_length(step, port.name, wire, last, like), step)
+            other_rate = port.other_rate and not last.other_rate and wire.rate != like.rate and wire.spans(like)
+            if not (same or other_rate) and (wire.kind, wire.places) != (like.kind, like.places):
+                ctx.report(_other_length(step, port.name, wire, last.name, like), step)
                 return False
-        by_length[port.length] = port.name, wire
+        by_length[port.length] = port, wire
     return True
 
 
@@ -388,7 +390,9 @@ def _as_long_as(like: Wire, vector: Wire) -> Wire:
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
     """Return the fault of input `name` of a step, which is not as long as input `first`, `like`."""
     hint = None
-    if step.verb == "attention" and wire.kind == like.kind == "sequence":
+    if step.verb == "attention" and wire.spans(like):
+        hint = "make keys and values from one wire, or merge the tokens of both by the same number"
+    elif step.verb == "attention" and wire.kind == like.kind == "sequence":
         hint = "use cross_attention for keys and values of another length: each token reads all of them"
     elif wire.context != like.context:
         other = "combine inputs of different lengths with cross_attention, or pool one of them into a vector"

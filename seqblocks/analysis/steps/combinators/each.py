@@ -33,7 +33,7 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     result = ctx.run.types[body.result]
     made = _restored(arguments, wire, folded, result) if result else None
     return make_node(
-        ctx, step, "each", {"x": (x,)}, made, bodies={"": body}, arguments=arguments, wires=(wire,)
+        ctx, step, graph.EachNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments, wires=(wire,)
     )  # fmt: skip
 
 
@@ -107,13 +107,13 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
         return "does not depend on the tokens of `each`"
     if node.type and node.type.prefix:
         return "puts tokens before the sequences of `each`, which a stream would read only once"
-    if node.kind == "cell":
+    if isinstance(node, graph.CellNode):
         return "has states whose width does not yet include the sequences of `each`"
     if not (arguments.shift and node.type):
         return None
-    if node.kind == "choose":
+    if isinstance(node, graph.ChooseNode):
         return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
-    if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
+    if isinstance(node, graph.EachNode) or (isinstance(node, graph.ScanNode) and not node.is_forward):
         return "reorders tokens, but shifted windows may hold tokens of two edges of the image"
     op, wires = node.op, node.wires
     if op is None or keeps_apart(op, wires):
