@@ -613,7 +613,7 @@ def _prepared(op: Op, parameters: dict[str, Any]) -> TokenFunction | None:
 def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
     matrix = op.matrix(parameters) if type(op).prepare_token is Op.prepare_token else None
-    own = {id(x) for x in (None, *parameters.values())}
+    own = {id(x) for x in (None, *parameters.values()) if not isinstance(x, Int8Matrix)}
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 
