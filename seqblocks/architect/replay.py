@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.steps.combinators.cell import Parts, parts_of
+from seqblocks.analysis.steps.combinators.cell import Stages, stages_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op
@@ -20,7 +20,7 @@ from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
 
-SPLIT_MIN_ELEMENTS = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
+SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
 ID = 8  # bytes of a token id
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 
@@ -322,7 +322,7 @@ class Replay:
     def _cell(self, node: graph.CellNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run a cell in parts. Those of its loop are as large for all tokens at once as token by token."""
         tape, body = self.tape, node.bodies[""]
-        parts = parts_of(body, self.spec.types)
+        parts = stages_of(body, self.spec.types)
         batch, tokens = inputs[0].shape[:2]
         size = parts.chunk(tokens, node.arguments.chunk)
         starts = [self._parameter(name, paths) for name in node.parameters]
@@ -338,7 +338,7 @@ class Replay:
         return tape.cat(results, 1)
 
     def _part_of_cell(
-        self, node: graph.CellNode, parts: Parts, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
+        self, node: graph.CellNode, parts: Stages, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
     ) -> Value:
         tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
@@ -362,7 +362,7 @@ class Replay:
         return values[body.result]
 
     def _scanned(
-        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
+        self, body: Graph, parts: Stages, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
     ) -> None:
         """Record the associative scan of states that are set by linear formulas."""
         tape, item = self.tape, max(self.item, 4)

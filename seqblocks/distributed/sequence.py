@@ -96,11 +96,11 @@ class SequenceParallel:
             resets = whole[:, shard.before : shard.before + x.shape[1]]
         if self._turns:
             shard = self._look_ahead(shard, x.shape[1], resets)
-        self._inner._relay = Relay(shard)
+        self._inner.sequence_relay = Relay(shard)
         try:
             y = self.model(x, resets=resets, **inputs)
         finally:
-            self._inner._relay = None
+            self._inner.sequence_relay = None
         if not shard.tracked:
             self._link.wait()
         return y

@@ -38,6 +38,7 @@ class Entry(Record):
 
 
 # A direction is a child module, and a torch module has a method `forward`.
+SHARED = "shared"  # the label of the steps of `experts` that run for all tokens
 DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
@@ -332,8 +333,9 @@ class ExpertsNode(Node):
 
     @property
     def active(self) -> dict[str, Graph]:
-        """The router and the number of experts per token."""
-        return dict(list(self.bodies.items())[: 1 + self.arguments.top])
+        """The router, the number of experts per token, and the steps for all tokens."""
+        shared = {SHARED: self.bodies[SHARED]} if SHARED in self.bodies else {}
+        return dict(list(self.bodies.items())[: 1 + self.arguments.top]) | shared
 
 
 class ChooseNode(SeparateNode):

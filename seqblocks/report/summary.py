@@ -45,7 +45,7 @@ class Row:
     output: str
     params: int
     macs: float | None  # per token; None: unknown
-    state: int  # numbers per sequence
+    state: int  # elements per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     rate: int = 1  # tokens of the model's input for each token of the output
     lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
@@ -326,8 +326,10 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
     if isinstance(node, graph.ExpertsNode):
-        experts = ((label, body) for label, body in node.bodies.items() if label)
-        each = _collapsed(_whole(table.inside(label), body, [label], "expert", depth) for label, body in experts)
+        kinds = {label: "branch" if label == graph.SHARED else "expert" for label in node.bodies if label}
+        each = _collapsed(
+            _whole(table.inside(label), node.bodies[label], [label], kind, depth) for label, kind in kinds.items()
+        )
         return [*_rows(table, node.bodies[""], depth), *each]
     if not isinstance(node, graph.RepeatNode):
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.analysis.steps.combinators.cell import STARTED, parts_of
+from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
 from seqblocks.graph import CellNode, Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
@@ -56,7 +56,7 @@ class Cell(Body, Owner):
         self._old, self._new = body.ports, body.carried
         self._read = (body.input, *body.captures)
         self._chunk: int | None = node.arguments.chunk
-        self._parts = parts = parts_of(body, place.types)
+        self._parts = parts = stages_of(body, place.types)
         plan = {step.name: step._replace(spent=()) for step in self._steps(body, body.nodes, place)}
         self._all = self._steps(body, body.nodes, place)
         self._before, self._loop, self._after, self._from_states = (

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
-from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
+from seqblocks.graph import SHARED, Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.op import Op
@@ -511,7 +511,10 @@ class TokenPlan:
             return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
         run_name = self._source.constant(TokenFunction(run))
-        return self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        y = self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        if SHARED not in node.bodies:
+            return y
+        return self._source.assign(f"{y} + {self._layer(module, SHARED, node.bodies[SHARED], inputs[0], values, path)}")
 
     def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
         """Write the function of an expert with `count` inputs and return its name."""

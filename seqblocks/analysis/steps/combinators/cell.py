@@ -217,7 +217,7 @@ def _result(
 # --- how it is computed -----------------------------------------------------------------------------------------------
 
 
-class Parts(NamedTuple):
+class Stages(NamedTuple):
     """The steps of a cell: those on all tokens before the loop, those in the loop, and those on all tokens after it.
 
     groups: the states that read each other, if all states are set by linear formulas; the loop is then a scan, and
@@ -240,7 +240,7 @@ class Parts(NamedTuple):
         return tokens if self.groups or tokens <= KEPT_MAX_TOKENS else math.isqrt(tokens - 1) + 1
 
 
-def parts_of(body: graph.Graph, types: dict[int, Wire | None]) -> Parts:
+def stages_of(body: graph.Graph, types: dict[int, Wire | None]) -> Stages:
     """Divide the steps of a cell."""
     states = {*body.ports.values()}
     reading = set(states)
@@ -257,7 +257,7 @@ def parts_of(body: graph.Graph, types: dict[int, Wire | None]) -> Parts:
     made = {value for node in loop for value in node.made} | states
     read = {value for node in loop for value in node.reads} | {*body.carried.values()}
     later = {value for node in after for value in node.reads} | {body.result}
-    return Parts(
+    return Stages(
         [node for node in body.nodes if reading.isdisjoint(node.made)], loop, after,
         _groups(body, loop, types), _from_states(body, dependent), sorted(read - made), sorted(later & made),
     )  # fmt: skip
