@@ -104,7 +104,7 @@ class Replay:
     # --- bodies ---------------------------------------------------------------------------------------------------
 
     def body(self, body: Graph, values: dict[int, Value], paths: tuple[str, ...]) -> Any:
-        spent = spent_values(body)
+        spent = graph.spent_values(body, [node.reads for node in body.nodes])
         for at, node in enumerate(body.nodes):
             inputs = [values[value] for value in node.reads]
             y = self.node(node, inputs, tuple(graph.join(path, node.name) for path in paths))
@@ -443,19 +443,6 @@ class Replay:
             return False
         width, tokens = x.shape[-1], math.prod(x.shape[:-1])
         return tokens * sum(node.split) >= SPLIT_MIN_ELEMENTS and min(node.split) >= int(width)
-
-
-def spent_values(body: Graph) -> list[list[int]]:
-    """Return for each node the values that no later node reads."""
-    last: dict[int, int] = {}
-    for at, node in enumerate(body.nodes):
-        last |= dict.fromkeys((*node.reads, *node.made), at)
-    for value in body.results:
-        last.pop(value, None)
-    spent: list[list[int]] = [[] for _ in body.nodes]
-    for value, at in last.items():
-        spent[at].append(value)
-    return spent
 
 
 Axes = list[tuple[str, int]]

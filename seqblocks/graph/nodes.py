@@ -447,6 +447,19 @@ def bodies(graph: Graph) -> Iterator[Graph]:
         waiting += new.values()
 
 
+def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
+    """Return for each node the values that no later node reads."""
+    last: dict[int, int] = {}
+    for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
+        last |= dict.fromkeys((*values, *node.made), at)
+    for value in body.results:
+        last.pop(value, None)
+    spent: list[list[int]] = [[] for _ in body.nodes]
+    for value, at in last.items():
+        spent[at].append(value)
+    return spent
+
+
 def is_context(node: Node) -> bool:
     """Return whether a step depends on no streaming input, so that a stream runs it once."""
     return node.type is not None and node.type.context

@@ -45,7 +45,6 @@ from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.shared_parameters import NONE
 from seqblocks.runtime.torch_modules import PRIMITIVES, is_built
 from seqblocks.state import States
-from seqblocks.state_layout import State
 from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard, Updates
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
@@ -599,7 +598,7 @@ def _prepared(op: Op, parameters: dict[str, Any]) -> TokenFunction | None:
 def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
     matrix = op.matrix(parameters) if type(op).prepare_token is Op.prepare_token else None
-    own = {id(x) for x in (None, *parameters.values())}
+    own = {id(x) for x in (None, *parameters.values()) if not isinstance(x, Int8Matrix)}
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 
@@ -625,14 +624,3 @@ def is_pointwise(op: Op) -> bool:
     """Return whether `forward` accepts a token without a time axis, because it also takes vectors or token ids."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
-
-
-def reset(declared: States, state: States, resets: Tensor) -> States:
-    """Return the state with the initial values for sequences where `resets` [batch] is True."""
-
-    def fresh(item: Any, given: Any) -> Any:
-        if isinstance(item, State):
-            return given if item.context else given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
-        return {key: fresh(inner, given[key]) for key, inner in item.items()}
-
-    return {key: fresh(item, state[key]) for key, item in declared.items()}
