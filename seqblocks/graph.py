@@ -174,6 +174,7 @@ class Graph(Record):
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
     like: Graph | None = None  # the body of which this is a copy with other initial values
     carried: dict[str, int] = field(default_factory=dict)  # a cell's: the new value of each state; `ports` has the old
+    states: dict[str, State] = field(default_factory=dict)  # a cell's: of one sequence, also where a stream has none
 
     def __repr__(self) -> str:
         names = listing((node.name for node in self.nodes), 6)

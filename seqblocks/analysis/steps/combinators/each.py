@@ -107,10 +107,10 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
         return "does not depend on the tokens of `each`"
     if node.type and node.type.prefix:
         return "puts tokens before the sequences of `each`, which a stream would read only once"
-    if node.kind == "cell":
-        return "has states whose width does not yet include the sequences of `each`"
     if not (arguments.shift and node.type):
         return None
+    if node.kind == "cell":
+        return "carries a state from token to token, but shifted windows may hold tokens of two edges of the image"
     if node.kind == "choose":
         return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
     if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
