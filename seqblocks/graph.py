@@ -515,6 +515,13 @@ def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> 
     return None
 
 
+def reads_whole(node: Node, types: Mapping[int, Wire | None]) -> list[bool]:
+    """Return for each wire from outside that the steps of an `each` read whether each sequence reads all of it."""
+    (body,) = node.bodies.values()
+    pairs = [(types[inside], types[value]) for value, inside in zip(node.reads[1:], body.ports.values(), strict=True)]
+    return [bool(a and b and a._replace(lanes=()) == b._replace(lanes=())) for a, b in pairs]
+
+
 def is_prefix_join(node: Node) -> bool:
     """Return whether a step joins the tokens of a stream to others before them, which it reads only once."""
     return node.op is not None and joins_tokens(node.op) and is_prefixed(node)

@@ -183,7 +183,8 @@ class _Liveness:
             (body,) = node.bodies.values()
             inside = self.body(body)
             _add(idle, inside)
-            return values if body.input in inside.used else set()
+            ports = {"x": body.input, **body.ports}
+            return {v for port, each in node.inputs.items() if ports[port] in inside.used for v in each}
         read = values if node.kind == "residual" else set()
         for body in node.bodies.values():
             inside = self.body(body, later)

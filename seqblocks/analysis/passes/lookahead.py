@@ -162,7 +162,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if node.kind == "scan":
         return _scan(node, known, path, walk)
     if node.kind == "each":
-        return _each(node, read[0], path, walk)
+        return _each(node, dict(zip(node.inputs, read, strict=True)), path, walk)
     if node.kind == "choose":
         return _choose(node, known, path, walk)
     if node.kind == "repeat":
@@ -275,13 +275,16 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return result._replace(mixes=mixes)
 
 
-def _each(node: Node, read: Ahead, path: str, walk: _Walk) -> Ahead:
+def _each(node: Node, at_ports: dict[str, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire
+    inner = {number: at_ports[port] for port, number in {"x": body.input, **body.ports}.items()}
     if arguments.carries and not (walk.backwards and arguments.in_frames):
-        return _run(body, {body.input: read}, path, walk)
-    inside = _run(body, {body.input: read._replace(mixes=False)}, path, walk._replace(backwards=False))
+        return _run(body, inner, path, walk)
+    read = _most([*at_ports.values()])
+    inner = {number: ahead if ahead.context else read._replace(mixes=False) for number, ahead in inner.items()}
+    inside = _run(body, inner, path, walk._replace(backwards=False))
     mixes, later = read.mixes or inside.mixes, inside.bound > read.bound
     whole_frame = node.type is not None and node.type.rate > wire.rate  # of which a vector is made
     if not (inside.mixes or later or whole_frame):
