@@ -240,7 +240,8 @@ class Composer(Cells, Mixers, Rates, Sequences):
             assert now.grid
             made = replace(made, length=now.grid[1 if axis == "rows" else 0])
         alone = bool(shift)  # steps that treat each token by itself; attention is tested elsewhere
-        wires = {name: kind if axis == "features" else replace(made, width=kind.width) for name, kind in body.wires.items()
+        wires = {name: kind if axis == "features" else replace(made, width=kind.width)
+                 for name, kind in body.wires.items()
                  if (kind.name, kind.place, kind.grid) == ("sequence", now.place, now.grid)
                  and name not in self.alongside}
         inside = replace(
