@@ -70,10 +70,10 @@ def recorded(model: SequenceModel, x: Tensor) -> tuple[list[Step], float]:
     found = []
     for _ in range(RUNS):
         recorder = Recorder(x)
-        model._relay = recorder
+        model.sequence_relay = recorder
         with torch.no_grad():
             model(x)
-        model._relay = None
+        model.sequence_relay = None
         found.append((recorder.steps, time.process_time() - recorder.since))
     runs = zip(*(steps for steps, _ in found), strict=True)
     steps = [Step(*map(statistics.median, zip(*each, strict=True))) for each in runs]

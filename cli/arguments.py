@@ -129,9 +129,9 @@ def _imports(parser: Parser) -> None:
 def _build(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
     parser.add_argument("--summary", action="store_true", help="show a table of the steps")
-    parser.add_argument("--depth", type=_count, metavar="N", help="maximum depth of the table")
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="batch size used for the totals")
-    parser.add_argument("--length", type=_count, metavar="N", help="sequence length, if the spec does not fix it")
+    parser.add_argument("--depth", type=count, metavar="N", help="maximum depth of the table")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="batch size used for the totals")
+    parser.add_argument("--length", type=count, metavar="N", help="sequence length, if the spec does not fix it")
     parser.add_argument("--image-size", metavar="N", help="override the size of the input image (N, or HxW)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates no memory")
@@ -150,11 +150,11 @@ def _bench(parser: Parser) -> None:
     for name, what in (("forward", "a pass without gradients (the default)"), ("train", "a pass forward and backward"),
                        ("step", "a token of a stream")):  # fmt: skip
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=f"time {what}")
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="batch size")
-    parser.add_argument("--length", type=_count, metavar="N", help="tokens of a pass (default: 256)")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="batch size")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens of a pass (default: 256)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
-    parser.add_argument("--threads", type=_count, metavar="N", help="threads of torch (default: one per core)")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of torch (default: one per core)")
     parser.add_argument("--seconds", type=_seconds, default=5.0, metavar="S", help="how long to measure (default: 5)")
     parser.epilog = (
         "examples:\n"
@@ -195,7 +195,7 @@ def _draw(parser: Parser) -> None:
     parser.add_argument("--svg", metavar="FILE", help="a picture for a paper or a page")
     parser.add_argument("--mermaid", metavar="FILE", help="a flowchart for Mermaid")
     parser.add_argument("--dot", metavar="FILE", help="a digraph for Graphviz")
-    parser.add_argument("--depth", type=_count, metavar="N", help="levels of boxes (default: all)")
+    parser.add_argument("--depth", type=count, metavar="N", help="levels of boxes (default: all)")
     parser.epilog = (
         "examples:\n"
         "  seqblocks draw hybrid_small --html hybrid.html\n"
@@ -215,8 +215,8 @@ def _probe(parser: Parser) -> None:
         "--preset", choices=("quick", "paper"), default="quick",
         help="paper: the sizes, lengths and steps of the publication, for a GPU, with its figures (default: quick)",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each task (default: 1)")
-    parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
+    parser.add_argument("--seeds", type=count, default=1, metavar="N", help="trainings of each task (default: 1)")
+    parser.add_argument("--steps", type=count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument(
         "--lr", type=_rates, metavar="R[,R...]",
         help="highest learning rate; of several, each is tried (default: the task's)",
@@ -239,11 +239,11 @@ def _try(parser: Parser) -> None:
     parser.add_argument("--text", metavar="FILE", help="learn the bytes of a file, by predicting the next one")
     parser.add_argument("--npz", metavar="FILE", help="learn arrays: x (inputs) and y (class numbers, or numbers)")
     parser.add_argument("--minutes", type=_minutes, metavar="M", help="how long to learn (default: 3)")
-    parser.add_argument("--steps", type=_count, metavar="N", help="learn until there are so many steps in all")
+    parser.add_argument("--steps", type=count, metavar="N", help="learn until there are so many steps in all")
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a run exactly where its checkpoint is")
-    parser.add_argument("--batch", type=_count, metavar="N", help="sequences of a step (default: 16)")
-    parser.add_argument("--length", type=_count, metavar="N", help="bytes of a sequence (default: 256)")
+    parser.add_argument("--batch", type=count, metavar="N", help="sequences of a step (default: 16)")
+    parser.add_argument("--length", type=count, metavar="N", help="bytes of a sequence (default: 256)")
     parser.add_argument("--lr", type=_rate, metavar="R", help="learning rate after a warm-up (default: 0.003)")
     parser.add_argument("--seed", type=_whole, metavar="N", help="of weights and batches (default: 0)")
     parser.add_argument("--device", help="cpu, cuda, … (default: cuda if there is one)")
@@ -506,7 +506,7 @@ def _seconds(text: str) -> float:
     return _positive(text, 86_400, "a number of seconds")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = _whole(text)
     if not 1 <= value <= 10**9:  # the limit of specs; totals of larger numbers would overflow a float
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000,000")

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         built = build_model(model, device=options.device, dtype=getattr(torch, dtype))
     except (RuntimeError, AssertionError) as error:  # torch knows the device, which is not there
         raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
-    if built._some_tensor().device.type == "meta":
+    if built.some_tensor().device.type == "meta":
         raise UsageError("--device meta computes nothing, so there is nothing to time")
     with progress(options, f"timing {model.name}") as advance:
         found = bench(built, options.mode, options.batch, options.length, options.seconds, advance)

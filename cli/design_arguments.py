@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from seqblocks.cli.arguments import DESIGN, _count
+from seqblocks.cli.arguments import DESIGN, count
 from seqblocks.errors import visible
 
 
@@ -49,8 +49,8 @@ def fit(parser: argparse.ArgumentParser) -> None:
         "--to", action="append", required=True, metavar="TARGET",
         help="params=125M (as near as possible), 'state_bytes<=2MB' (a limit); may be repeated",
     )  # fmt: skip
-    parser.add_argument("--top", type=_count, default=5, metavar="N", help="number of candidates to show (default: 5)")
-    parser.add_argument("--length", type=_count, metavar="N", help="sequence length, if the spec does not fix it")
+    parser.add_argument("--top", type=count, default=5, metavar="N", help="number of candidates to show (default: 5)")
+    parser.add_argument("--length", type=count, metavar="N", help="sequence length, if the spec does not fix it")
     parser.add_argument("--dtype", default="float32", help="dtype in which sizes are counted")
     parser.add_argument("--exhaustive", action="store_true", help="check every point of the grid")
     parser.add_argument(
@@ -90,8 +90,8 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe", action="append", default=[], metavar="TASK", help="train each design on a task of `seqblocks probe`"
     )
-    parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="trainings of each probe (default: 1)")
-    parser.add_argument("--steps", type=_count, metavar="N", help="steps of each training (default: the task's)")
+    parser.add_argument("--seeds", type=count, default=1, metavar="N", help="trainings of each probe (default: 1)")
+    parser.add_argument("--steps", type=count, metavar="N", help="steps of each training (default: the task's)")
     parser.add_argument("--bench", choices=("forward", "train", "step"), help="time each design, as `seqblocks bench`")
     parser.add_argument(
         "--seconds", type=_positive, default=1.0, metavar="S", help="how long to time each design (default: 1)"
@@ -116,8 +116,8 @@ def sweep(parser: argparse.ArgumentParser) -> None:
 
 def memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=DESIGN)
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences of a step (default: 1)")
-    parser.add_argument("--length", type=_count, metavar="N", help="tokens of a sequence, if the spec does not fix it")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences of a step (default: 1)")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens of a sequence, if the spec does not fix it")
     parser.add_argument(
         "--optimizer", choices=("adamw", "momentum", "sgd"), default="adamw",
         help="AdamW (the default), SGD with or without momentum",
@@ -130,7 +130,7 @@ def memory(parser: argparse.ArgumentParser) -> None:
         help="blocks: compute the layers of `repeat` again in the backward pass",
     )  # fmt: skip
     parser.add_argument("--fits", metavar="SIZE", help="status 1 if the peak is above this, as in 24GB or 512MiB")
-    parser.add_argument("--depth", type=_count, default=2, metavar="N", help="depth of the table (default: 2)")
+    parser.add_argument("--depth", type=count, default=2, metavar="N", help="depth of the table (default: 2)")
     parser.epilog = _examples(
         "memory transformer_small --batch 8 --length 1024",
         "memory mamba_130m --batch 8 --length 2048 --dtype bf16 --checkpoint blocks --fits 24GB",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from seqblocks import graph
 from seqblocks.errors import UsageError, listing, visible
-from seqblocks.graph import Graph, ModelSpec
+from seqblocks.graph import ChooseNode, EachNode, Graph, ModelSpec
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.state_layout import State
 from seqblocks.types import names_of
@@ -63,10 +63,10 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         return 0.0
     if _reads_open_context(node):
         return None
-    if node.kind == "each" and not node.arguments.carries:
+    if isinstance(node, EachNode) and not node.arguments.carries:
         each, size = _each_sequence(node)
         return None if each is None else each / size
-    if node.kind == "choose":
+    if isinstance(node, ChooseNode):
         share, inner = _chosen(node, tokens)
         return None if share is None else _times(macs(node.bodies[""], inner), share)
     if node.bodies:
@@ -107,12 +107,12 @@ def input_macs(body: Graph, tokens: int | None) -> float | None:
 
 def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
     """Return multiply-accumulates of one node for one whole input, or None if the number of tokens is unknown."""
-    if node.kind == "each" and not node.arguments.carries:
+    if isinstance(node, EachNode) and not node.arguments.carries:
         each, size = _each_sequence(node)
         wire = node.wires[0]
         length = wire.length * wire.rate if wire and isinstance(wire.length, int) else tokens
         return None if each is None or length is None else each * length / size
-    if node.kind == "choose":
+    if isinstance(node, ChooseNode):
         return input_macs(node.bodies[""], _chosen(node, tokens)[1])
     if node.bodies:
         return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
@@ -128,18 +128,10 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
 
 def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:
     total = _sum(bodies)
-    times = _sequences(node) if node.kind == "each" else max(1, len(node.directions))
-    return None if total is None else total * times
+    return None if total is None else total * node.runs
 
 
-def _sequences(node: graph.Node) -> int:
-    """Return how many sequences with states an `each` makes of one."""
-    arguments, wire = node.arguments, node.wires[0]
-    features = wire.features if wire else 1
-    return int(features // arguments.width if arguments.axis == "features" else arguments.width)
-
-
-def _each_sequence(node: graph.Node) -> tuple[float | None, float]:
+def _each_sequence(node: EachNode) -> tuple[float | None, float]:
     """Return multiply-accumulates of one window, row or frame of an `each`, and its tokens of the model's input."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire
@@ -149,7 +141,7 @@ def _each_sequence(node: graph.Node) -> tuple[float | None, float]:
     return input_macs(body, None), sizes[arguments.axis] * wire.rate
 
 
-def _chosen(node: graph.Node, tokens: int | None) -> tuple[float | None, int | None]:
+def _chosen(node: ChooseNode, tokens: int | None) -> tuple[float | None, int | None]:
     """Return the share of tokens that a `choose` chooses, and how many tokens of the model's input they stand for.
 
     None where they are unknown. A threshold may choose all tokens.

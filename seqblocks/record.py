@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, field
+from dataclasses import MISSING, Field, field
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ else:
 class Record:
     """Base of classes whose annotations are the arguments of `__init__`, as in a dataclass; equal only to itself.
 
-    Defaults are values, or `field(default_factory=list)`.
+    Defaults are values, or `field(default_factory=list)`; `field(kw_only=True)` has none, and may follow those that do.
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
@@ -32,9 +32,10 @@ class Record:
 
     def __init_subclass__(cls) -> None:
         own = get_annotations(cls)
-        made = {name: value.default_factory for name in own if isinstance(value := cls.__dict__.get(name), Field)}
-        for name in made:
+        fields = {name: value for name in own if isinstance(value := cls.__dict__.get(name), Field)}
+        for name in fields:
             delattr(cls, name)
+        made = {name: each.default_factory for name, each in fields.items() if each.default_factory is not MISSING}
         cls._names += tuple(own)
         cls._known = frozenset(cls._names)
         cls._factories = {**cls._factories, **made}

@@ -46,7 +46,7 @@ def new_state(
     except (RuntimeError, OverflowError, TypeError) as error:  # torch raises these for sizes that it cannot allocate
         numbers = batch * _numbers(declarations)
         raise RunError(
-            f"{device} has not enough memory for the state of {batch:,} sequences, {numbers:,} numbers"
+            f"{device} has not enough memory for the state of {batch:,} sequences, {numbers:,} elements"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """A replay of a training step that counts bytes: it records operations on shapes as torch records those on tensors.
 
-An op describes what its `forward` allocates by the same operations in `Op.memory`, on shapes instead of numbers. The
+An op describes what its `forward` allocates by the same operations in `Op.memory`, on shapes instead of values. The
 tape keeps what torch would keep for the backward pass and for as long, and counts the bytes that are in use. Memory is
 in use while some `Value` refers to it, so that a variable of Python has the same effect as in `forward`.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
+ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
@@ -36,7 +37,7 @@ class Memory:
 
 
 class Value:
-    """A tensor without numbers: a shape, the bytes of a number, and the memory it lies in, perhaps with others.
+    """A tensor without values: a shape, the bytes of an element, and the memory it lies in, perhaps with others.
 
     dense: whether its numbers are contiguous. rows: whether it is a matrix of all its rows without a copy, as a part of
     the features of a dense one is. tracked: whether a gradient of it is needed.
@@ -257,11 +258,19 @@ class Tape:
         """Return a sine or cosine, whose derivative is the other one."""
         return self.unary(x, backward=x.bytes)
 
-    def convolution(self, x: Value, weight: Value, bias: Value | None, shape: Shape) -> Value:
-        """Return a convolution of x, with this shape."""
+    def convolution(
+        self, x: Value, weight: Value, bias: Value | None, shape: Shape, groups: int = 1, dilation: int = 1
+    ) -> Value:
+        """Return a convolution of x with weight [O, I, taps], in groups, with this shape."""
         y = self.new(shape, x.item)
+        out, features, *taps = weight.shape
+        # oneDNN computes gradients of weights in blocks of 16 x 16 features of each group, on processors with AVX-512;
+        # its kernel for groups of one feature has at most 3 taps along an axis
+        blocks = groups * _blocked(out // groups) * _blocked(features) * math.prod(taps) * weight.item
+        if groups == out and features == 1 and dilation == 1 and max(taps) <= 3:
+            blocks = 0
         self.passing(2 * weight.bytes)  # copies in the layout of the kernel
-        self.function([x, weight, bias], [y], [x, weight], 3 * weight.bytes)
+        self.function([x, weight, bias], [y], [x, weight], max(3 * weight.bytes, 2 * weight.bytes + blocks))
         return y
 
     def dropout(self, x: Value) -> Value:
@@ -291,7 +300,7 @@ class Tape:
         return most
 
     def expand(self, x: Value, shape: Shape | Value) -> Value:
-        """Return a view of x with repeated numbers; the gradient is summed."""
+        """Return a view of x with repeated elements; the gradient is summed."""
         shape = shape.shape if isinstance(shape, Value) else shape
         y, size = x.again(shape, dense=False), (x.shape, x.item)
         self.function([x], [y], (), lambda grads: [self.new(*size)])
@@ -303,7 +312,7 @@ class Tape:
         return y
 
     def view(self, x: Value, shape: Shape, *, dense: bool = True) -> Value:
-        """Return x with another shape, or with its numbers in another order if not dense, without a copy."""
+        """Return x with another shape, or with its elements in another order if not dense, without a copy."""
         y = x.again(shape, dense=dense)
         old = x.shape
         self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(old)])
@@ -488,3 +497,7 @@ def broadcast(*shapes: Shape) -> Shape:
     most = max(map(len, shapes))
     wide = [(1,) * (most - len(shape)) + shape for shape in shapes]
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*wide, strict=True))
+
+
+def _blocked(features: int) -> int:
+    return -(-features // ONEDNN_BLOCK) * ONEDNN_BLOCK

@@ -213,7 +213,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     seq: number of frames, as in `check_law`, if the spec does not fix the length.
     """
     seq = _length(model, seq)
-    streams = model._obstacle is None
+    streams = model.streaming_obstacle is None
     states = declared(model.graph)
     context = random_context(model, batch, seed, seq)
     wires = [*model.spec.inputs.values()] or [model.spec.input]

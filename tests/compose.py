@@ -202,13 +202,17 @@ class Composer(Cells, Mixers, Rates, Sequences):
         top = self.chance.randint(1, count)
         inside = self.inner(body, self.chance.randint(0, 2), alone=True)
         score = self.chance.choice(["softmax", "sigmoid"])
+        more: dict[str, Any] = {}
+        if self.maybe(0.4):
+            more["shared"] = self.inner(body, 1, width=inside.now.width, alone=True).steps
         self.add_maybe(
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
             eps=self.chance.choice([None, 1e-6]),
             corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
-            **self.chance.choice(self.groupings(count, top)),
+            factor=self.chance.choice([None, None, 2.5]),
+            **self.chance.choice(self.groupings(count, top)), **more,
         )  # fmt: skip
 
     def each(self, body: Body) -> None:

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import pytest
 
+from seqblocks import graph
+from seqblocks.combinators import COMBINATORS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -48,9 +51,8 @@ ROOMS = """
     roles
     combinators/*
     ops/*
-    graph
+    graph/*
     cost
-    cells
     analysis/scope/*
     analysis/checkpoint_maps/*
     analysis/steps/*
@@ -315,6 +317,38 @@ def test_primitives_have_types():
 
 
 # ------------------------------------------------------------------------------
+# Nodes and combinators
+
+OF_COMBINATORS = {"combinators", "analysis/steps/combinators", "runtime"}
+OF_SEVERAL = {"__init__", "common", "by_token", "copies"}  # in the second folder: what several combinators share
+
+
+def test_code_asks_for_the_class_of_a_node_not_for_its_kind():
+    """`kind` is the word for a node in JSON, tables and pictures. Elsewhere, each class has methods of its own."""
+    kinds = {cls.kind for cls in vars(graph).values() if isinstance(cls, type) and issubclass(cls, graph.Node)} - {""}
+    assert {"op", "block", "scan", "unknown"} < kinds
+    wrong = []
+    for path in LIBRARY:
+        of_others = relative(path).startswith(("seqblocks/editor/", "seqblocks/picture/"))  # of references and boxes
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))) if not of_others else ():
+            words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            asked = getattr(node, "left" if isinstance(node, ast.Compare) else "subject", None)  # the latter of `match`
+            if isinstance(asked, ast.Attribute) and asked.attr == "kind" and words & kinds:
+                wrong.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not wrong, "ask for isinstance, or give the class a method:\n" + "\n".join(wrong)
+
+
+def test_a_combinator_has_one_file_in_each_of_three_folders():
+    """Its arguments, how it becomes a node, and its module, all under the name of its verb."""
+    for name in COMBINATORS:
+        files = [path for path in CORE if name in (path.stem, path.parent.name)]
+        folders = {relative(path).removeprefix("seqblocks/").partition(f"/{name}")[0] for path in files}
+        assert folders == ({"combinators"} if name == "aside" else OF_COMBINATORS), name  # an aside is a list of steps
+    stems = {path.stem for path in python_files("seqblocks/analysis/steps/combinators")}
+    assert stems - OF_SEVERAL <= set(COMBINATORS)
+
+
+# ------------------------------------------------------------------------------
 # The torch line
 
 # `import seqblocks` itself must stay light too, although its room is the last one.
@@ -395,7 +429,8 @@ def test_the_links_lead_to_the_root(name):
 
 
 def test_the_readme_and_ci_run_the_same_command():
-    command = next(line for line in (ROOT / ".ci" / "run").read_text("utf-8").splitlines() if "-m pytest" in line)
+    lines = (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    command = next(line for line in lines if line.startswith("python3 -m venv"))
     assert command in (ROOT / "README.md").read_text("utf-8").splitlines(), f"README.md does not show: {command}"
 
 

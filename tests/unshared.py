@@ -20,7 +20,7 @@ def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
     spec = copy.deepcopy(model.spec)
     nodes = list(graph.walk(spec.graph))
     for node in nodes:
-        if node.owned:
+        if isinstance(node, graph.ScanNode):
             inside = list(graph.parameters(node.bodies[""], shared=True))
             node.owned = frozenset(graph.directed(node, inside))
     for node in nodes:

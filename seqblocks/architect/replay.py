@@ -8,9 +8,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.cells import Parts, parts_of
+from seqblocks.analysis.steps.combinators.cell import Stages, stages_of
 from seqblocks.cost import BYTES
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import (
+    BlockNode,
+    CellNode,
+    ChooseNode,
+    EachNode,
+    ExpertsNode,
+    Graph,
+    ModelSpec,
+    Node,
+    OpNode,
+    ParallelNode,
+    RepeatNode,
+    ResidualNode,
+    ScanNode,
+)
 from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
@@ -20,7 +34,7 @@ from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
 
-SPLIT_MIN_ELEMENTS = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
+SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
 ID = 8  # bytes of a token id
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 
@@ -140,20 +154,20 @@ class Replay:
         found: Value = self.body(body, dict(zip(body.reads, inputs, strict=True)), paths)
         return found
 
-    def _block(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _block(self, node: BlockNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         return self._inside(node.bodies[""], inputs, paths)
 
-    def _residual(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _residual(self, node: ResidualNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         y = self._inside(node.bodies[""], inputs, paths)
         if node.arguments.drop_path:
             y = drop_samples_memory(self.tape, y)
         self.tape.step = paths[-1]
         return self.tape.add(inputs[0], y)
 
-    def _repeat(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _repeat(self, node: RepeatNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
-        spent = graph.spent_after_layers(node)
+        spent = node.spent_after_layers()
         for at, (label, body) in enumerate(node.bodies.items()):
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
@@ -179,7 +193,7 @@ class Replay:
         exports, self.exports = self.exports, {}
         return y, exports
 
-    def _parallel(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _parallel(self, node: ParallelNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, results = dict(zip(node.reads, inputs, strict=True)), list[Value]()
         exports: dict[int, Value] = {}
         for label, body in node.bodies.items():
@@ -192,9 +206,9 @@ class Replay:
         axis = node.type.feature_axis if node.type and len(results) > 1 else -1
         return merged(self.tape, results, node.arguments.merge, axis)
 
-    def _scan(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _scan(self, node: ScanNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         (body,), results = node.bodies.values(), list[Value]()
-        in_place = is_reversible(body)
+        in_place = graph.is_reversible(body)
         for order in node.arguments.orders:
             tensors = list(inputs)
             moved = graph.moves_tokens(order) + (order.endswith("reverse") and not in_place)
@@ -209,10 +223,10 @@ class Replay:
             results.append(y)
         return merged(self.tape, results, node.arguments.merge)
 
-    def _is_ordered(self, value: int, node: Node) -> bool:
+    def _is_ordered(self, value: int, node: ScanNode) -> bool:
         return graph.is_ordered(self.spec.types[value], self.spec.types[node.reads[0]], node)
 
-    def _each(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _each(self, node: EachNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the steps on all sequences at once, which are copies where their numbers do not lie in this order."""
         tape, (first, *others), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
         before, after = _axes(node, first.shape)
@@ -229,7 +243,7 @@ class Replay:
             return _reordered(tape, x, *axes, (count, *self.sizes.shape(inside)[1:]))
 
         given = [cut(first, (before, after), wire)]
-        whole = graph.reads_whole(node, self.spec.types)
+        whole = node.reads_whole(self.spec.types)
         for x, number, is_whole in zip(others, body.ports.values(), whole, strict=True):
             inside = self.spec.types[number]
             assert inside
@@ -249,7 +263,7 @@ class Replay:
         y = _rolled(tape, y) if shifted else y
         return _resized(tape, y, shape) if is_padded else y
 
-    def _choose(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _choose(self, node: ChooseNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the steps on the chosen tokens, as many as `top` says, or on all tokens."""
         tape, (x, by, *others), body, outer = self.tape, inputs, node.bodies[""], self.sizes
         batch, tokens, features = x.shape
@@ -270,7 +284,7 @@ class Replay:
         tape.function([x, y], [made], [places])
         return made
 
-    def _experts(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _experts(self, node: ExpertsNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
         x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
@@ -306,7 +320,7 @@ class Replay:
         found = tape.cast(tape.sum(weighted, (tokens, y.shape[-1])), y.item)
         return tape.view(found, (*x.shape[:-1], y.shape[-1]))
 
-    def _routed(self, logits: Value, node: Node, correction: Value | None) -> tuple[Value, list[Value]]:
+    def _routed(self, logits: Value, node: ExpertsNode, correction: Value | None) -> tuple[Value, list[Value]]:
         """Record the choice of experts. Returns the weights [tokens, top], and what the model holds after its call."""
         tape, (tokens, count) = self.tape, logits.shape
         scores = tape.unary(logits, ["output"])
@@ -331,10 +345,10 @@ class Replay:
         tape.function([copies], [y], [order])
         return y
 
-    def _cell(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _cell(self, node: CellNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run a cell in parts. Those of its loop are as large for all tokens at once as token by token."""
         tape, body = self.tape, node.bodies[""]
-        parts = parts_of(body, self.spec.types)
+        parts = stages_of(body, self.spec.types)
         batch, tokens = inputs[0].shape[:2]
         size = parts.chunk(tokens, node.arguments.chunk)
         starts = [self._parameter(name, paths) for name in node.parameters]
@@ -350,7 +364,7 @@ class Replay:
         return tape.cat(results, 1)
 
     def _part_of_cell(
-        self, node: Node, parts: Parts, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
+        self, node: CellNode, parts: Stages, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
     ) -> Value:
         tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
@@ -374,7 +388,7 @@ class Replay:
         return values[body.result]
 
     def _scanned(
-        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
+        self, body: Graph, parts: Stages, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
     ) -> None:
         """Record the associative scan of states that are set by linear formulas."""
         tape, item = self.tape, max(self.item, 4)
@@ -404,7 +418,7 @@ class Replay:
 
     # --- primitives -----------------------------------------------------------------------------------------------
 
-    def _op(self, node: Node, inputs: list[Value], paths: tuple[str, ...]) -> Any:
+    def _op(self, node: OpNode, inputs: list[Value], paths: tuple[str, ...]) -> Any:
         assert node.op is not None
         p = {name: self._parameter(name, paths) for name in node.parameters}
         inputs = self._at_ports(node, self._narrowed(node, inputs))
@@ -477,7 +491,7 @@ def spent_values(body: Graph) -> list[list[int]]:
 Axes = list[tuple[str, int]]
 
 
-def _axes(node: Node, shape: Shape) -> tuple[Axes, Axes]:
+def _axes(node: EachNode, shape: Shape) -> tuple[Axes, Axes]:
     """Return the axes of the input of an `each`, in the order before and after its sequences are part of the batch."""
     arguments, wire, (batch, tokens, features) = node.arguments, node.wires[0], shape
     size, (rows, columns) = arguments.width, (wire.grid if wire else None) or (1, 1)
@@ -530,15 +544,6 @@ def merged(tape: Tape, results: list[Value], how: str, axis: int = -1) -> Value:
     for y in results[1:]:
         total = tape.multiply(total, y) if how == "product" else tape.add(total, y)
     return tape.unary(total, ()) if how == "mean" else total
-
-
-def is_reversible(body: Graph) -> bool:
-    """Return whether all steps support reverse order."""
-    return all(
-        node.kind not in ("scan", "choose", "each", "cell")
-        and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
-        for node in graph.walk(body)
-    )
 
 
 def loss_of(tape: Tape, outputs: dict[str, Value], reads_ids: bool) -> Value:

@@ -86,8 +86,8 @@ def _step(node: Node, known: _Names, current: int) -> Step:
 
 
 def _own(node: Node) -> Iterator[tuple[str, str]]:
-    given = node.op if node.op is not None else node.arguments
-    arguments = given.model_dump() if hasattr(given, "model_dump") else {}
+    given = node.op or getattr(node, "arguments", None)  # a block has neither
+    arguments = given.model_dump() if given else {}
     for name, value in arguments.items():
         if name != "steps" and (value is None or isinstance(value, str | int | float | list | tuple | dict)):
             yield name, _shown(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
@@ -57,7 +56,9 @@ def fastest(found: Iterable[Observed]) -> Observed:
 class Hooks:
     """Times all primitives of a model by hooks, which are attached while it observes.
 
-    traffic: what each step moves, which is known after a pass.
+    In a backward pass, a step lasts from the operation that made its output to the one that made an input of it, or of
+    another step: autograd runs the operations of each step together. Hooks of modules would add operations of their
+    own. traffic: what each step moves, which is known after a pass.
     """
 
     def __init__(self, model: SequenceModel, device: torch.device, run: Callable[[], Any], backward: bool) -> None:
@@ -66,6 +67,8 @@ class Hooks:
         self.now, self.cost = clock_of(device), 0.0
         self.traffic: dict[str, Traffic] = {}
         self.marks: list[tuple[str, Any, Any]] = []
+        self.turns: list[tuple[str, Any]] = []  # when the backward pass comes to a step; no name: to what is between
+        self._hooked: set[Any] = set()
 
     @contextmanager
     def observing(self) -> Iterator[Callable[[], Observed]]:
@@ -73,51 +76,52 @@ class Hooks:
         self.cost = 0.0 if self.device.type == "cuda" else reading_cost(self.now)
         handles = [each for name, step in self.steps.items() for each in self._hooks(name, step, started)]
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Full backward hook is firing")  # of a step that reads token ids
-                with all_primitives(self.model):
-                    yield self._observed
+            with all_primitives(self.model):
+                yield self._observed
         finally:
             for handle in handles:
                 handle.remove()
 
     def _observed(self) -> Observed:
         self.marks.clear()
+        self.turns.clear()
         wait(self.device)
         start = self.now()
         self.run()
+        last = self._moment()
         wait(self.device)
-        seconds = self.now() - start - 2 * self.cost * len(self.marks)
+        seconds = self.now() - start - self.cost * (2 * len(self.marks) + len(self.turns) + 1)
+        self._hooked.clear()
         found: dict[tuple[str, ...], float] = {(name,): 0.0 for name in self.steps}
-        for name, begin, end in self.marks:
+        turns = [(name, begin, end) for (name, begin), (_, end) in pairwise([*self.turns, ("", last)]) if name]
+        for name, begin, end in (*self.marks, *turns):
             found[name,] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin - self.cost
         return Observed(seconds, found)
 
     def _hooks(self, name: str, step: nn.Module, started: dict[str, Any]) -> list[Any]:
-        def before(*_: Any) -> None:
+        def before(_: Any, inputs: Any) -> None:
+            if self.backward:
+                self._when_reached("", inputs)
             started[name] = self._moment()
 
-        def after(_: Any, inputs: Any, *rest: Any) -> None:
+        def after(_: Any, inputs: Any, y: Any) -> None:
             if name in started:
                 self.marks.append((name, started.pop(name), self._moment()))
-            y = rest[-1]
+            if self.backward:
+                self._when_reached(name, y if isinstance(y, (tuple, list)) else (y,))
             if name not in self.traffic and isinstance(y, Tensor):
                 tensors = [x for x in inputs if isinstance(x, Tensor)]
                 self.traffic[name] = (*moved(tensors, [*step.parameters(), *step.buffers()], y), y.numel())
 
-        def back(*_: Any) -> None:
-            if started.get(f"{name} back") is not None:
-                self.marks.append((name, started.pop(f"{name} back"), self._moment()))
+        return [step.register_forward_pre_hook(before), step.register_forward_hook(after)]
 
-        def before_back(*_: Any) -> None:
-            started[f"{name} back"] = self._moment()
-
-        forward = [step.register_forward_pre_hook(before), step.register_forward_hook(after)]
-        if not self.backward:
-            return forward
-        return [
-            *forward, step.register_full_backward_pre_hook(before_back), step.register_full_backward_hook(back)
-        ]  # fmt: skip
+    def _when_reached(self, name: str, tensors: Iterable[Any]) -> None:
+        """Note when the backward pass reaches the operations that made these tensors; of two names the first counts."""
+        for x in tensors:
+            made_by = x.grad_fn if isinstance(x, Tensor) else None
+            if made_by is not None and made_by not in self._hooked:
+                self._hooked.add(made_by)
+                made_by.register_prehook(lambda _: self.turns.append((name, self._moment())))
 
     def _moment(self) -> Any:
         if self.device.type != "cuda":
@@ -145,7 +149,7 @@ class Marks:
             return None
         with hooks.observing() as observe:
             observe()
-        made = plan_tokens(model, model.spec, model._declared_state, model._latest_stream, kind=_MarkedPlan)
+        made = plan_tokens(model, model.spec, model.declared_state, model.latest_stream, kind=_MarkedPlan)
         return cls(model, made, hooks) if isinstance(made, _MarkedPlan) else None
 
     @contextmanager

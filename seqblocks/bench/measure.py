@@ -112,7 +112,7 @@ def bench(
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
     if mode == "step" and (obstacle := graph.stream_obstacle(model.spec)):
         raise UsageError(f"the model cannot stream, so it has no steps of single tokens: {': '.join(obstacle)}")
-    device = model._some_tensor().device
+    device = model.some_tensor().device
     limits = measured(device, dtype_of(model))
     with _as_it_was(model):
         model.train(mode == "train")
@@ -309,7 +309,7 @@ def _floor(
 
 def _kernels(model: SequenceModel) -> dict[str, tuple[str, list[str]]]:
     """Return the kernel and the implementation of each step that has one, and why no faster one ran."""
-    device = model._some_tensor().device
+    device = model.some_tensor().device
     arch = arch_of(device.index or 0) if device.type == "cuda" else "sm_90"  # which matters only there
     uses = kernel_uses(model.spec, device.type, dtype_of(model), arch)
     return {name: (f"{use.kernel}: {use.implementation}", use.reasons()) for use in uses for name in use.names}

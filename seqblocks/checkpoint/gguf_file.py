@@ -20,7 +20,7 @@ from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, UnavailableError, UsageError, listing
-from seqblocks.graph import Graph, ModelSpec, Node, join
+from seqblocks.graph import BlockNode, Graph, ModelSpec, Node, OpNode, RepeatNode, ResidualNode, join
 
 TYPES = ("f32", "f16", "q8_0")
 ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "Q8_0": torch.uint8}  # of the arrays that gguf writes
@@ -139,16 +139,16 @@ class _Walk:
     def _outputs(self, node: Node, inputs: Any, values: dict[int, int], name: str) -> tuple[int, ...]:
         if node.shared or node.owner:
             raise RunError(f"{name} ({node.span}) shares the parameters of another step")
-        if node.kind == "op":
+        if isinstance(node, OpNode):
             return self._add(node, inputs, name, len(node.outputs))
-        if node.kind not in ("block", "residual", "repeat"):
+        if not isinstance(node, BlockNode | ResidualNode | RepeatNode):
             raise RunError(f"{name} ({node.span}) is a `{node.verb}`")
         (at,) = dict(inputs)["x"]
-        if node.kind == "block":
+        if isinstance(node, BlockNode):
             (inner,) = node.bodies.values()
             read = {inner.input: at} | {inner.ports[port]: x for port, (x,) in inputs if port in inner.ports}
             return (self.body(inner, read, name),)
-        if node.kind == "residual":
+        if isinstance(node, ResidualNode):
             (inner,) = node.bodies.values()
             result = self.body(inner, values | {inner.input: at}, name)
             return self._add(node, (("x", (at, result)),), name, 1)

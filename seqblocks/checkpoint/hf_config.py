@@ -37,7 +37,7 @@ def hub_config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": True,  # transformers then applies the ties of the spec
         **sizes(spec),
         **({ORIGIN: source.origin} if source.origin else {}),
-        **(ROUTERS if any(node.kind == "experts" for node in graph.walk(spec.graph)) else {}),
+        **(ROUTERS if any(isinstance(node, graph.ExpertsNode) for node in graph.walk(spec.graph)) else {}),
     }
 
 

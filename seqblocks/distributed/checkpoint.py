@@ -165,7 +165,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
         is_shard = model.tensor_shards is not None and name in model.tensor_shards.shardings
         squares[is_shard] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2
     if model.tensor_shards:
-        device = model._some_tensor().device
+        device = model.some_tensor().device
         sharded = torch.tensor(squares[True], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(sharded, group=model.tensor_shards.group)
         squares[True] = float(sharded)

@@ -74,12 +74,12 @@ def layer_paths(body: Graph, prefix: str = "") -> Iterator[str]:
     """Yield the path of each layer of each repeat, inner ones before those around them."""
     for node in body.nodes:
         name = graph.join(prefix, node.name)
-        separate = node.directions if node.directions and node.owned == _names_inside(node) else ("",)
-        for direction in separate:
+        separate = node.directions if isinstance(node, graph.ScanNode) and node.owned == _names_inside(node) else ()
+        for direction in separate or ("",):
             for label, inner in node.bodies.items():
                 path = graph.join(name, direction, label)
                 yield from layer_paths(inner, path)
-                if node.kind == "repeat":
+                if isinstance(node, graph.RepeatNode):
                     yield path
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import Graph, ModelSpec, Node, RepeatNode
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Gridded
@@ -127,7 +127,7 @@ def stage_graphs(spec: ModelSpec, stages: int) -> tuple[list[Graph], dict[int, A
 
 def _segments(body: Graph) -> Iterator[Segment]:
     for node in body.nodes:
-        if node.kind == "repeat" and node.bodies:
+        if isinstance(node, RepeatNode) and node.bodies:
             for label, layer in node.bodies.items():
                 yield Segment(node, label, _work(layer.nodes))
         else:
@@ -158,7 +158,7 @@ def _nodes(segments: list[Segment]) -> Iterator[Node]:
         node = segments[at].node
         labels = [segment.label for segment in segments[at:] if segment.node is node]
         at += len(labels)
-        whole = node.kind != "repeat" or not node.bodies or len(labels) == len(node.bodies)
+        whole = not isinstance(node, RepeatNode) or not node.bodies or len(labels) == len(node.bodies)
         yield node if whole else _with_layers(node, labels)
 
 
@@ -173,7 +173,7 @@ def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:
     """Give each repeat that continues in the next stage a new output value."""
     for group, following in pairwise(nodes):
         last, first = group[-1], following[0]
-        if last.kind == "repeat" and first.name == last.name:
+        if isinstance(last, RepeatNode) and first.name == last.name:
             fresh = max(types) + 1
             types[fresh] = last.type
             group[-1] = last._replace(outputs=(fresh,), split=())

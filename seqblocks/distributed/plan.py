@@ -146,7 +146,7 @@ class _Planner:
         return made
 
     def _combinator(self, node: Node, path: str) -> Node:
-        is_separate = node.kind not in ("block", "residual", "scan")
+        is_separate = not isinstance(node, graph.BlockNode | graph.ResidualNode | graph.ScanNode)
         if is_separate or any(value in self.whole for value in node.outputs):
             self.whole |= {body.result for body in node.bodies.values()}
         if is_separate:
@@ -172,10 +172,10 @@ class _Planner:
         return node._replace(bodies=bodies, type=self._local(node.type, is_part))
 
     def _check_result(self, node: Node, result: int) -> None:
-        joined = node.kind == "scan" and len(node.arguments.orders) > 1 and node.arguments.merge == "concat"
+        joined = isinstance(node, graph.ScanNode) and bool(node.directions) and node.arguments.merge == "concat"
         if node.split or joined:
             self._need_whole(result)
-        if node.kind == "residual" and self.parts[node.reads[0]] != self.parts[result]:
+        if isinstance(node, graph.ResidualNode) and self.parts[node.reads[0]] != self.parts[result]:
             self._need_whole(node.reads[0], result)
 
     def _local(self, wire: Wire | None, is_part: bool) -> Wire | None:

@@ -96,11 +96,11 @@ class SequenceParallel:
             resets = whole[:, shard.before : shard.before + x.shape[1]]
         if self._turns:
             shard = self._look_ahead(shard, x.shape[1], resets)
-        self._inner._relay = Relay(shard)
+        self._inner.sequence_relay = Relay(shard)
         try:
             y = self.model(x, resets=resets, **inputs)
         finally:
-            self._inner._relay = None
+            self._inner.sequence_relay = None
         if not shard.tracked:
             self._link.wait()
         return y
@@ -236,19 +236,19 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def _carrying_each(spec: ModelSpec) -> str:
     """Return the name and the place of an `each` whose steps carry states, or "" if there is none."""
-    nodes = (node for node in graph.streamed(spec.graph) if node.kind == "each" and node.arguments.carries)
+    nodes = (node for node in graph.streamed(spec.graph) if isinstance(node, graph.EachNode) and node.arguments.carries)
     return next((f"{node.name} ({node.span})" for node in nodes), "")
 
 
 def _choosing(spec: ModelSpec) -> str:
     """Return the name and the place of a `choose`, or "" if there is none."""
-    nodes = (node for node in graph.streamed(spec.graph) if node.kind == "choose")
+    nodes = (node for node in graph.streamed(spec.graph) if isinstance(node, graph.ChooseNode))
     return next((f"{node.name} ({node.span})" for node in nodes), "")
 
 
 def _orders(spec: ModelSpec) -> list[str]:
     """Return the orders of all scans."""
-    scans = (node for node in graph.streamed(spec.graph) if node.kind == "scan")
+    scans = (node for node in graph.streamed(spec.graph) if isinstance(node, graph.ScanNode))
     return [order for node in scans for order in node.arguments.orders]
 
 

@@ -81,7 +81,7 @@ def _model_class() -> Any:
             self, x: torch.Tensor, positions: torch.Tensor | None = None, **inputs: Any
         ) -> Any:
             """Run the model. positions [batch, seq]: within packed documents; 0 begins a document."""
-            if positions is not None and self._resets_obstacle is None:
+            if positions is not None and self.resets_obstacle is None:
                 inputs["resets"] = (positions == 0).expand(x.shape[:2])
             return super().forward(x, **inputs)
 

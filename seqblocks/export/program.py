@@ -175,7 +175,7 @@ def _checked(model: Any) -> SequenceModel:
         raise UsageError(f"export needs a model from seqblocks.build, not {type(model).__name__}")
     if model.tensor_shards or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split over several ranks: save it, and export the result of seqblocks.load")
-    if model._some_tensor().is_meta:
+    if model.some_tensor().is_meta:
         raise UsageError("the model is on the meta device, which holds no weights: build it on the CPU")
     return model
 

@@ -168,7 +168,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model was built in; some parameters of a half-precision model are float32."""
-        return self.model._own_dtype()
+        return self.model.own_dtype()
 
     # --- its parts ---
 
@@ -259,7 +259,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     ) -> Ran:
         """Run the model, and return at least the requested outputs."""
         observes = self._option(given, "output_hidden_states")
-        has_experts = self.model._has_experts
+        has_experts = self.model.has_experts
         shows_routing = has_experts and self._option(given, "output_router_logits")
         features: dict[int, Tensor] | None = None
         if observes or shows_routing:
@@ -334,7 +334,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             y = self._output(y)
             if isinstance(y, Tensor):
                 return y.unsqueeze(1), state
-            with_tokens = self.model._token_outputs
+            with_tokens = self.model.token_outputs
             return {name: each.unsqueeze(1) if name in with_tokens else each for name, each in y.items()}, state
         y, state = self.model(x, state=state, return_state=True, resets=resets)
         return self._output(y), state
@@ -455,13 +455,13 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=ran.y, labels=labels, vocab_size=ran.y.shape[-1], **of_the_loss)
             loss = routing.with_penalty(loss, ran.penalty, labels[:, 1:], **of_the_loss)
         _check_logits_to_keep(logits_to_keep, ran.y)
-        kind = MoeCausalLMOutputWithPast if self.model._has_experts else CausalLMOutputWithPast
+        kind = MoeCausalLMOutputWithPast if self.model.has_experts else CausalLMOutputWithPast
         named = {CACHE: ran.cache, "hidden_states": ran.hidden_states, **ran.routing}
         return kind(loss=loss, logits=_last(ran.y, logits_to_keep), **named)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Return whether a cache is returned by default: not in training, nor after padding on the right."""
-        if self.training or labels is not None or self.model._obstacle or not self.config.use_cache:
+        if self.training or labels is not None or self.model.streaming_obstacle or not self.config.use_cache:
             return False
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return True
@@ -496,7 +496,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
             what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: omit it")
         given = _one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
-        if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
+        if given is None and generation_config.use_cache is not False and self.model.streaming_obstacle is None:
             given = StateCache()
         if given is not None:
             model_kwargs[CACHE] = given
@@ -543,7 +543,7 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels, ran.y, self.config, **of_the_loss)
             loss = routing.with_penalty(loss, ran.penalty, labels, **of_the_loss)
-        kind = routing.MoeImageClassifierOutput if self.model._has_experts else ImageClassifierOutput
+        kind = routing.MoeImageClassifierOutput if self.model.has_experts else ImageClassifierOutput
         return kind(loss=loss, logits=ran.y, hidden_states=ran.hidden_states, **ran.routing)
 
 

@@ -30,7 +30,7 @@ def complete(config: Any, model: SequenceModel) -> None:
         weight = given[name]
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise UsageError(f"{name} must be a number, at least 0, not {weight!r}")
-    if not model._has_experts:
+    if not model.has_experts:
         for name, value in given.items():
             if value:
                 raise UsageError(f"{model.spec.name} has no `experts` step: omit {name}={value!r} from the config")
@@ -64,7 +64,7 @@ def results(model: SequenceModel, config: Any, mask: Any, shows_logits: bool) ->
     if `shows_logits` also `router_logits`: a tuple of tensors [tokens, experts]. mask: attention_mask [batch, seq];
     padding does not count. Raises RunError if the balance loss would have no gradient.
     """
-    routed = model._routed
+    routed = model.latest_routing
     if not routed:
         return {}, None
     weights = {kind: getattr(config, name) for name, kind in WEIGHTS.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.errors import UsageError
+from seqblocks.errors import UsageError, user_stacklevel
 from seqblocks.graph import Graph, Node
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.sequence_model import SequenceModel
@@ -28,6 +29,8 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
 
     The model cannot be trained. `stream`, `step`, `generate`, `save` and `load` work as before.
 
+    Warns (UserWarning) if no matrix is that large, so that nothing is quantized.
+
     Raises UsageError for another kind, a model that is not from `build`, or one that is spread over devices.
     """
     if kind != "int8":
@@ -36,7 +39,10 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
         raise UsageError(f"quantize needs a model from seqblocks.build, not {type(model).__name__}")
     if model.tensor_shards:
         raise UsageError("a model that is spread over devices cannot be quantized: quantize it before")
-    names = [name for name, weight in _matrices(model) if weight.numel() >= smallest]
+    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    names = [name for name, size in sizes.items() if size >= smallest]
+    if not names:
+        warnings.warn(_nothing(sizes, smallest), stacklevel=user_stacklevel())
     weights = {name: model.get_parameter(name) for name in names}
     kept = {id(weight): weight for weight in weights.values()}
     made = {at: Int8Matrix.of(weight) for at, weight in kept.items()}
@@ -44,6 +50,17 @@ def quantize(model: SequenceModel, kind: str = "int8", *, smallest: int = MIN_EL
     for name, weight in weights.items():
         put(found, name, made[id(weight)])
     return found.eval().requires_grad_(False)
+
+
+def _nothing(sizes: dict[str, int], smallest: int) -> str:
+    """Return what a warning says if nothing is quantized."""
+    if not sizes:
+        return "quantize changes nothing: the model has no matrix that can be stored in 8 bits"
+    largest = max(sizes.values())
+    return (
+        f"quantize changes nothing: no matrix has {smallest:,} elements, the largest that can be stored in 8 bits has "
+        f"{largest:,}; smallest={largest} stores that one, though a small matrix in 8 bits may take longer"
+    )
 
 
 def put(model: nn.Module, name: str, matrix: Int8Matrix) -> None:

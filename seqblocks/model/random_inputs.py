@@ -45,7 +45,7 @@ def open_context_length(model: SequenceModel) -> int:
 
 
 def _random(model: SequenceModel, wire: Wire, batch: int, seq: int, generator: torch.Generator) -> Tensor:
-    device = model._some_tensor().device
+    device = model.some_tensor().device
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(device)
     sizes = {"image": (wire.features, *(wire.grid or ())), "vector": (wire.features,)}
@@ -56,4 +56,4 @@ def _random(model: SequenceModel, wire: Wire, batch: int, seq: int, generator: t
 
 def dtype_of(model: SequenceModel) -> torch.dtype:
     """Return the dtype that a model computes in."""
-    return model._own_dtype()
+    return model.own_dtype()

@@ -55,9 +55,9 @@ class SequenceModel(Body):
     """
 
     tensor_shards: TensorShards | None = None  # set if each rank computes a part of the model (`tensor_parallel`)
-    _routed: dict[str, list[Routed]] | None = None  # the routers' choices in the latest call, if in training mode
+    latest_routing: dict[str, list[Routed]] | None = None  # of the latest call in training mode, by step
     _keeps_routing = False  # whether calls keep these choices in any mode
-    _relay: Relay | None = None  # set during a call on a part of a sequence whose other parts are on other ranks
+    sequence_relay: Relay | None = None  # set during a call on a part of a sequence that ranks share
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
@@ -77,17 +77,17 @@ class SequenceModel(Body):
         self._context_names = {value: name for name, value in spec.graph.ports.items()}
         inputs = zip(spec.graph.reads, spec.inputs.values() or (spec.input,), strict=True)
         self._grids = {value: wire.grid for value, wire in inputs if wire.grid and wire.kind != "image"}
-        self._declared_state = declared(spec.graph)
-        self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
-        self._resets_obstacle = _resets_obstacle(spec)
+        self.declared_state = declared(spec.graph)
+        self.streaming_obstacle = " cannot stream: ".join(obstacle) if obstacle else None
+        self.resets_obstacle = _resets_obstacle(spec)
         self.frame_size = graph.frame_size(spec.graph)
         self._has_tokens = has_tokens(spec.output)
-        self._token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
+        self.token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
         if next(self.parameters(), None) is None:  # without parameters, a buffer has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
-        self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
+        self.has_experts = any(isinstance(node, graph.ExpertsNode) for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
-        self._latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
+        self.latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._token_plan: TokenPlan | None = None
         self._traced: TracedPlan | None = None  # the plan for compiled code
 
@@ -123,13 +123,13 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
-        keeps = self._has_experts and (self.training or self._keeps_routing)
+        keeps = self.has_experts and (self.training or self._keeps_routing)
         routed: dict[str, list[Routed]] | None = {} if keeps else None
-        if self._has_experts:
-            self._routed = routed
+        if self.has_experts:
+            self.latest_routing = routed
         call = Call(
             self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=routed,
-            relay=self._relay,
+            relay=self.sequence_relay,
         )  # fmt: skip
         y, states = self._run_call(x, inputs, call)
         return (y, states) if return_state else y
@@ -137,13 +137,13 @@ class SequenceModel(Body):
     def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
         """Return the output of at least the last token and the state after these tokens; a head runs on the last."""
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
-        if self.training or observed or type(self) is not SequenceModel or self._relay:
+        if self.training or observed or type(self) is not SequenceModel or self.sequence_relay:
             return self(x, state=state, return_state=True, resets=resets)
         if self.tensor_shards:
             check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
-        self._routed = None
+        self.latest_routing = None
         planned = None if resets is not None or self._has_context else self._plan_for(x)
         if planned is not None and (done := planned.read(state, x)):
             return done
@@ -198,18 +198,18 @@ class SequenceModel(Body):
         if x.is_meta:  # a model that reads only the shape would run without an error
             self._check_device(x)
         if resets is not None or cu_seqlens is not None:
-            if self._resets_obstacle:
-                raise RunError(self._resets_obstacle)
+            if self.resets_obstacle:
+                raise RunError(self.resets_obstacle)
             arguments.check_marks(x, resets, cu_seqlens, axes)
 
     def _check_stream(self, x: Tensor, state: States | None) -> None:
-        if self._obstacle:
-            raise RunError(self._obstacle)
+        if self.streaming_obstacle:
+            raise RunError(self.streaming_obstacle)
         size = self.frame_size
         if size > 1 and x.shape[1] % size:
             raise RunError(f"the model streams {size} tokens at a time: pass a multiple, not {x.shape[1]}")
         if state is not None:
-            check_state(self._declared_state, state, x.shape[0], x.device)
+            check_state(self.declared_state, state, x.shape[0], x.device)
 
     def _run_explained(self, values: dict[int, Tensor], call: Call) -> tuple[Any, States]:
         """Run the steps. A torch error caused by the input's device or dtype becomes a RunError.
@@ -232,13 +232,13 @@ class SequenceModel(Body):
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)
-                if reason := arguments.dtype_mismatch(x, self._own_dtype(), error):
+                if reason := arguments.dtype_mismatch(x, self.own_dtype(), error):
                     raise RunError(reason) from error
             raise
 
     def _check_dtype(self, inputs: tuple[Tensor, ...]) -> None:
         for x in inputs:
-            if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
+            if x.is_floating_point() and (reason := arguments.too_wide(x, self.own_dtype())):
                 raise RunError(reason)
 
     def step(
@@ -256,8 +256,8 @@ class SequenceModel(Body):
         """
         if others:
             arguments.report_extra(self.spec.inputs, others)
-        if self._obstacle:
-            raise RunError(self._obstacle)
+        if self.streaming_obstacle:
+            raise RunError(self.streaming_obstacle)
         if self._has_context and not self.graph.ports and state is None:
             self._check_call(x, "a step", self._step_axes, resets)
             state = self.init_state(x.shape[0])
@@ -276,7 +276,7 @@ class SequenceModel(Body):
             return done
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
-        if self._token_outputs or not self._has_tokens:
+        if self.token_outputs or not self._has_tokens:
             return self._of_one_token(y), states
         return y.squeeze(1), states
 
@@ -284,7 +284,7 @@ class SequenceModel(Body):
         """Return the output of one token, or the outputs by name, without the time axis."""
         if not isinstance(y, dict):
             return y
-        return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
+        return {name: x.squeeze(1) if name in self.token_outputs else x for name, x in y.items()}
 
     def _run_planned(
         self, plan: TokenPlan, x: Tensor, state: States | None, resets: Tensor | None
@@ -292,20 +292,20 @@ class SequenceModel(Body):
         """Return the result of a step, or None if the state does not match the plan's declaration."""
         if self.tensor_shards:
             check_inputs(self.tensor_shards.group, {"x": x, "resets": resets})
-        if self._has_experts:
-            self._routed = None
+        if self.has_experts:
+            self.latest_routing = None
         if state is None:
-            state = new_state(self._declared_state, x.shape[0], x.device, plan.dtype)
+            state = new_state(self.declared_state, x.shape[0], x.device, plan.dtype)
         if resets is not None:
-            check_state(self._declared_state, state, x.shape[0], x.device)
-            state = reset(self._declared_state, state, resets)
+            check_state(self.declared_state, state, x.shape[0], x.device)
+            state = reset(self.declared_state, state, resets)
         try:
             return plan.run(state, x)
         except (KeyError, TypeError, AttributeError):
-            check_state(self._declared_state, state, x.shape[0], x.device)
+            check_state(self.declared_state, state, x.shape[0], x.device)
             raise
 
-    def _unguarded_step(self, x: Tensor) -> Callable[[Tensor, States], tuple[Any, States]] | None:
+    def unguarded_step(self, x: Tensor) -> Callable[[Tensor, States], tuple[Any, States]] | None:
         """Return `step` for a few tokens like x, without comparisons, or None if user code may run in a step.
 
         `step` compares all parameters before each token. Large weights displace what it reads from the cache, so that
@@ -335,7 +335,7 @@ class SequenceModel(Body):
     def _current_plan(self) -> TokenPlan | None:
         if dispatch.transformed():
             return None
-        found, stream = self._token_plan, self._latest_stream
+        found, stream = self._token_plan, self.latest_stream
         if found is not None and found.holds():
             if found.is_current(stream):
                 return found
@@ -348,7 +348,7 @@ class SequenceModel(Body):
     def _new_plan(self, stream: object) -> TokenPlan | None:
         if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
             return None
-        return plan_tokens(self, self.spec, self._declared_state, stream)
+        return plan_tokens(self, self.spec, self.declared_state, stream)
 
     def _repr_html_(self) -> str:
         from seqblocks.report.summary import summarise  # only needed in a notebook
@@ -358,7 +358,7 @@ class SequenceModel(Body):
     def _start_stream(self) -> None:
         """Make the next step compute values derived from parameters again. Compiled code does so at each step."""
         if not torch.compiler.is_compiling():
-            self._latest_stream = object()
+            self.latest_stream = object()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert all parameters. Those of tied names stay one parameter, also on and from the meta device.
@@ -382,7 +382,7 @@ class SequenceModel(Body):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without plans and results of the latest call, which cannot be copied."""
-        return {**self.__dict__, "_token_plan": None, "_traced": None, "_routed": None}
+        return {**self.__dict__, "_token_plan": None, "_traced": None, "latest_routing": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
@@ -393,20 +393,20 @@ class SequenceModel(Body):
         values computed from them. Raises RunError if the model cannot stream, UsageError or UnavailableError for
         invalid arguments.
         """
-        if self._obstacle:
-            raise RunError(self._obstacle)
+        if self.streaming_obstacle:
+            raise RunError(self.streaming_obstacle)
         count = _count(batch_size)
-        device = self._some_tensor().device if device is None else arguments.checked_device(device)
-        kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+        device = self.some_tensor().device if device is None else arguments.checked_device(device)
+        kind = self.own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
         self._start_stream()
         if not (self._has_context or inputs):
-            return new_state(self._declared_state, count, device, kind)
+            return new_state(self.declared_state, count, device, kind)
         if self.tensor_shards:
             check_inputs(self.tensor_shards.group, inputs)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         arguments.check_same_lengths(self.spec.inputs, inputs)
-        return new_state(self._declared_state, count, device, kind, self._context_state(inputs, count))
+        return new_state(self.declared_state, count, device, kind, self._context_state(inputs, count))
 
     def stream(self, batch_size: int, device: Any = None, **inputs: Tensor) -> Stream:
         """Return a stream of `batch_size` sequences that manages its own state; arguments as in `init_state`."""
@@ -437,9 +437,9 @@ class SequenceModel(Body):
         """
         if kind not in LOSSES:
             raise UsageError(f"there is no auxiliary loss {kind!r}: it is one of {listing(LOSSES)}")
-        if self._has_experts and self._routed is None:
+        if self.has_experts and self.latest_routing is None:
             raise RunError("auxiliary losses need a call in training mode: call model.train(), then the model")
-        return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
+        return {path: LOSSES[kind](routed) for path, routed in (self.latest_routing or {}).items()}
 
     @property
     def whole_spec(self) -> ModelSpec:
@@ -464,12 +464,12 @@ class SequenceModel(Body):
         """Restore shared parameters of tied names, after they were copied one by one."""
         tie(self, self.graph)
 
-    def _some_tensor(self) -> Tensor:
+    def some_tensor(self) -> Tensor:
         """Return a tensor on the model's device; if the spec has no parameters, also in the model's dtype."""
         like = self._buffers.get("_like")
         return next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
 
-    def _own_dtype(self) -> torch.dtype:
+    def own_dtype(self) -> torch.dtype:
         """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
         kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
         like = self._buffers.get("_like")

@@ -139,7 +139,7 @@ class Conv1d(_Conv):
             x = with_past_memory(tape, x, earlier)
         elif self.stride > self.span():
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
-        return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
+        return tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups, self.dilation)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from torch.nn.functional import pad
@@ -245,7 +245,7 @@ class ConvTranspose1d(_Conv):
             x = with_past_memory(tape, x, self.earlier())
         batch, tokens, _ = x.shape
         made = (tokens - 1) * self.stride + max(self.kernel, self.stride)
-        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features))
+        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features), self.groups)
         return tape.slice(y, tape.out)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -117,7 +117,10 @@ class Conv2d(_Conv2d):
         return evenly(self, ranks, "features", [x]) if depthwise else []
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        y = tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
+        weight = p["weight"]
+        groups = (x.shape[1] if len(x.shape) == 4 else x.features) // weight.shape[1]
+        y = tape.convolution(x, weight, p.get("bias"), tape.out, groups, self.dilation)
+        y = tape.view(y, tape.out, dense=False)
         return tape.unary(y) if self.activation == "silu" else y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
@@ -176,7 +179,8 @@ class ConvTranspose2d(_Conv2d):
         return x.features * (self.features // self.groups) * self.kernel**2 // self.stride**2
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.view(tape.convolution(x, p["weight"], p.get("bias"), tape.out), tape.out, dense=False)
+        y = tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups)
+        return tape.view(y, tape.out, dense=False)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import conv_transpose2d

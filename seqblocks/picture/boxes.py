@@ -116,7 +116,7 @@ class _Maker:
                 for value in values
             )
         if depth is None or depth > 1:
-            body = row.body or (node.bodies.get("") if node and node.kind != "experts" else None)
+            body = row.body or (node.bodies.get("") if node and not isinstance(node, graph.ExpertsNode) else None)
             box.boxes = self.boxes(row.rows, body, own, None if depth is None else depth - 1)
         return box
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.graph import Graph
+from seqblocks.graph import Graph, RepeatNode
 
 
 class LayerWire(NamedTuple):
@@ -34,7 +34,7 @@ class LayerWire(NamedTuple):
 def layer_wires(body: Graph, labels: Mapping[int, str]) -> dict[int, LayerWire]:
     """Return the values of layers that steps of other layers, or after the repeat, read."""
     found: dict[int, LayerWire] = {}
-    for node in (each for inner in graph.bodies(body) for each in inner.nodes if each.kind == "repeat"):
+    for node in (each for inner in graph.bodies(body) for each in inner.nodes if isinstance(each, RepeatNode)):
         inputs = {int(label): layer.input for label, layer in node.bodies.items()}
         for label, layer in node.bodies.items():
             for value in layer.exports:

@@ -29,7 +29,17 @@ from seqblocks.cost import (
     tokens_of,
 )
 from seqblocks.errors import UsageError, listing
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import (
+    CellNode,
+    ChooseNode,
+    ExpertsNode,
+    Graph,
+    ModelSpec,
+    Node,
+    ParallelNode,
+    RepeatNode,
+    ScanNode,
+)
 from seqblocks.report.layer_wires import LayerWire, layer_wires
 from seqblocks.types import Wire
 
@@ -45,7 +55,7 @@ class Row:
     output: str
     params: int
     macs: float | None  # per token; None: unknown
-    state: int  # numbers per sequence
+    state: int  # elements per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     rate: int = 1  # tokens of the model's input for each token of the output
     lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
@@ -252,7 +262,7 @@ class _Table(NamedTuple):
         shared = self.shared.get(label, {}) if self.shared and label else self.shared
         return self._replace(path=graph.join(self.path, label), shared=shared)
 
-    def in_direction(self, node: Node, name: str) -> _Table:
+    def in_direction(self, node: ScanNode, name: str) -> _Table:
         """Return the table of one direction of a scan, with its own and the common parameters."""
         if not self.shared:
             return self
@@ -321,15 +331,17 @@ def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
 
 
 def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
-    if node.directions:
+    if isinstance(node, ScanNode) and node.directions:
         return _directions(table, node, depth)
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
-    if node.kind == "experts":
-        experts = ((label, body) for label, body in node.bodies.items() if label)
-        each = _collapsed(_whole(table.inside(label), body, [label], "expert", depth) for label, body in experts)
+    if isinstance(node, ExpertsNode):
+        kinds = {label: "branch" if label == graph.SHARED else "expert" for label in node.bodies if label}
+        each = _collapsed(
+            _whole(table.inside(label), node.bodies[label], [label], kind, depth) for label, kind in kinds.items()
+        )
         return [*_rows(table, node.bodies[""], depth), *each]
-    if node.kind != "repeat":
+    if not isinstance(node, RepeatNode):
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
     firsts = _first_layers(node)
     layers = (_whole(table.inside(label), body, [label], "layer", depth) for label, body in node.bodies.items())
@@ -372,7 +384,7 @@ def _add_wires(row: Row, like: Row) -> None:
         _add_wires(inner, other)
 
 
-def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
+def _directions(table: _Table, node: ScanNode, depth: int | None) -> list[Row]:
     """Return the rows of the orders of a scan: one if each owns everything, else one each, shared parameters first."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
@@ -442,16 +454,16 @@ def _choice(top: float | None, above: float | None) -> str:
 
 def _notes(node: Node) -> list[str]:
     notes: list[str] = []
-    if node.kind == "scan":
+    if isinstance(node, ScanNode):
         notes += _scan_notes(node)
-    if node.kind == "experts":
+    if isinstance(node, ExpertsNode):
         top, count = node.arguments.top, node.arguments.count
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
-    if node.kind == "parallel":
+    if isinstance(node, ParallelNode):
         notes.append(node.arguments.merge)
-    if node.kind == "choose":
+    if isinstance(node, ChooseNode):
         notes.append(_choice(node.arguments.top, node.arguments.above))
-    if node.kind == "cell":
+    if isinstance(node, CellNode):
         states = [*node.bodies[""].carried]
         notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")
     if node.owner:
@@ -461,10 +473,10 @@ def _notes(node: Node) -> list[str]:
     return notes + [f"{name} tied to {target}" for name, target in node.ties.items()]
 
 
-def _scan_notes(node: Node) -> list[str]:
+def _scan_notes(node: ScanNode) -> list[str]:
     """Return notes on the orders of a scan and, for several, on owned parameters and the merging of results."""
     orders = node.arguments.orders
-    notes = [" + ".join(orders)] if orders != ("forward",) else []
+    notes = [] if node.is_forward else [" + ".join(orders)]
     if len(orders) == 1:
         return notes
     shared = sum(1 for _ in graph.parameters(node.bodies[""])) - len(node.owned)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.graph import Graph, Node, is_context, is_prefixed
+from seqblocks.graph import BlockNode, Graph, Node, is_context, is_prefixed
 from seqblocks.roles import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
@@ -328,9 +328,9 @@ def _is_as_built(module: nn.Module | None, node: Node) -> bool:
     return is_built(module) and type(module.op) is type(node.op) and not is_hooked(module)
 
 
-@makes("block")
+@makes(BlockNode)
 class Block(Body):
     """A block defined in YAML."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: BlockNode, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.cells import STARTED, parts_of
-from seqblocks.graph import Graph, Node
+from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
+from seqblocks.graph import CellNode, Graph, Node
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
@@ -44,11 +44,11 @@ class _AsOp:
         """Return None: the effect of the tokens on the state is known only after the loop."""
 
 
-@makes("cell")
+@makes(CellNode)
 class Cell(Body, Owner):
     """Run steps token by token, with states."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: CellNode, place: Place) -> None:
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._declare(node, place)
@@ -56,7 +56,7 @@ class Cell(Body, Owner):
         self._old, self._new = body.ports, body.carried
         self._read = (body.input, *body.captures)
         self._chunk: int | None = node.arguments.chunk
-        self._parts = parts = parts_of(body, place.types)
+        self._parts = parts = stages_of(body, place.types)
         plan = {step.name: step._replace(spent=()) for step in self._steps(body, body.nodes, place)}
         self._all = self._steps(body, body.nodes, place)
         self._before, self._loop, self._after, self._from_states = (

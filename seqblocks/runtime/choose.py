@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqblocks import graph
 from seqblocks.errors import RunError
-from seqblocks.graph import Node
+from seqblocks.graph import ChooseNode, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
@@ -30,11 +30,11 @@ class Rows(NamedTuple):
     places: Tensor
 
 
-@makes("choose")
+@makes(ChooseNode)
 class Choose(Body):
     """Run the steps on the chosen tokens of each sequence."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ChooseNode, place: Place) -> None:
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._arguments, self._path = node.arguments, place.path
@@ -49,10 +49,11 @@ class Choose(Body):
         if call.relay:
             raise RunError(f"{self._path}: choose needs all tokens of a sequence on one device")
         inputs, scores, top = [x, *others], by.squeeze(-1), self._arguments.top
-        best = top is not None and (self._arguments.above is None or (call.training and not call.streaming))
+        above = self._arguments.above
+        best = top is not None and (above is None or (call.training and not call.streaming))
         if best and call.resets is None:
             return self._on_rows([self._best(scores)], inputs, call)
-        chosen = self._best_of_each(scores, call.resets) if best else scores > self._arguments.above
+        chosen = self._best_of_each(scores, call.resets) if best or above is None else scores > above
         if not best and self._needs_all(chosen):
             return self._in_order(inputs, chosen, call)
         return self._on_rows(self._rows(chosen), inputs, call)
@@ -63,7 +64,7 @@ class Choose(Body):
         """Return the tokens with the highest scores [batch, seq]."""
         batch, tokens = scores.shape
         above, below = self._arguments.share
-        count = torch.sym_max(tokens * above // below, 1) if above else int(self._arguments.top)
+        count = torch.sym_max(tokens * above // below, 1) if above else int(self._arguments.top or 1)
         order = scores.detach().sort(dim=1, descending=True, stable=True).indices
         places = order[:, :count].sort(1).values
         return Rows(None, places + tokens * torch.arange(batch, device=places.device).unsqueeze(1))
@@ -77,7 +78,7 @@ class Choose(Body):
         sizes = torch.zeros(part.shape[0], part.shape[1] + 1, dtype=torch.int64, device=part.device)
         sizes = sizes.scatter_add(1, part, torch.ones_like(part))
         above, below = self._arguments.share
-        most = (sizes * above // below).clamp(min=1) if above else torch.full_like(sizes, int(self._arguments.top))
+        most = (sizes * above // below).clamp(min=1) if above else torch.full_like(sizes, int(self._arguments.top or 1))
         own = part.gather(1, order)
         rank = torch.arange(part.shape[1], device=part.device) - (sizes.cumsum(1) - sizes).gather(1, own)
         return torch.zeros_like(resets).scatter(1, order, rank < most.gather(1, own))
@@ -195,11 +196,7 @@ def _without_lanes(states: States, count: int) -> States:
 
 def _reads_whole(node: Node) -> bool:
     """Return whether a step reads all of the chosen tokens at once."""
-    if node.op:
-        return bool(node.op.cannot_stream(*node.wires) or node.whole_inputs)
-    if node.kind == "scan":
-        return any(order != "forward" for order in node.arguments.orders)
-    return (node.kind == "choose" and not node.arguments.is_causal) or (node.kind == "each" and node.arguments.on_grid)
+    return bool(node.cannot_stream() or node.whole_inputs)
 
 
 def _resets(part: Tensor, rows: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:

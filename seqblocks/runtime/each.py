@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqblocks.errors import RunError
-from seqblocks.graph import Node, reads_whole
+from seqblocks.graph import EachNode
 from seqblocks.ops.rate import check_tokens
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
@@ -29,11 +29,11 @@ PATTERNS = {
 WINDOWS = "batch (rows p) (columns q) features", "(batch rows columns) (p q) features"
 
 
-@makes("each")
+@makes(EachNode)
 class Each(Body):
     """Run the steps on each window, row, column, frame, place or feature."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: EachNode, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         arguments = node.arguments
         self._axis, self._size, self._shift = arguments.axis, arguments.width, arguments.shift
@@ -43,7 +43,7 @@ class Each(Body):
         wire = node.wires[0]
         assert wire
         self._known = {"size": self._size} if self._axis == "frames" else {}
-        self._whole = reads_whole(node, place.types)
+        self._whole = node.reads_whole(place.types)
         self._lanes: int = wire.features // self._size if self._axis == "features" else self._size
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:

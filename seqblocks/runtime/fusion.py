@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import BlockNode, Graph, Node, OpNode
 from seqblocks.ops.gate import Gate
 from seqblocks.ops.head_norm import HeadNorm
 from seqblocks.ops.learnable_skip import LearnableSkip
@@ -73,7 +73,7 @@ MAX_HEAD = 4096  # features
 
 def last(node: Node) -> Node:
     """Return the op that computes a block's result if it is the block's last step, else the node itself."""
-    while node.kind == "block" and not node.exports:
+    while isinstance(node, BlockNode) and not node.exports:
         body = node.bodies[""]
         inner = body.nodes[-1] if body.nodes else None
         if inner is None or inner.split or inner.outputs[0] != body.result:
@@ -122,7 +122,7 @@ def _can_fuse(nodes: list[Node], ops: list[Node], readers: Counter[int], types: 
 
 def _is_supported(node: Node) -> bool:
     """Return whether a node is an op with one wire per port and within the limits of the kernel."""
-    if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
+    if not isinstance(node, OpNode) or any(len(values) != 1 for values in node.inputs.values()):
         return False
     if isinstance(node.op, Gate):
         return node.op.activation in ACTIVATIONS and not node.op.heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seqblocks.graph import Graph, Node, moves_tokens
+from seqblocks.graph import BlockNode, Graph, Node, ParallelNode, RepeatNode, ScanNode, moves_tokens
 from seqblocks.roles import makes_grid
 from seqblocks.types import Wire
 
@@ -26,7 +26,7 @@ def has_grid(wire: Wire | None) -> bool:
     return wire is not None and wire.grid is not None and wire.kind != "image"
 
 
-def is_moved(node: Node) -> bool:
+def is_moved(node: ScanNode) -> bool:
     """Return whether a scan reads the tokens of an image in another order than row by row."""
     return any(map(moves_tokens, node.arguments.orders))
 
@@ -34,9 +34,8 @@ def is_moved(node: Node) -> bool:
 def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
     for node in body.nodes:
         for inner in node.bodies.values():
-            if node.kind == "block":  # other bodies use the value numbers of the enclosing body
-                own = zip(inner.reads, node.reads, strict=True)
-                found |= {value: found[outer] for value, outer in own if outer in found}
+            if isinstance(node, BlockNode):  # other bodies use the value numbers of the enclosing body
+                found |= {value: found[outer] for outer, value in node.links if outer in found}
             _trace(inner, types, found)
         found |= {value: found[inside] for value, inside in node.exports.items() if inside in found}
         source = _source(node, found)
@@ -49,8 +48,8 @@ def _source(node: Node, found: dict[int, int]) -> int | None:
     if node.op and makes_grid(node.op):
         return node.outputs[0]
     results = [found.get(body.result) for body in node.bodies.values()]
-    if results and (node.kind in ("block", "repeat") or (node.kind == "scan" and not is_moved(node))):
+    if results and (isinstance(node, BlockNode | RepeatNode) or (isinstance(node, ScanNode) and not is_moved(node))):
         return results[-1]
-    if node.kind == "parallel":
+    if isinstance(node, ParallelNode):
         return results[0] if len(set(results)) == 1 else None
     return next((found[value] for value in node.reads if value in found), None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import seqblocks.kernels  # noqa: F401  - its ops register themselves
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import BlockNode, ExpertsNode, Graph, ModelSpec, Node, RepeatNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
 from seqblocks.kernels.products import by_tokens
@@ -130,5 +130,5 @@ def _walk(
         if kernel_of(node) or (with_all and node.op):
             yield own_path, node, fused
         for label, inner in node.bodies.items():
-            inside = (*own_path, (label, node.kind in ("repeat", "experts"))) if label else own_path
-            yield from _walk(inner, types, inside, fused if node.kind == "block" else None, with_all)
+            inside = (*own_path, (label, isinstance(node, RepeatNode | ExpertsNode))) if label else own_path
+            yield from _walk(inner, types, inside, fused if isinstance(node, BlockNode) else None, with_all)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node, walk
+from seqblocks.graph import BlockNode, Graph, Node, walk
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place
@@ -63,7 +63,7 @@ def find(body: Graph, place: Place) -> Chunks | None:
     """
     if place.streams or body.outputs or body.exports or len(body.reads) != 1 or not body.nodes:
         return None
-    nodes = [node for node in walk(body) if node.kind != "block"]
+    nodes = [node for node in walk(body) if not isinstance(node, BlockNode)]
     wires = [place.types[body.input], *(node.type for node in nodes)]
     known = [wire for wire in wires if wire]
     if len(known) < len(wires) or not all(_is_sequence(wire, known[0]) for wire in known):

@@ -82,17 +82,17 @@ class Place(NamedTuple):
         return self._replace(path=graph.join(self.path, label))
 
 
-Maker = Callable[[Node, Place], StepModule]
+Maker = Callable[[Any, Place], StepModule]
 M = TypeVar("M", bound=Maker)
 
-MAKERS: dict[str, Maker] = {}
+MAKERS: dict[type[Node], Maker] = {}
 
 
-def makes(kind: graph.NodeKind) -> Callable[[M], M]:
-    """Register a function that builds the module of a node of this kind."""
+def makes(cls: type[Node]) -> Callable[[M], M]:
+    """Register a function that builds the module of a node of this class."""
 
     def register(maker: M) -> M:
-        MAKERS[kind] = maker
+        MAKERS[cls] = maker
         return maker
 
     return register
@@ -100,7 +100,7 @@ def makes(kind: graph.NodeKind) -> Callable[[M], M]:
 
 def make(node: Node, place: Place) -> StepModule:
     """Build the module of a node."""
-    module = MAKERS[node.kind](node, place)
+    module = MAKERS[type(node)](node, place)
     module._type = node.type
     module._arity = len(node.reads) if node.op is None else sum(map(bool, node.inputs.values()))
     return module

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.graph import Node
+from seqblocks.graph import ParallelNode
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, StepModule, call_child, makes, take_exports
 from seqblocks.state import States
 
 
-@makes("parallel")
+@makes(ParallelNode)
 class Parallel(StepModule):
     """Run branches that read the same input, and merge their results."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ParallelNode, place: Place) -> None:
         super().__init__()
         self._reads, self._merge = node.reads, node.arguments.merge
         several = len(node.bodies) > 1  # token ids, which have no features to join along, pass through one branch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqblocks.graph import Node, spent_after_layers
+from seqblocks.graph import RepeatNode
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, StepModule, call_child, makes, take_exports
@@ -34,8 +34,8 @@ class Layer(NamedTuple):
             values.pop(value, None)
 
 
-def _layers(node: Node) -> list[Layer]:
-    bodies = zip(node.bodies.values(), spent_after_layers(node), strict=True)
+def _layers(node: RepeatNode) -> list[Layer]:
+    bodies = zip(node.bodies.values(), node.spent_after_layers(), strict=True)
     return [Layer(body.captures, body.exports, tuple(spent)) for body, spent in bodies]
 
 
@@ -45,14 +45,14 @@ def _taken(layer: Layer, call: Call, label: str) -> list[Any]:
     return [*take_exports(call, exports, f"layer {label}").values()] if exports else []
 
 
-@makes("repeat")
+@makes(RepeatNode)
 class Repeat(StepModule):
     """Consecutive layers, indexed like an nn.ModuleList: `model.blocks[0]`."""
 
     _checkpointing: Callable[..., Any] | None = None  # calls the layers while gradients are recorded
     _checkpoint_stride = 1
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: RepeatNode, place: Place) -> None:
         super().__init__()
         self._reads = node.reads
         bodies = [*node.bodies.items()]

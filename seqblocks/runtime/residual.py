@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqblocks.graph import Node
+from seqblocks.graph import ResidualNode
 from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
@@ -16,11 +16,11 @@ from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.state import States
 
 
-@makes("residual")
+@makes(ResidualNode)
 class Residual(Body):
     """Compute x + steps(x). With `drop_path`, random samples skip the steps in training."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ResidualNode, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._drop_path: float = node.arguments.drop_path
         self._draws = self._drop_path > 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks.graph import Graph, Node, is_context
+from seqblocks.graph import BlockNode, Graph, Node, RepeatNode, ResidualNode, is_context
 from seqblocks.kernels.dispatch import saves_launches
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call
@@ -83,7 +83,7 @@ def _takes(node: Node) -> bool:
     """Return whether a step begins with a norm of its first input and uses it nowhere else but in a residual's sum."""
     if isinstance(node.op, Norm):
         return node.op.adds_before and len(node.reads) == 1
-    if node.kind not in ("residual", "block", "repeat"):
+    if not isinstance(node, ResidualNode | BlockNode | RepeatNode):
         return False
     body = next(iter(node.bodies.values()), None)
     return body is not None and body_takes(body)
@@ -98,9 +98,9 @@ def body_takes(body: Graph) -> bool:
 
 def _makes(node: Node) -> bool:
     """Return whether a step's result is the sum of a residual."""
-    if node.kind == "residual":
+    if isinstance(node, ResidualNode):
         return True
-    bodies = [*node.bodies.values()] if node.kind in ("block", "repeat") else []
+    bodies = [*node.bodies.values()] if isinstance(node, BlockNode | RepeatNode) else []
     return bool(bodies) and _body_makes(bodies[-1])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.combinators.scan import places_by_key
 from seqblocks.errors import Fault, RunError
-from seqblocks.graph import Graph, Named, Node, is_ordered
+from seqblocks.graph import Named, ScanNode, is_ordered
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Size
 from seqblocks.runtime.modules import Place, StepModule, call_child, gridded, makes
@@ -22,8 +22,8 @@ from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
 
 
-@makes("scan")
-def _scan(node: Node, place: Place) -> StepModule:
+@makes(ScanNode)
+def _scan(node: ScanNode, place: Place) -> StepModule:
     if not (node.directions and node.owned):
         return Scan(node, place)
     inside = {item.name for item in graph.parameters(node.bodies[""])}
@@ -33,11 +33,11 @@ def _scan(node: Node, place: Place) -> StepModule:
 class Scan(Body):
     """Run the steps in another order, or in several orders that share all parameters, and merge the results."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ScanNode, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._describe(node, place)
 
-    def _describe(self, node: Node, place: Place) -> None:
+    def _describe(self, node: ScanNode, place: Place) -> None:
         self._orders: tuple[str, ...] = node.arguments.orders
         self._gridded = gridded(node, place)
         self._merge: str = node.arguments.merge
@@ -46,7 +46,7 @@ class Scan(Body):
         self._sequences = [is_ordered(place.types[value], first, node) for value in node.reads]
         ordered = (value for value, seq in zip(node.reads, self._sequences, strict=True) if seq)
         self._sources = frozenset(place.sources[value] for value in ordered if value in place.sources)
-        self._in_place = _is_reversible(node.bodies[""])
+        self._in_place = graph.is_reversible(node.bodies[""])
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         results: list[Tensor] = []
@@ -118,7 +118,7 @@ class Scan(Body):
 class SeparateScan(Scan):
     """Run several orders that share no parameters, each as a child with all steps."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ScanNode, place: Place) -> None:
         StepModule.__init__(self)
         self._label = node.verb
         for name in node.directions:
@@ -133,7 +133,7 @@ class SeparateScan(Scan):
 class PartlySharedScan(Scan):
     """Run several orders that share some parameters. A child named after each order holds its own parameters."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: ScanNode, place: Place) -> None:
         own = _directed(node)
         own_names = {graph.join(place.path, name) for name in own}
         super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | own_names))
@@ -148,7 +148,7 @@ class PartlySharedScan(Scan):
         return super()._one(order, tensors, replace(call, directed=directed))
 
 
-def _directed(node: Node) -> dict[str, Named]:
+def _directed(node: ScanNode) -> dict[str, Named]:
     """Return the parameters that each direction of a scan has of its own, by their names in its steps."""
     inside = list(graph.parameters(node.bodies[""], shared=True))
     names = set(graph.directed(node, inside))
@@ -167,15 +167,6 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
             own = nn.Parameter(torch.empty(item.parameter.shape), item.parameter.trained)
             module.register_parameter(leaf, own)
     return root
-
-
-def _is_reversible(body: Graph) -> bool:
-    """Return whether all steps support reverse order."""
-    return all(
-        node.kind not in ("scan", "choose", "each", "cell")
-        and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
-        for node in graph.walk(body)
-    )
 
 
 def _reversed_resets(resets: Tensor | None, next_begins: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from seqblocks import graph
-from seqblocks.graph import Node
+from seqblocks.graph import Node, OpNode
 from seqblocks.op import Op
 from seqblocks.ops import activations
 from seqblocks.ops.batch_norm import BatchNorm as BatchNormOp
@@ -249,8 +249,8 @@ def is_built(module: nn.Module | None) -> TypeGuard[Primitive]:
     return type(module) in PRIMITIVES or is_linear(module)
 
 
-@makes("op")
-def primitive(node: Node, place: Place) -> Primitive:
+@makes(OpNode)
+def primitive(node: OpNode, place: Place) -> Primitive:
     """Build the module of a primitive, of torch's class if it has one and the module holds its parameters itself."""
     held = (graph.join(place.path, name) in place.held_elsewhere for name in node.parameters)
     found = Primitive if any(held) or not _is_torchs(node) else _class_of(node.op)

@@ -38,7 +38,7 @@ def advance_of(model: Any, state: States, tokens: int, observed: bool) -> Advanc
         return Plain(model, state, lambda _: model.step)
     if tokens >= CAPTURE_MIN_TOKENS and Captured.fits(model):
         return Captured(model, state)
-    return Plain(model, state, lambda tokens: (None if observed else model._unguarded_step(tokens)) or model.step)
+    return Plain(model, state, lambda tokens: (None if observed else model.unguarded_step(tokens)) or model.step)
 
 
 def is_compiled(model: Any) -> bool:
@@ -53,7 +53,7 @@ class Plain:
         self._model, self._state, self._step_of, self._count = model, state, step_of, 0
 
     def keep(self, at: list[int]) -> None:
-        self._state = index_select(self._state, torch.tensor(at, device=self._model._some_tensor().device))
+        self._state = index_select(self._state, torch.tensor(at, device=self._model.some_tensor().device))
 
     def __call__(self, tokens: Tensor) -> Any:
         self._count += 1
@@ -82,13 +82,13 @@ class Captured:
     @staticmethod
     def fits(model: Any) -> bool:
         """Return whether the steps of a model may be recorded: none of them is computed with other processes."""
-        return model._some_tensor().device.type in RECORDERS and not model.tensor_shards and not model._relay
+        return model.some_tensor().device.type in RECORDERS and not model.tensor_shards and not model.sequence_relay
 
     def keep(self, at: list[int]) -> None:
         if self._plain:
             self._plain.keep(at)
             return
-        kept = torch.tensor(at, device=self._model._some_tensor().device)
+        kept = torch.tensor(at, device=self._model.some_tensor().device)
         self._rows = kept if self._rows is None else self._rows[kept]
         if 2 * len(at) <= self._size:
             self._leave_ended()

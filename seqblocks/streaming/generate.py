@@ -37,7 +37,7 @@ class Generates(Protocol):
 
     def _start_stream(self) -> None: ...
 
-    def _some_tensor(self) -> Tensor: ...
+    def some_tensor(self) -> Tensor: ...
 
 
 def generate(
@@ -76,7 +76,7 @@ def generate(
     _check_function(on_token)
     if not _is_whole(max_new_tokens) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens must be a whole number, at least 0, not {max_new_tokens!r}")
-    x, resets = _padded(prompt, model._some_tensor().device, model.spec.input.features)
+    x, resets = _padded(prompt, model.some_tensor().device, model.spec.input.features)
     if state is not None and resets is not None:
         raise UsageError("prompts that continue a state must have equal lengths")
     if state is not None:
@@ -254,7 +254,7 @@ class _Sampler:
         if seed is not None:
             if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
                 raise UsageError(f"a seed must be a 64-bit integer or None, not {seed!r}")
-            self._generator = torch.Generator(model._some_tensor().device).manual_seed(int(seed))
+            self._generator = torch.Generator(model.some_tensor().device).manual_seed(int(seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return token ids [batch] for logits [batch, vocabulary]."""

@@ -25,9 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks.cells import STARTED
+from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
-from seqblocks.graph import Graph, ModelSpec, Node, begins, is_context
+from seqblocks.graph import (
+    SHARED,
+    BlockNode,
+    CellNode,
+    ExpertsNode,
+    Graph,
+    ModelSpec,
+    Node,
+    OpNode,
+    ParallelNode,
+    RepeatNode,
+    ResidualNode,
+    ScanNode,
+    begins,
+    is_context,
+)
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.op import Op
@@ -405,10 +420,10 @@ class TokenPlan:
             self._exports |= zip(exports, more, strict=True)
         return y
 
-    def _primitive(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _primitive(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
         return self._op(module, node, inputs, path) if _as_declared(module, node) else None
 
-    def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
         op, parameters = module.op, parameters_of(module, self._call)
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
@@ -463,14 +478,14 @@ class TokenPlan:
 
         return TokenFunction(run, several, math.inf)
 
-    def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:
+    def _block(self, module: Block, node: BlockNode, inputs: Sequence[str], path: Path) -> str:
         return self._body(module, node.bodies[""], inputs, path)
 
-    def _scan(self, module: Scan, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _scan(self, module: Scan, node: ScanNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run a scan in token order as a block; other scans are not supported."""
-        return self._body(module, node.bodies[""], inputs, path) if node.arguments.orders == ("forward",) else None
+        return self._body(module, node.bodies[""], inputs, path) if node.is_forward else None
 
-    def _cell(self, module: Cell, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _cell(self, module: Cell, node: CellNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the steps of a cell on one token, with its states as variables."""
         if self._frames.have_several_tokens:
             return None
@@ -492,7 +507,7 @@ class TokenPlan:
         finally:
             self._phase = phase
 
-    def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _experts(self, module: Experts, node: ExpertsNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
         if not is_built(router) or is_hooked(router) or module.needs_each:
@@ -514,7 +529,10 @@ class TokenPlan:
             return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
         run_name = self._source.constant(TokenFunction(run))
-        return self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        y = self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        if SHARED not in node.bodies:
+            return y
+        return self._source.assign(f"{y} + {self._layer(module, SHARED, node.bodies[SHARED], inputs[0], values, path)}")
 
     def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
         """Write the function of an expert with `count` inputs and return its name."""
@@ -523,18 +541,18 @@ class TokenPlan:
         with self._frames.as_rows():
             return self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
 
-    def _residual(self, module: Residual, node: Node, inputs: Sequence[str], path: Path) -> str:
+    def _residual(self, module: Residual, node: ResidualNode, inputs: Sequence[str], path: Path) -> str:
         y = self._body(module, node.bodies[""], inputs, path)
         return self._source.assign(f"{inputs[0]} + {y}")
 
-    def _repeat(self, module: Repeat, node: Node, inputs: Sequence[str], path: Path) -> str:
+    def _repeat(self, module: Repeat, node: RepeatNode, inputs: Sequence[str], path: Path) -> str:
         x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
         for label, body in node.bodies.items():
             x = self._layer(module, label, body, x, values, path)
             values |= {value: self._exports[value] for value in body.exports}
         return x
 
-    def _parallel(self, module: Parallel, node: Node, inputs: Sequence[str], path: Path) -> str:
+    def _parallel(self, module: Parallel, node: ParallelNode, inputs: Sequence[str], path: Path) -> str:
         values = dict(zip(node.reads, inputs, strict=True))
         made = [self._layer(module, *item, inputs[0], values, path) for item in node.bodies.items()]
         merge = self._source.constant(TokenFunction(lambda *results: merged([*results], node.arguments.merge)))
@@ -551,7 +569,7 @@ class TokenPlan:
         return self._call_module(layer, None, timed, timed[0], read, (*path, label), body.exports)
 
 
-PLANNED: dict[type[nn.Module], Callable[[TokenPlan, Any, Node, Sequence[str], Path], str | None]] = {
+PLANNED: dict[type[nn.Module], Callable[[TokenPlan, Any, Any, Sequence[str], Path], str | None]] = {
     **dict.fromkeys([*PRIMITIVES, nn.Linear], TokenPlan._primitive), Block: TokenPlan._block, Scan: TokenPlan._scan,
     Residual: TokenPlan._residual, Repeat: TokenPlan._repeat, Parallel: TokenPlan._parallel,
     Experts: TokenPlan._experts, Cell: TokenPlan._cell,

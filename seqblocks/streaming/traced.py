@@ -94,8 +94,8 @@ class Traceable(Protocol):
     """The interface of a model that a traced plan uses."""
 
     spec: ModelSpec
-    _declared_state: States
-    _has_experts: bool
+    declared_state: States
+    has_experts: bool
     _traced: TracedPlan | None
 
 
@@ -104,10 +104,10 @@ def is_traceable(model: Traceable) -> bool:
     """Return whether a compiled step of this model can use a plan, which is then `model._traced`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
-    if model._has_experts:  # they break the graph
+    if model.has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = plan_tokens(model, model.spec, model._declared_state, kind=TracedPlan)  # type: ignore[arg-type, assignment]
+        model._traced = plan_tokens(model, model.spec, model.declared_state, kind=TracedPlan)  # type: ignore[arg-type, assignment]
     # guards after a break in the graph do not lead back to this function
     return model._traced is not None and not model._traced.may_break
 

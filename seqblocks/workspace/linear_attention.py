@@ -61,7 +61,8 @@ def scan(
     # The gradient of the last state is zeros. Gradients of one part are in use while those of the next are computed.
     before = min(SPAN, S - SPAN) if S > SPAN else S
     part = int(sum(x.bytes for x in inputs) * _share(sizes, S) * before / sizes.tokens) if several else 0
-    tape.function(inputs, [y], [*inputs, state, starts], 3 * state.bytes + backward + part)
+    zeros = starts  # their gradient
+    tape.function(inputs, [y], [*inputs, state, starts], 3 * state.bytes + zeros + backward + part)
     if normalize:
         whole, sums = tape.slice(y, (*v.shape[:-1], V - 1)), tape.slice(y, (*v.shape[:-1], 1))
         y = tape.divide(whole, tape.add(sums, tape.new((), item)))
@@ -127,20 +128,36 @@ class _Chunks:
         self.count = -(-x.tokens // self.L)
         self.rows = x.batch * x.heads
         self.groups = x.groups
+        self.split = x.decay == "key" or x.groups == 1  # weights of the decays are factors of queries and keys
 
     def cut(self, value: Value, wide: bool) -> Value:
         rows = self.rows * (self.groups if wide else 1)
         return self.tape.copy(self.tape.view(value, (self.count, rows, self.L, value.shape[-1]), dense=False))
 
-    def pairs(self, a: Value, b: Value) -> Value:
+    def pairs(self, a: Value, b: Value, weights: Value | None = None) -> Value:
         """Return a b', with zeros for later tokens."""
-        rows = max(a.shape[1], b.shape[1])
-        y = self.tape.matmul(a, b, (self.count, rows, self.L, self.L))
+        a, b = self.alike(a, b)
+        y = self.tape.matmul(a, b, (self.count, a.shape[1], self.L, self.L))
+        if weights is not None:
+            y = self.tape.multiply(y, weights)
         return self.tape.unary(y, ())
 
     def times(self, pairs: Value, x: Value) -> Value:
-        rows = max(pairs.shape[1], x.shape[1])
-        return self.tape.matmul(pairs, x, (self.count, rows, self.L, x.shape[-1]))
+        pairs, x = self.alike(pairs, x)
+        return self.tape.matmul(pairs, x, (self.count, pairs.shape[1], self.L, x.shape[-1]))
+
+    def alike(self, *values: Value) -> list[Value]:
+        """Return values with all heads, which a product copies for those that share them."""
+        most = max(value.shape[1] for value in values)
+        return [self.repeated(value, most) for value in values]
+
+    def repeated(self, x: Value, rows: int) -> Value:
+        """Return x copied for the heads that share it."""
+        if x.shape[1] == rows:
+            return x
+        y, small = self.tape.new((x.shape[0], rows, *x.shape[2:])), x.shape
+        self.tape.function([x], [y], (), lambda grads: [self.tape.new(small)])
+        return y
 
     def rowwise(self, x: Value, weight: Value | None) -> Value:
         """Return x with each row weighted; x may have fewer heads."""
@@ -152,6 +169,13 @@ class _Chunks:
         return y
 
 
+class _Weighted(NamedTuple):
+    """Rows that read the state, or keys that are written, without and with the weights of their decays."""
+
+    bare: Value
+    weighted: Value
+
+
 def _chunked(tape: Tape, x: Sizes, given: dict[str, Value]) -> Value:
     """Record the chunks of some tokens; return the output."""
     chunks = _Chunks(tape, x)
@@ -159,36 +183,50 @@ def _chunked(tape: Tape, x: Sizes, given: dict[str, Value]) -> Value:
     cut = {name: chunks.cut(given[name], True) for name in ("decay", "beta", "a", "b") if name in given}
     start = _weights(tape, cut["decay"]) if "decay" in cut else None
     back = None if start is None else tape.inverse(start)
-    scaled = tape.unary(q, ())
-    reading = chunks.rowwise(scaled, None if start is None else tape.unary(start, ()) if x.bonus else start)
-    writing = chunks.rowwise(k, back)
+    later = None if start is None else tape.unary(start, ())  # from the token before
+    of_heads: dict[bool, Value] = {}
+
+    def weighted(z: Value, weights: Value | None) -> _Weighted:
+        return _Weighted(z, chunks.rowwise(z, weights))
+
+    def pairs(a: _Weighted, b: _Weighted, before: bool = False) -> Value:
+        if chunks.split or start is None:
+            return chunks.pairs(a.weighted, b.weighted)
+        if before not in of_heads:
+            of_heads[before] = tape.unary(tape.matmul(start, start, (*start.shape[:3], chunks.L)), ())
+        return chunks.pairs(a.bare, b.bare, of_heads[before])
+
+    reading = weighted(tape.unary(q, ()), later if x.bonus else start)
+    writing = weighted(k, back)
     if x.rule == "delta":
         beta = cut["beta"]
-        negative = chunks.rowwise(tape.unary(k, ()), start)
-        system = tape.multiply(beta, chunks.pairs(negative, writing))
+        negative = weighted(tape.unary(k, ()), start)
+        system = tape.multiply(beta, pairs(negative, writing))
         inverse = tape.multiply(_solved(tape, system), beta)
-        rows = _joined(tape, reading, chunks.times(inverse, negative))
+        rows = _joined(tape, reading.weighted, chunks.times(inverse, negative.weighted))
         seed = tape.pad(chunks.times(inverse, v), (*v.shape[:2], 2 * chunks.L, x.values))
-        weights: Value | None = chunks.pairs(reading, writing)
-        columns, values = writing, None
+        weights: Value | None = pairs(reading, writing)
+        columns, values = writing.weighted, None
     elif x.rule == "dplr":
-        seed = chunks.times(chunks.pairs(reading, writing), v)
+        seed = chunks.times(pairs(reading, writing, x.bonus), v)
         if x.bonus:
             seed = tape.add(seed, tape.multiply(v, tape.multiply(q, k)))
-        c = chunks.rowwise(cut["a"], None if start is None else tape.unary(start, ()))
-        b = chunks.rowwise(cut["b"], back)
-        inverse = _solved(tape, chunks.pairs(c, b))
-        rows, columns = _joined(tape, reading, chunks.times(inverse, c)), _joined(tape, writing, b)
-        seed = _joined(tape, seed, chunks.times(inverse, chunks.times(chunks.pairs(c, writing), v)))
-        weights, values = chunks.pairs(reading, b), v
+        c, b = weighted(cut["a"], later), weighted(cut["b"], back)
+        inverse = _solved(tape, pairs(c, b, True))
+        rows = _joined(tape, reading.weighted, chunks.times(inverse, c.weighted))
+        columns = _joined(tape, writing.weighted, b.weighted)
+        seed = _joined(tape, seed, chunks.times(inverse, chunks.times(pairs(c, writing, True), v)))
+        weights, values = pairs(reading, b, x.bonus), v
     else:
-        seed = chunks.times(chunks.pairs(reading, writing), v)
+        seed = chunks.times(pairs(reading, writing, x.bonus), v)
         if x.bonus:
             own = tape.multiply(tape.multiply(q, tape.new((x.keys,))), k)
             seed = tape.add(seed, tape.multiply(tape.sum(own, (*own.shape[:-1], 1)), v))
-        rows, columns, weights, values = reading, writing, None, v
+        rows, columns, weights, values = reading.weighted, writing.weighted, None, v
+    rows, seed, columns = chunks.alike(rows, seed, columns)
     reads = _carried(tape, chunks, rows, seed, columns, values, start, given["state"])
     if weights is not None:
+        weights = chunks.repeated(weights, reads.shape[1])
         parts = tape.split(reads, [chunks.L, chunks.L], 2)
         reads = tape.new((*reads.shape[:2], chunks.L, x.values))
         tape.function([parts[0], weights, parts[1]], [reads], [weights, parts[1]])
@@ -236,6 +274,11 @@ def _carried(
     keeps += [reads, state.bytes, before]
     written = columns.numbers // columns.shape[-1] * seed.shape[-1] * seed.item
     tape.passing(3 * state.bytes)
-    extra = before + max(0, written - rows.bytes, 2 * before if through is not None else 0)
+    # the states' gradients and the zeros for those of what is kept, those of a chunk, and what one of three products
+    # takes more than the later ones: the gradients of columns, of the decays, and of rows
+    decays = 0 if through is None else 3 * before if chunks.split else before
+    after = before if through is not None and chunks.split else 0
+    extra = 2 * before + state.bytes + written // chunks.count
+    extra += max(0, written - rows.bytes, decays - rows.bytes, after)
     tape.function([rows, seed, columns, values, through, state], [reads], keeps, extra)
     return reads

@@ -29,7 +29,8 @@ def scan(
     keeps: list[Value | int] = [x for x in (u, dt, A, B, C, D, z, state) if x is not None]
     keeps += [inner] * (saved * (softplus + (z is not None)))
     keeps += [chunks * state.bytes]
+    products = 4 + softplus + 2 * (z is not None)
     y = tape.new(u.shape, u.item)
     tape.passing(2 * part * N + 4 * part + 2 * state.bytes)
-    tape.function([u, dt, A, B, C, D, z], [y], keeps, 4 * part * N + 8 * part + 2 * state.bytes)
+    tape.function([u, dt, A, B, C, D, z], [y], keeps, 4 * part * N + products * part + 2 * state.bytes)
     return y

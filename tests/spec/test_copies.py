@@ -31,9 +31,9 @@ def described(body: Graph) -> list[Any]:
         inputs = {port: [numbers[value] for value in values] for port, values in each.inputs.items()}
         same = {"kind", "name", "verb", "span", "type", "split", "op", "parameters", "state", "wires"}
         same |= {"macs", "ties", "shared", "owner_name", "owned", "starts"}
-        values = {key: getattr(each, key) for key in sorted(same)}
+        values = {key: getattr(each, key, None) for key in sorted(same)}
         bodies = {label: described(inner) for label, inner in each.bodies.items()}
-        return [inputs, values, entries(each.checkpoint), bodies]
+        return [inputs, values, entries(getattr(each, "checkpoint", ())), bodies]
 
     return [[node(each) for each in body.nodes], numbers[body.result], entries(body.checkpoint), body.absent]
 

@@ -200,12 +200,12 @@ def test_completion_with_and_without_snippets(client: Client, tmp_path: Path) ->
         return next(each for each in found["items"] if each["label"] == "linear")
 
     plain = linear(client)
-    assert plain["textEdit"]["newText"] == "linear: {features: }"
+    assert plain["textEdit"]["newText"] == "linear: {name: linear_2, features: }"
     assert plain["textEdit"]["range"] == {"start": {"line": 9, "character": 6}, "end": {"line": 9, "character": 8}}
     able = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
     other = Client(COMMAND, tmp_path, {}, able)
     other.open(uri, text)
-    assert linear(other)["textEdit"]["newText"] == "linear: {features: $1}"
+    assert linear(other)["textEdit"]["newText"] == "linear: {name: linear_2, features: $1}"
     other.close()
 
 

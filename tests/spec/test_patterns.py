@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from seqblocks.analysis import check
-from seqblocks.analysis.steps.combinators.pattern import read_pattern
 from seqblocks.combinators import MAX_REPEATS
+from seqblocks.combinators.repeat import read_pattern
 from seqblocks.errors import Fault
 from seqblocks.report import listing
 

@@ -110,9 +110,19 @@ OPS: dict[str, list[str]] = {
         "linear: {features: 64, as: dt}", "linear: {from: x, features: 16, as: b}",
         "linear: {from: x, features: 16, as: c}", "ssm: {x: x, dt: dt, B: b, C: c}",
     ],
+    "ssm, groups, z": [
+        "linear: {features: 64, as: dt}", "linear: {from: x, features: 64, as: b}",
+        "linear: {from: x, features: 64, as: c}", "ssm: {x: x, dt: dt, B: b, C: c, groups: 4, z: x}",
+    ],
     "linear_attention": [f"{LINEAR_ATTENTION}}}"],
     "linear_attention, decay of a head": [*PER_HEAD, f"{LINEAR_ATTENTION}, decay: d}}"],
     "linear_attention, decay of a key": [*PER_KEY, f"{LINEAR_ATTENTION}, decay: d}}"],
+    "linear_attention, heads that share keys": [
+        "linear: {from: x, features: 128, as: v}", f"{LINEAR_ATTENTION.replace('v: x', 'v: v')}, value_heads: 8}}",
+    ],
+    "linear_attention, dplr": [
+        *WIDE[:2], *PER_HEAD, f"{LINEAR_ATTENTION}, a: i, b: f, decay: d, rule: dplr}}",
+    ],
     "linear_attention, delta": [*BETA, f"{LINEAR_ATTENTION}, beta: beta, rule: delta, qk_norm: l2}}"],
     "linear_attention, delta, decay": [
         *BETA, *PER_HEAD, f"{LINEAR_ATTENTION}, beta: beta, decay: d, rule: delta, qk_norm: l2}}"
@@ -131,6 +141,8 @@ GRID_OPS: dict[str, list[str]] = {  # on the tokens of an image
     "each, padded windows": ["each: {axis: windows, size: 5, shift: 2, pad: true, steps: [silu, {linear: 24}]}"],
     "each, columns": ["each: {axis: columns, steps: [{linear: 24}]}"],
     "conv2d, depthwise": ["conv2d"],
+    "conv2d, depthwise, 5 rows": ["conv2d: {kernel: 5}"],
+    "conv2d, groups": ["conv2d: {features: 64, groups: 16}"],
     "conv2d, strided": ["conv2d: {features: 32, stride: 2, activation: silu}"],
     "conv2d, even": ["conv2d: {features: 64, kernel: 2, stride: 2, padding: 0}"],
     "conv_transpose2d": ["pool2d", "conv_transpose2d: {features: 64, kernel: 2, stride: 2}"],

@@ -55,7 +55,7 @@ class Example:
         self.edges = [0, *(model.frame_size * count for count in accumulate(shares))]
         self.x = random_input(model, 2, self.edges[-1], seed).detach()
         self.context = random_context(model, 2, seed)
-        self.resets = self._marks() if marks and model._resets_obstacle is None else None
+        self.resets = self._marks() if marks and model.resets_obstacle is None else None
         model.zero_grad()
         self.y = _by_name(model(self.x, resets=self.resets, **self.context))
         self.y = {name: y.double() for name, y in self.y.items()}  # also the embedding of token ids

@@ -175,6 +175,18 @@ def test_the_steps_add_up_to_the_whole(mode: str) -> None:
     assert sum(row.share for row in found.steps) == pytest.approx(1, rel=0.1)
 
 
+def test_a_backward_pass_comes_to_each_step_once_in_reverse() -> None:
+    model = seqblocks.build_text(TEXT, seed=0)
+    x = torch.zeros(2, 16, dtype=torch.long)
+    hooks = clocks.Hooks(model, torch.device("cpu"), lambda: model(x).sum().backward(), backward=True)
+    with hooks.observing() as observe:
+        observe()
+    steps = ("residual.rms_norm", "residual.swiglu", "causal_conv")
+    layers = [f"layers.{at}.{step}" for at in range(3) for step in steps]
+    assert [name for name, _ in hooks.turns if name] == ["embed", *layers, "unembed"][::-1]
+    assert "" in [name for name, _ in hooks.turns]  # the sums of the residual branches are between the steps
+
+
 def test_no_ratio_for_times_that_spread() -> None:
     row = measure.Row("a", 1, "linear", 2.0, 0.05, 1.0)
     assert row.ratio == 2

@@ -123,7 +123,7 @@ def test_planned_steps_are_those_of_the_whole_sequence(text: str) -> None:
     marks = torch.zeros(2, 6, dtype=torch.bool)
     marks[0, 2] = marks[1, 4] = True
     with torch.no_grad():
-        for resets in (None, marks) if model._resets_obstacle is None else (None,):
+        for resets in (None, marks) if model.resets_obstacle is None else (None,):
             whole = model(x, resets=resets, **context)
             state = model.init_state(2, **context)
             for t in range(6):

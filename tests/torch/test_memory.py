@@ -42,6 +42,7 @@ SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
 QUICK_OPS = {
     "linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm", "causal_conv, silu",
+    "linear_attention, heads that share keys", "conv2d, depthwise, 5 rows",
 }
 
 

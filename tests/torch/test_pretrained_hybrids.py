@@ -91,6 +91,17 @@ def test_greedy_tokens_are_those_of_transformers(family: str, seed: int, tmp_pat
     assert torch.equal(tokens[:, 5:], theirs[:, 4:-1])
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_norms_inside_attention_have_another_epsilon(family: str, tmp_path: Path) -> None:
+    """transformers gives these two norms of low rank the default, 1e-6, whatever `rms_norm_eps` is."""
+    model = peer(family, 0, torch.float32, rms_norm_eps=0.5)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert (seqblocks.from_pretrained(tmp_path).eval()(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_5", False), ("qwen3_5", True), ("gemma3", True)])
 def test_the_language_model_of_a_model_that_reads_images(family: str, tied: bool, tmp_path: Path) -> None:
     library = pytest.importorskip("transformers", reason="needs the extra `hub`")

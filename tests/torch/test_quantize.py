@@ -92,8 +92,17 @@ def test_what_is_quantized(model: seqblocks.SequenceModel) -> None:
     layers = {f"layers.{at}.{name}" for at in range(2) for name in layer}
     assert found.keys() == {"embed.weight", "unembed.weight", *layers}
     assert found["embed.weight"] is found["unembed.weight"]
-    assert quantized(seqblocks.quantize(model)) == {}  # all are small
     assert quantized(model) == {}
+
+
+def test_a_copy_in_which_nothing_is_quantized_comes_with_a_warning(model: seqblocks.SequenceModel) -> None:
+    sizes = (model.get_parameter(name).numel() for name in quantized(seqblocks.quantize(model, smallest=0)))
+    with pytest.warns(UserWarning, match=f"smallest={max(sizes)} stores that one") as caught:
+        assert quantized(seqblocks.quantize(model)) == {}
+    assert caught[0].filename == __file__
+    none = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [silu]}")
+    with pytest.warns(UserWarning, match="has no matrix"):
+        seqblocks.quantize(none, smallest=0)
 
 
 @pytest.mark.parametrize("smallest", [0, 3000])

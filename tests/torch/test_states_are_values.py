@@ -44,7 +44,7 @@ def inputs(model: SequenceModel) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if model.spec.input.kind == "tokens":
         return torch.randint(0, 11, (TOKENS, BATCH), generator=generator)
-    return torch.randn(TOKENS, BATCH, 6, generator=generator, dtype=model._own_dtype())
+    return torch.randn(TOKENS, BATCH, 6, generator=generator, dtype=model.own_dtype())
 
 
 def by_hand(model: SequenceModel) -> list[tuple[Any, Any]]:

@@ -107,7 +107,7 @@ class Example:
         self.x = random_input(model, 2, length, seed).detach()
         self.context = {name: x.detach() for name, x in random_context(model, 2, seed).items()}
         self.resets: Tensor | None = None
-        if model._resets_obstacle is None and seed % 2:
+        if model.resets_obstacle is None and seed % 2:
             self.resets = torch.zeros(2, length, dtype=torch.bool)
             self.resets[1, length // 2] = True
 
@@ -137,14 +137,14 @@ def check(model: SequenceModel, plan: Plan, example: Example, threads: Threads) 
     """Compare a model with its parts on the ranks."""
     model.zero_grad()
     expected = example.outputs(model)
-    if model._obstacle is None:
+    if model.streaming_obstacle is None:
         expected |= example.stream(model)
     largest = max([1.0, *(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)])
 
     def work(rank: int) -> tuple[dict[str, Tensor], float]:
         local = part_of(model, plan, rank)
         found = example.outputs(local)
-        if model._obstacle is None:
+        if model.streaming_obstacle is None:
             found |= example.stream(local)
         return found, _gradient_error(local, model) / largest
 

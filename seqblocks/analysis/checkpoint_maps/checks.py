@@ -179,7 +179,7 @@ class _Places:
     @cached_property
     def layers(self) -> tuple[int, dict[int, Any]]:
         """Return the smallest number of layers of a repeat among these, and the layers of all of them."""
-        repeats = [member for member in self.members if isinstance(member, graph.Node) and member.kind == "repeat"]
+        repeats = [member for member in self.members if isinstance(member, graph.RepeatNode)]
         inside = {id(body): body for node in repeats for body in node.bodies.values()}
         return min((len(node.bodies) for node in repeats), default=10**9), inside
 
@@ -198,7 +198,8 @@ class _Places:
         nodes = [member for member in self.members if isinstance(member, graph.Node)]
         bodies = [member for member in self.members if isinstance(member, Graph)]
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
-        return any(node.checkpoint for node in chain(nodes, chain.from_iterable(map(graph.walk, bodies))))
+        below = chain(nodes, chain.from_iterable(map(graph.walk, bodies)))
+        return any(isinstance(node, graph.BlockNode) and node.checkpoint for node in below)
 
     @cached_property
     def absent(self) -> set[str]:
@@ -211,8 +212,7 @@ class _Places:
     @cached_property
     def without_layers(self) -> bool:
         """Return whether one of these is a repeat without layers."""
-        nodes = (member for member in self.members if isinstance(member, graph.Node))
-        return any(node.kind == "repeat" and not node.bodies for node in nodes)
+        return any(isinstance(member, graph.RepeatNode) and not member.bodies for member in self.members)
 
     @cached_property
     def matrix(self) -> bool:
@@ -232,14 +232,14 @@ class _Places:
             else:
                 found |= self.layers[1] if absent else self.named.get(part, {})
             if may_differ and part in DIRECTIONS:
-                scans = [t for t in self.members if isinstance(t, graph.Node) and t.kind == "scan"]
+                scans = [t for t in self.members if isinstance(t, graph.ScanNode)]
                 found |= {id(scan): scan for scan in scans if part not in scan.directions}
             self._below[key] = _Places(list(found.values()), self.inside)
         return self._below[key]
 
     def words(self) -> list[str]:
         """Return the names that a key may match here, for a message."""
-        layers = any(isinstance(member, graph.Node) and member.kind == "repeat" for member in self.members)
+        layers = any(isinstance(member, graph.RepeatNode) for member in self.members)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
     def renamed(self, verb: str) -> list[str]:

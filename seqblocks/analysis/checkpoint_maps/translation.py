@@ -41,7 +41,8 @@ def official_name(model: ModelSpec, name: str, layout: str = OFFICIAL) -> Any:
 
 def layouts(model: ModelSpec) -> list[str]:
     """Return the names of all layouts defined by the maps of a model and its blocks, `official` first."""
-    tables = [model.checkpoint, *(node.checkpoint for node in graph.walk(model.graph))]
+    blocks = (node for node in graph.walk(model.graph) if isinstance(node, graph.BlockNode))
+    tables = [model.checkpoint, *(node.checkpoint for node in blocks)]
     return list(dict.fromkeys([OFFICIAL, *(entry.layout for table in tables for entry in table if entry.layout)]))
 
 
@@ -146,7 +147,7 @@ class Translator:
         inside = self._translated(node.bodies[""], parts[end:], node.checkpoint)
         return [_placed(Name(".".join(parts[count:end])), {}, rest) for rest in inside]
 
-    def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
+    def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.BlockNode | None, int]:
         """Return the first block on the path whose name ends at or after part `count`, and where it ends."""
         at = 0
         while at < len(parts):
@@ -156,7 +157,7 @@ class Translator:
             at += 1
             if node is None or not node.bodies or at == len(parts):
                 return None, at
-            if node.kind == "block" and at >= count:
+            if isinstance(node, graph.BlockNode) and at >= count:
                 return node, at
             if parts[at] in node.directions:
                 at += 1

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from seqblocks.graph import Graph, ModelSpec, Node, is_context, is_prefix_join
+from seqblocks.graph import (
+    BlockNode,
+    ChooseNode,
+    EachNode,
+    Graph,
+    ModelSpec,
+    Node,
+    ResidualNode,
+    is_context,
+    is_prefix_join,
+)
 from seqblocks.state_layout import kept_state
 
 
@@ -50,17 +60,14 @@ class _Reads:
         """Return the outer values that a node reads at each token. later: those that steps after it read."""
         if is_prefix_join(node):
             return {node.inputs["x"][-1]}
-        at_ports = {value for values in node.inputs.values() for value in values}
-        if not node.bodies:
+        at_ports = {*node.at_ports}
+        if not node.bodies or isinstance(node, ChooseNode):
             return at_ports
-        if node.kind == "block":
+        if isinstance(node, BlockNode):
             body = node.bodies[""]
             read = self.of_body(body, body.exports)  # other uses of the block may need them
-            ports = {"x": body.input, **body.ports}
-            return {value for port, values in node.inputs.items() for value in values if ports[port] in read}
-        if node.kind == "choose":
-            return at_ports
+            return {value for value, number in node.links if number in read}
         inside = set[int]()
         for body in reversed(node.bodies.values()):
             inside |= self.of_body(body, {*later, *inside})
-        return inside | (at_ports if node.kind in ("residual", "each") else set())
+        return inside | (at_ports if isinstance(node, ResidualNode | EachNode) else set())

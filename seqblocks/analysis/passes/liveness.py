@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from seqblocks import graph
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import BlockNode, ChooseNode, EachNode, Graph, Node, OpNode, RepeatNode, ResidualNode, UnknownNode
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.record import Record
 from seqblocks.types import Wire
@@ -67,7 +67,7 @@ def without_gradient(node: Node, body: Graph) -> Fault:
     """Return the fault of a step that receives no gradient because of a constant output after it."""
     message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
     for each in graph.walk(body):
-        if each.kind == "choose" and each.inputs["by"][0] in node.outputs:
+        if isinstance(each, ChooseNode) and each.inputs["by"][0] in node.outputs:
             notes = [Note(f"{_shown(each)} reads it as scores, and a choice has no gradient", each.span)]
             return Fault("W902", message, notes=notes, hint="multiply by it in the steps there: `calc: r * y`")
     constant, notes = _constant_after(node, body), []
@@ -101,7 +101,7 @@ def _constant_after(node: Node, body: Graph) -> Node | None:
 
 
 def _is_constant(node: Node) -> bool:
-    return node.kind == "op" and node.type is not None and node.type.facts.is_constant
+    return isinstance(node, OpNode) and node.type is not None and node.type.facts.is_constant
 
 
 class _Liveness:
@@ -161,31 +161,22 @@ class _Liveness:
 
         later: the values that steps after it read.
         """
-        if node.kind == "op":
+        if isinstance(node, OpNode):
             sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
             return {v for port, each in node.inputs.items() if port not in sizes for v in each}
-        values = {v for each in node.inputs.values() for v in each}
-        if node.kind == "block":
-            body = node.bodies[""]
-            ports = {"x": body.input, **body.ports}
-            needed = self.body(body).used
-            return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
-        if node.kind == "repeat":
+        if isinstance(node, RepeatNode):
             return self._layers(node, idle, later)
-        if node.kind == "choose":  # the choice has no gradient
-            (body,) = node.bodies.values()
-            inside = self.body(body)
+        if isinstance(node, BlockNode | ChooseNode | EachNode):  # their bodies number their inputs separately
+            inside = self.body(node.bodies[""])
+            found = {value for value, number in node.links if number in inside.used}
+            if isinstance(node, BlockNode):
+                return found
             _add(idle, inside)
-            ports = {"x": body.input, **body.ports}
-            found = {v for port, each in node.inputs.items() if ports.get(port) in inside.used for v in each}
-            return found | {*node.inputs["x"], *(() if self.by_gradient else node.inputs["by"])}
-        if node.kind == "each":
-            (body,) = node.bodies.values()
-            inside = self.body(body)
-            _add(idle, inside)
-            ports = {"x": body.input, **body.ports}
-            return {v for port, each in node.inputs.items() if ports[port] in inside.used for v in each}
-        read = values if node.kind == "residual" else set()
+            if isinstance(node, ChooseNode):
+                found.update(node.inputs["x"])
+                found.update(() if self.by_gradient else node.inputs["by"])  # the choice has no gradient
+            return found
+        read = {*node.at_ports} if isinstance(node, ResidualNode) else set[int]()
         for body in node.bodies.values():
             inside = self.body(body, later)
             read |= inside.used
@@ -245,7 +236,7 @@ def _is_complete(body: Graph, known: dict[int, bool]) -> bool:
         return True
     if id(body) not in known:
         inside = all(_is_complete(inner, known) for node in body.nodes for inner in node.bodies.values())
-        known[id(body)] = inside and all(node.kind != "unknown" for node in body.nodes)
+        known[id(body)] = inside and not any(isinstance(node, UnknownNode) for node in body.nodes)
     return known[id(body)]
 
 
@@ -264,7 +255,7 @@ def _may_own(node: Node) -> bool:
         return False
     if any(name not in node.ties for name, parameter in node.parameters.items() if parameter.trained):
         return True
-    if node.kind != "op":
+    if not isinstance(node, OpNode):
         return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)
     if node.op is None:  # its arguments are unknown too
         return PRIMITIVES[node.verb].parameters is not Op.parameters

@@ -152,37 +152,34 @@ def _values(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> dic
 def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if graph.is_context(node):
         return CONTEXT
-    read = [known[v] for values in node.inputs.values() for v in values]
-    if node.op is not None:
+    read = [known[value] for value in node.at_ports]
+    if isinstance(node, graph.OpNode):
         reads_whole = any(not known[v].context for v in node.whole_inputs)
         if node.other_rate:
             read = _complete(node, known)
             reads_whole |= walk.backwards
         return _op(node, read, path, reads_whole, walk.backwards)
-    if node.kind == "scan":
+    if isinstance(node, graph.ScanNode):
         return _scan(node, known, path, walk)
-    if node.kind == "each":
-        return _each(node, dict(zip(node.inputs, read, strict=True)), path, walk)
-    if node.kind == "choose":
+    if isinstance(node, graph.EachNode):
+        return _each(node, {inside: known[value] for value, inside in node.links}, path, walk)
+    if isinstance(node, graph.ChooseNode):
         return _choose(node, known, path, walk)
-    if node.kind == "repeat":
+    if isinstance(node, graph.RepeatNode):
         (result,) = read
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), walk)
             known = {**known, **{value: walk.exports[value] for value in body.exports}}
         return result
-    if node.kind == "block":  # the body of a block has separate values for its inputs
-        body = node.bodies[""]
-        at_ports = {port: known[v] for port, (v,) in node.inputs.items()}
-        inside = {number: at_ports[port] for port, number in body.ports.items()}
-        return _run(body, {body.input: at_ports["x"], **inside}, path, walk)
-    if node.kind == "cell":
+    if isinstance(node, graph.BlockNode):
+        return _run(node.bodies[""], {inside: known[value] for value, inside in node.links}, path, walk)
+    if isinstance(node, graph.CellNode):
         return _cell(node, known, path, walk)
     results = [_run(body, known, graph.join(path, label), walk) for label, body in node.bodies.items()]
-    return _most([*(read if node.kind == "residual" else []), *results])
+    return _most([*(read if isinstance(node, graph.ResidualNode) else []), *results])
 
 
-def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _cell(node: graph.CellNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a cell, which reads all earlier tokens: in reverse, all later ones."""
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])._replace(mixes=True)
@@ -192,7 +189,7 @@ def _cell(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return most
 
 
-def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of a choose, whose steps may skip any number of tokens from one chosen token to the next."""
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])
@@ -204,7 +201,7 @@ def _choose(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahea
     return Ahead(1, WHOLE, most.first if most.tokens == WHOLE else (path, node), mixes, later=WHOLE)
 
 
-def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
+def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
     assert node.op is not None
     most = _most(read)
@@ -234,7 +231,7 @@ def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool, backwards: 
     return found._replace(first=(path, node)) if enters else found
 
 
-def _complete(node: Node, known: dict[int, Ahead]) -> list[Ahead]:
+def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
     """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
 
     """
@@ -256,7 +253,7 @@ def _complete(node: Node, known: dict[int, Ahead]) -> list[Ahead]:
     return found
 
 
-def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
+def _scan(node: graph.ScanNode, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     body, orders = node.bodies[""], node.arguments.orders
     before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
     directions = {walk.backwards != order.endswith("reverse") for order in orders}
@@ -275,14 +272,13 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     return result._replace(mixes=mixes)
 
 
-def _each(node: Node, at_ports: dict[str, Ahead], path: str, walk: _Walk) -> Ahead:
+def _each(node: graph.EachNode, inner: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire
-    inner = {number: at_ports[port] for port, number in {"x": body.input, **body.ports}.items()}
     if arguments.carries and not (walk.backwards and arguments.in_frames):
         return _run(body, inner, path, walk)
-    read = _most([*at_ports.values()])
+    read = _most([*inner.values()])
     inner = {number: ahead if ahead.context else read._replace(mixes=False) for number, ahead in inner.items()}
     inside = _run(body, inner, path, walk._replace(backwards=False))
     mixes, later = read.mixes or inside.mixes, inside.bound > read.bound

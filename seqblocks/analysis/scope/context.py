@@ -42,7 +42,7 @@ class Body(Record):
     named: dict[str, Step] = field(default_factory=dict)  # its steps by name, filled on first use
     numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
     states: dict[str, int] = field(default_factory=dict)  # of a cell: the values after the previous token
-    formulas: Any = None  # what the formulas of one step share, see `steps/combinators/calc.py`
+    formulas: Any = None  # what the formulas of one step share, see `steps/calc.py`
     inner: list[Body] = field(default_factory=list)  # the lists of steps of its combinators, so far
     layers: dict[str, Layers] = field(default_factory=dict)  # that can be read here, by the word for them
     hidden: dict[str, int] | None = None  # by name, wires that the steps of an `each` or a `choose` may not read

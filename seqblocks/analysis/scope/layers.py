@@ -135,7 +135,7 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
     if found := ctx.body.layers.get(word):
         return found
     node = ctx.body.nodes.get(word)
-    is_unknown = ctx.names.get(word, None) is UNKNOWN or (node is not None and node.kind == "unknown")
+    is_unknown = ctx.names.get(word, None) is UNKNOWN or isinstance(node, graph.UnknownNode)
     if is_unknown or ctx.body.incomplete or (given.default and is_left_out(ctx, word)):
         return None
     known = [*ctx.body.layers]
@@ -264,28 +264,27 @@ def _around(body: graph.Graph, value: int) -> list[tuple[graph.Node, graph.Graph
     if value == body.input or any(value in node.made for node in body.nodes):
         return []
     for node in body.nodes:
-        for inner in node.bodies.values() if node.kind != "block" else ():
+        for inner in node.bodies.values() if not isinstance(node, graph.BlockNode) else ():
             found = None if value in inner.captures else _around(inner, value)
             if found is not None:
                 return [(node, inner), *found]
     return None
 
 
+_OBSTACLES: dict[type[graph.Node], str] = {
+    graph.ExpertsNode: "an expert computes only the tokens that are routed to it",
+    graph.ChooseNode: "the steps of `choose` compute only the chosen tokens",
+    graph.CellNode: "the steps of a cell compute one token at a time",
+    graph.EachNode: "the steps of `each` compute parts of the sequence",
+    graph.RepeatNode: "it belongs to a layer of a repeat inside the layer",
+}
+
+
 def _obstacle(node: graph.Node) -> str | None:
     """Return why a value inside a node cannot be read outside of it, or None."""
-    if node.kind == "experts":
-        return "an expert computes only the tokens that are routed to it"
-    if node.kind == "choose":
-        return "the steps of `choose` compute only the chosen tokens"
-    if node.kind == "cell":
-        return "the steps of a cell compute one token at a time"
-    if node.kind == "each":
-        return "the steps of `each` compute parts of the sequence"
-    if node.kind == "repeat":
-        return "it belongs to a layer of a repeat inside the layer"
-    if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return f"a scan reads the tokens in the order {' and '.join(node.arguments.orders)}"
-    return None
+    if isinstance(node, graph.ScanNode) and not node.is_forward:
+        return f"a scan reads the tokens in the order {node.orders}"
+    return _OBSTACLES.get(type(node))
 
 
 def _no_layer(layers: Layers, given: LayerWire, at: int, written: str) -> Fault:

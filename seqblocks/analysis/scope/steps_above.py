@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.step import Step, find_verb
+from seqblocks.graph import UnknownNode
 from seqblocks.messages.suggestions import nearest
 
 
@@ -26,8 +27,8 @@ def may_be_step(ctx: Context, name: str) -> bool:
 
 def _has_misspelt_verb(ctx: Context, body: Body, name: str) -> bool:
     """Return whether a step without a name has an unknown verb that may be a misspelling of `name`."""
-    unknown = (node.verb for node in body.nodes.values() if node.kind == "unknown" and node.name == node.verb)
-    close = [verb for verb in unknown if name in verb.lower() or nearest(verb, (name,))]
+    unknown = (node for node in body.nodes.values() if isinstance(node, UnknownNode) and node.name == node.verb)
+    close = [node.verb for node in unknown if name in node.verb.lower() or nearest(node.verb, (name,))]
     return any(verb not in ctx.passed and find_verb(ctx.file, verb) is None for verb in close)
 
 

@@ -16,6 +16,7 @@ from seqblocks.analysis.scope.layers import (
 )
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.graph import BlockNode
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
@@ -212,7 +213,7 @@ def _hint_of_block(ctx: Context, name: str) -> str | None:
     step, _, wire = name.partition(".")
     body = _body_with(ctx.body, step)
     node = body.nodes[step] if body else None
-    if node and node.kind == "block":
+    if isinstance(node, BlockNode):
         outputs = [f"{step}.{each}" for each in node.bodies[""].exported]
         return did_you_mean(name, outputs) or f"add `outputs: [{wire}]` to block {node.verb}, if it has such a wire"
     return f"{step} is left out: its condition is false" if is_left_out(ctx, step) else None

@@ -70,7 +70,7 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     body = block_body(ctx, block, call, step.name, _note(block, step))
     inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **call.ports}.items()}
     wire = ctx.run.types[body.result]
-    node = make_node(ctx, step, "block", inputs, wire, bodies={"": body}, checkpoint=body.checkpoint)
+    node = make_node(ctx, step, graph.BlockNode, inputs, wire, bodies={"": body}, checkpoint=body.checkpoint)
     if body.exported:
         define_outputs(ctx, node, body.exported)
     return node
@@ -249,7 +249,7 @@ def _copy(ctx: Context, inner: Context, block: Block, original: Original) -> gra
 
 def _is_known(node: graph.Node) -> bool:
     """Return whether a node is a block, or an op without a fault whose wires have types."""
-    return node.kind == "block" or (node.op is not None and node.type is not None)
+    return isinstance(node, graph.BlockNode) or (node.op is not None and node.type is not None)
 
 
 def _changed(ctx: Context, step: Step, node: graph.Node) -> graph.Node:

@@ -60,7 +60,7 @@ def _is_alone(run: Run, body: graph.Graph) -> bool:
         if node.type is None or node.owner or node.ties:
             return False
         for inner in node.bodies.values():
-            if not (id(inner) in run.alone if node.kind == "block" else _is_alone(run, inner)):
+            if not (id(inner) in run.alone if isinstance(node, graph.BlockNode) else _is_alone(run, inner)):
                 return False
     return True
 

@@ -117,7 +117,7 @@ class _Application:
         return self.made[key][1]
 
     def node(self, node: graph.Node, rules: tuple[Rules, ...], depth: int) -> graph.Node:
-        inside = depth * len(node.bodies) if node.kind == "repeat" else depth
+        inside = depth * len(node.bodies) if isinstance(node, graph.RepeatNode) else depth
         bodies = {name: self.body(body, rules, inside) for name, body in node.bodies.items()}
         parameters = {
             name: self.parameter((f"{node.verb}.{name}", f"{node.name}.{name}"), each, rules, depth)

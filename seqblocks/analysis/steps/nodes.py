@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
@@ -20,10 +20,12 @@ from seqblocks.state_layout import State
 from seqblocks.types import Origin, Wire
 from seqblocks.widths import ids_have_no_features
 
+N = TypeVar("N", bound=graph.Node)
+
 
 def make_node(
-    ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], wire: Wire | None, **more: Any
-) -> graph.Node:
+    ctx: Context, step: Step, cls: type[N], inputs: dict[str, tuple[int, ...]], wire: Wire | None, **more: Any
+) -> N:
     """Create the node of a step, with its name and its outputs."""
     run, body = ctx.run, ctx.body
     origin = Origin(step.verb, step.span)
@@ -35,13 +37,13 @@ def make_node(
     if wire and run.has_context and wire.context != (fixed or _is_context(run, inputs, more.get("bodies", {}))):
         wire = wire._replace(context=not wire.context)
     folded = [read.lanes for values in inputs.values() for value in values if (read := run.types[value]) and read.lanes]
-    if wire and kind != "each" and (lanes := folded[0] if folded else ()) != wire.lanes:
+    if wire and cls is not graph.EachNode and (lanes := folded[0] if folded else ()) != wire.lanes:
         wire = wire._replace(lanes=lanes)  # axes that an enclosing `each` folded into the batch
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
     if wire and wire.lanes and (state := more.get("state")):
         more["state"] = _in_lanes(state, wire.lanes)
-    made = graph.Node(kind, step.name, step.verb, step.span, inputs, (), wire, **more)
+    made = cls(step.name, step.verb, step.span, inputs, (), wire, **more)
     made.name = name = _unique_name(ctx, step, made)
     types, labels, split = _outputs(ctx, step, wire, origin)
     first = len(run.types)
@@ -55,7 +57,7 @@ def make_node(
         for label, value in zip(labels, values, strict=True):
             body.set_wire(label, value)
     made.outputs, made.split = values, split
-    if name not in body.nodes or body.nodes[name].kind == "unknown":
+    if name not in body.nodes or isinstance(body.nodes[name], graph.UnknownNode):
         body.nodes[name] = made
     return made
 
@@ -116,7 +118,7 @@ def _unique_name(ctx: Context, step: Step, node: graph.Node) -> str:
     elif given and not may_own(ctx, name, span):
         return f"{step.verb}@{span.line}"
     clash = ctx.body.nodes.get(name)
-    if clash is None or clash.kind == "unknown":
+    if clash is None or isinstance(clash, graph.UnknownNode):
         return name
     if not step.misspelt.isdisjoint(("name", "as")):
         return f"{name}@{span.line}:{span.column}"
@@ -136,9 +138,9 @@ def _unique_name(ctx: Context, step: Step, node: graph.Node) -> str:
 
 def _may_own(node: graph.Node) -> bool:
     """Return whether a node may have parameters, also where its arguments are UNKNOWN."""
-    if node.parameters or node.kind == "experts":
+    if node.parameters or isinstance(node, graph.ExpertsNode):
         return True
-    if node.kind == "op" and node.type is None:
+    if isinstance(node, graph.OpNode) and node.type is None:
         op = find_primitive(node.verb)
         return op is None or op.parameters is not Op.parameters
     return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)

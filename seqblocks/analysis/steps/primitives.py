@@ -22,7 +22,7 @@ from seqblocks.record import Record
 from seqblocks.state_layout import State
 from seqblocks.types import UNBOUNDED, Wire
 
-MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
+MAX_STATE = 10**12  # limit on the state of one step, in elements per sequence
 
 
 @lowers(Op)
@@ -66,8 +66,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
     if not declared.fits:
         return None
     return make_node(
-        ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
-        macs=declared.macs, wires=tuple(wires), vectors=vectors,
+        ctx, step, graph.OpNode, inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state),
+        ties=ties, macs=declared.macs, wires=tuple(wires), vectors=vectors,
     )  # fmt: skip
 
 
@@ -101,11 +101,11 @@ def _declare(ctx: Context, step: Step, op: Op, wires: list[Wire | None]) -> _Dec
             check_declared(cls, made, parameters, states, macs, facts)
         for name, parameter in parameters.items():
             if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
-                message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
+                message = f"{name} of {step.verb} is too large: {numbers:.0e} elements"
                 raise Fault("E504", message, expected="at most 10^18")
         for name, state in states.items():
             if (numbers := math.prod(state.shape)) > MAX_STATE:
-                message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers per sequence"
+                message = f"the state {name} of {step.verb} is too large: {numbers:.0e} elements per sequence"
                 raise Fault("E504", message, expected="at most 10^12")
         if made.facts is not facts:
             made = made.with_facts(facts)

@@ -50,7 +50,7 @@ def share_parameters(ctx: Context, step: Step, node: graph.Node, written: str) -
 
 def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     """Raise Fault (E312, E320 to E322)."""
-    for key in {"op": ("init", "tie"), "scan": ("init",)}.get(node.kind, ()):  # other steps have neither
+    for key in {graph.OpNode: ("init", "tie"), graph.ScanNode: ("init",)}.get(type(node), ()):  # others have neither
         if key in step.common:
             message = f"a step with `share` has no parameters to {key}"
             hint = f"move `{key}` to the step that owns the parameters, or remove `share`"
@@ -61,7 +61,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     name = graph.join(*ctx.body.path, node.name)
     own = ctx.run.parameters_of(node, name)
     if not own:
-        if node.kind == "repeat" and not node.bodies:  # without layers
+        if isinstance(node, graph.RepeatNode) and not node.bodies:  # without layers
             return
         raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
     ctx.run.effort += (len(own) + len(owner.parameters)) // 16

@@ -82,7 +82,7 @@ def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | N
         return None
     note = Note(f"in the steps of {declared.name}, used", step.span)
     body = lower_once(ctx, (passed.key, ctx.run.types[x]), lambda: _enter(ctx, passed, x, step.name, note))
-    return make_node(ctx, step, "block", {"x": (x,)}, ctx.run.types[body.result], bodies={"": body})
+    return make_node(ctx, step, graph.BlockNode, {"x": (x,)}, ctx.run.types[body.result], bodies={"": body})
 
 
 def report_no_primitive(ctx: Context, step: Step, is_block: bool) -> None:

@@ -57,8 +57,9 @@ def _lowering(meaning: Any) -> Lowering:
         return LOWERINGS[type(meaning)]
     if issubclass(meaning, Op) and not meaning.names_results:
         return LOWERINGS[Op]
-    if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
-        importlib.import_module(f"seqblocks.analysis.steps.combinators.{meaning.verb}")  # type: ignore[attr-defined]
+    if meaning not in LOWERINGS:  # importing the file of a combinator, or of `calc`, registers its function
+        folder = "" if issubclass(meaning, Op) else "combinators."
+        importlib.import_module(f"seqblocks.analysis.steps.{folder}{meaning.verb}")  # type: ignore[attr-defined]
     return LOWERINGS[meaning]
 
 
@@ -242,7 +243,7 @@ def _unknown_node(ctx: Context, step: Step) -> graph.Node:
     if step.found and isinstance(step.found.meaning, Block):
         for item in step.found.meaning.outputs:
             ctx.body.wires.setdefault(f"{step.name}.{item.text}", ctx.run.unknown())
-    node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
+    node = graph.UnknownNode(step.name, step.verb, step.span, {}, outputs, None)
     ctx.body.nodes.setdefault(step.name, node)
     return node
 

@@ -6,6 +6,8 @@ from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
+    check_choice,
     flag,
     follows,
     number,
@@ -36,7 +38,7 @@ def nemotron_h(config: Config) -> str:
     """
     require(config, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, sliding_window=(None,))
     require(config, hidden_dropout=(0.0, 0, None))
-    eps, layers = number(config, "layer_norm_epsilon", 1e-5), _layers(config)
+    eps, layers = above_0(config, "layer_norm_epsilon", 1e-5), _layers(config)
     steps = {
         "memory": lambda: [f"- {_memory(config, eps)}"],
         "attention": lambda: [f"- {_attention(config)}"],
@@ -116,6 +118,7 @@ def _experts(config: Config) -> list[str]:
         "score": "sigmoid", "corrected": True, "normalize": flag(config, "norm_topk_prob", True), "groups": groups,
         "top_groups": whole_or(config, "topk_group", 1),
     }  # fmt: skip
+    check_choice(arguments, "count")
     low = "from: low, " if latent is not None else ""  # the router reads the tokens at full width
     up, down = _linear(config, hidden, "up_proj", False, low), _linear(config, width, "down_proj", False)
     inner = [up, "- squared_relu", down]

@@ -48,14 +48,14 @@ def _mixes_tokens(node: graph.Node, x: Wire, fixed: Container[int]) -> str | Non
     """
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
         return "reads earlier tokens"
-    if node.kind == "choose":
+    if isinstance(node, graph.ChooseNode):
         return "chooses among several tokens"
-    if node.kind == "cell":
+    if isinstance(node, graph.CellNode):
         return "carries a state from token to token"
     if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
         return f"changes the tokens: {x} becomes {node.type}"
-    if node.kind == "scan" and node.arguments.orders != ("forward",):
-        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
+    if isinstance(node, graph.ScanNode) and not node.is_forward:
+        return f"reads the sequence in the order {node.orders}"
     if node.type and node.type.context and not x.context:
         return "does not depend on its token"
     if node.op is None or node.type is None or x.kind == "vector":

@@ -1,8 +1,9 @@
-"""Lower `cell`: steps for one token, with state wires that they read and set."""
+"""Lower `cell`: steps for one token, with state wires that they read and set; which of them run token by token."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
@@ -13,7 +14,6 @@ from seqblocks.analysis.steps.combinators.common import combines
 from seqblocks.analysis.steps.init_and_tie import read_initial
 from seqblocks.analysis.steps.nodes import make_node, may_be_name
 from seqblocks.analysis.steps.steps import lower_inside
-from seqblocks.cells import STARTED
 from seqblocks.combinators.cell import Cell, CellState
 from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Node, kind_of
@@ -21,6 +21,7 @@ from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import known_keys
 from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
+from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
 from seqblocks.state_layout import State
@@ -28,6 +29,11 @@ from seqblocks.types import Origin, Wire
 
 KEYS = tuple(fields_of(CellState))
 FIXED = ("zeros", "ones", "constant")  # initialisers that draw one number
+STARTED = "started"  # the part of a state that counts whether a token came before, if a start is learned
+GROUP_MAX_STATES = 3  # states that read each other: combining two tokens takes as many products as the cube of this
+KEPT_MAX_TOKENS = 64  # tokens of a loop that are kept for the backward pass: the memory of 4,096 tokens in parts of 64
+
+Groups = tuple[tuple[str, ...], ...]
 
 
 class _Declared(Record):
@@ -68,7 +74,7 @@ def lower_cell(ctx: Context, step: Step, arguments: Cell, x: int) -> graph.Node 
         return None
     body.states = _states(declared)
     return make_node(
-        ctx, step, "cell", {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
+        ctx, step, graph.CellNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
         parameters=_parameters(ctx, body, declared), state=dict(body.states),
     )  # fmt: skip
 
@@ -169,7 +175,7 @@ def _states(declared: dict[str, _Declared]) -> dict[str, State]:
 
 def _check_use(ctx: Context, body: graph.Graph, declared: dict[str, _Declared]) -> None:
     """Report states that no step sets, and states that no step reads (E315)."""
-    known = all(node.kind != "unknown" for node in graph.walk(body))
+    known = all(not isinstance(node, graph.UnknownNode) for node in graph.walk(body))
     read = {value for node in body.nodes for value in node.reads} | {body.result}
     may_be_absent = {name for each in ctx.body.steps for name in each.defined_wires()} if body.absent else set()
     for name, each in declared.items():
@@ -207,3 +213,109 @@ def _result(
             )  # fmt: skip
             ctx.report(fault, maker.span if maker and maker.span else each.span)
     return x.with_features(result.features) if result and result.kind == x.kind else None
+
+
+# --- how it is computed -----------------------------------------------------------------------------------------------
+
+
+class Stages(NamedTuple):
+    """The steps of a cell: those on all tokens before the loop, those in the loop, and those on all tokens after it.
+
+    groups: the states that read each other, if all states are set by linear formulas; the loop is then a scan, and
+    `from_states` are the steps that compute the output from the states of all tokens.
+    into_loop, out_of_loop: the values that the loop reads from outside, and those that later steps read of it.
+    """
+
+    before: list[graph.Node]
+    loop: list[graph.Node]
+    after: list[graph.Node]
+    groups: Groups | None
+    from_states: list[graph.Node]
+    into_loop: list[int]
+    out_of_loop: list[int]
+
+    def chunk(self, tokens: int, given: int | None) -> int:
+        """Return the tokens of a part that is computed again in the backward pass. given: the argument `chunk`."""
+        if given is not None:
+            return given or tokens
+        return tokens if self.groups or tokens <= KEPT_MAX_TOKENS else math.isqrt(tokens - 1) + 1
+
+
+def stages_of(body: graph.Graph, types: dict[int, Wire | None]) -> Stages:
+    """Divide the steps of a cell."""
+    states = {*body.ports.values()}
+    reading = set(states)
+    for node in body.nodes:
+        if not reading.isdisjoint(node.reads):
+            reading.update(node.made)
+    needed = {*body.carried.values()}
+    for node in reversed(body.nodes):
+        if not needed.isdisjoint(node.made):
+            needed.update(node.reads)
+    dependent = [node for node in body.nodes if not reading.isdisjoint(node.made)]
+    loop = [node for node in dependent if not needed.isdisjoint(node.made)]
+    after = [node for node in dependent if needed.isdisjoint(node.made)]
+    made = {value for node in loop for value in node.made} | states
+    read = {value for node in loop for value in node.reads} | {*body.carried.values()}
+    later = {value for node in after for value in node.reads} | {body.result}
+    return Stages(
+        [node for node in body.nodes if reading.isdisjoint(node.made)], loop, after,
+        _groups(body, loop, types), _from_states(body, dependent), sorted(read - made), sorted(later & made),
+    )  # fmt: skip
+
+
+def _from_states(body: graph.Graph, dependent: list[graph.Node]) -> list[graph.Node]:
+    """Return the steps that compute the output, if all old and new states are known."""
+    known, wanted = {*body.carried.values(), *body.ports.values()}, {body.result}
+    found: list[graph.Node] = []
+    for node in reversed(dependent):
+        if not (wanted - known).isdisjoint(node.made):
+            wanted.update(node.reads)
+            found.insert(0, node)
+    return found
+
+
+# --- linear formulas --------------------------------------------------------------------------------------------------
+
+
+class NotLinear(Exception):
+    """Raised where a formula is not linear in the states."""
+
+
+def _groups(body: graph.Graph, loop: list[graph.Node], types: dict[int, Wire | None]) -> Groups | None:
+    """Return the states that read each other, or None if they are not set by linear formulas."""
+    reads: dict[int, frozenset[str]] = {value: frozenset([name]) for name, value in body.ports.items()}
+    try:
+        for node in loop:
+            if not isinstance(node.op, Calc) or node.split:
+                return None
+            given = {name: reads.get(value, frozenset()) for name, (value,) in node.inputs.items()}
+            given |= dict.fromkeys(node.op.learned, frozenset())
+            reads[node.outputs[0]] = computed(program_of(node.op.formula), given, _states_in)
+    except NotLinear:
+        return None
+    groups = _joined({name: reads.get(value, frozenset()) for name, value in body.carried.items()})
+    widths = {name: wire and wire.features for name, wire in ((name, types[v]) for name, v in body.ports.items())}
+    small = all(len(group) <= GROUP_MAX_STATES and len({widths[name] for name in group}) == 1 for group in groups)
+    return groups if small else None
+
+
+def _states_in(name: str, *parts: Any) -> frozenset[str]:
+    """Return the states that a part of a formula reads. Raises NotLinear."""
+    read = [part if isinstance(part, frozenset) else frozenset[str]() for part in parts]
+    if not any(read):
+        return frozenset()
+    if name in ("+", "-") or (name == "*" and not (read[0] and read[1])) or (name == "/" and not read[1]):
+        return frozenset[str]().union(*read)
+    raise NotLinear
+
+
+def _joined(reads: dict[str, frozenset[str]]) -> Groups:
+    """Return the states in groups: each with those that it reads, and that read it."""
+    group = {name: {name} for name in reads}
+    for name, others in reads.items():
+        for other in others:
+            if group[name] is not group[other]:
+                group[name] |= group[other]
+                group |= dict.fromkeys(group[other], group[name])
+    return tuple(dict.fromkeys(tuple(sorted(each)) for each in group.values()))

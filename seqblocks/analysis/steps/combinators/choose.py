@@ -49,7 +49,7 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     result = run.types[body.result]
     made = _result(wire, chosen, result) if result else None
     return make_node(
-        ctx, step, "choose", inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
+        ctx, step, graph.ChooseNode, inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
     )  # fmt: skip
 
 
@@ -104,8 +104,9 @@ def _does_not_fit(node: graph.Node, chosen: Wire) -> str | None:
         return "puts tokens before the chosen ones, which a stream would read only once"
     if node.type and node.type.rate != chosen.rate:
         return "merges or splits tokens, but a stream does not know how many of them will be chosen"
-    if node.kind == "each" and node.arguments.in_frames and node.wires[0] and not isinstance(node.wires[0].length, int):
-        return f"cuts frames of {node.arguments.width} tokens, but the number of chosen tokens is only known in a call"
+    if isinstance(node, graph.EachNode) and node.arguments.in_frames and (wire := node.wires[0]):
+        size, why = node.arguments.width, "but the number of chosen tokens is only known in a call"
+        return None if isinstance(wire.length, int) else f"cuts frames of {size} tokens, {why}"
     return None
 
 

@@ -43,7 +43,7 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     result = ctx.run.types[body.result]
     made = _restored(arguments, wire, folded, result) if result else None
     return make_node(
-        ctx, step, "each", inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
+        ctx, step, graph.EachNode, inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
     )  # fmt: skip
 
 
@@ -134,11 +134,11 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire, mixes: bool) -> st
         return "puts tokens before the sequences of `each`, which a stream would read only once"
     if not (arguments.shift and node.type):
         return None
-    if node.kind == "cell":
+    if isinstance(node, graph.CellNode):
         return "carries a state from token to token, but shifted windows may hold tokens of two edges of the image"
-    if node.kind == "choose":
+    if isinstance(node, graph.ChooseNode):
         return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
-    if node.kind == "each" or (node.kind == "scan" and node.arguments.orders != ("forward",)):
+    if isinstance(node, graph.EachNode) or (isinstance(node, graph.ScanNode) and not node.is_forward):
         return "reorders tokens, but shifted windows may hold tokens of two edges of the image"
     op, wires = node.op, node.wires
     if op is None or keeps_apart(op, wires):

@@ -42,7 +42,7 @@ def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> gra
     bodies = _bodies(ctx, arguments.branches, x)
     results = {name: ctx.run.types[body.result] for name, body in bodies.items()}
     merged = _merged(arguments.merge, results) if len(bodies) == len(arguments.branches.items) else None
-    return make_node(ctx, step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
+    return make_node(ctx, step, graph.ParallelNode, {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
 
 
 def _branch(ctx: Context, item: Node) -> tuple[str, Node | None]:

@@ -9,11 +9,10 @@ from seqblocks.analysis.scope.names import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument
 from seqblocks.analysis.steps.combinators.common import combines
-from seqblocks.analysis.steps.combinators.pattern import read_pattern
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
-from seqblocks.combinators.repeat import Repeat
+from seqblocks.combinators.repeat import Repeat, read_pattern
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
@@ -66,7 +65,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
         above.bodies.append(body)
     if above.missed:
         check_missed(above)
-    node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
+    node = make_node(ctx, step, graph.RepeatNode, {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
     if arguments.share != "none":
         _share(ctx, step, node, layers, arguments.share)
     ctx.body.layers[node.name] = above._replace(node=node, missed={})

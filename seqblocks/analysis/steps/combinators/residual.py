@@ -20,7 +20,7 @@ def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> gra
     body = lower_inside(ctx, arguments.steps, x)
     before, after = ctx.run.types[x], ctx.run.types[body.result]
     made = before and before.with_facts(UNBOUNDED)
-    node = make_node(ctx, step, "residual", {"x": (x,)}, made, bodies={"": body}, arguments=arguments)
+    node = make_node(ctx, step, graph.ResidualNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments)
     if before and after and before.kind == after.kind == "tokens":
         raise ids_have_no_features(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):

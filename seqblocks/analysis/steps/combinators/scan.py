@@ -40,7 +40,7 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
     owned = _owned(ctx, step, arguments, body)
     starts = _starts(ctx, step, arguments, body, owned)
     return make_node(ctx,
-        step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=arguments, owned=owned, starts=starts
+        step, graph.ScanNode, {"x": (x,)}, result, bodies={"": body}, arguments=arguments, owned=owned, starts=starts
     )
 
 
@@ -104,14 +104,16 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
 
 def _is_on_grid(node: graph.Node) -> bool:
     """Return whether a step cuts the rows and columns of an image into sequences."""
-    return node.kind == "each" and bool(node.arguments.on_grid)
+    return isinstance(node, graph.EachNode) and node.arguments.on_grid
 
 
 def _reads_grid(node: graph.Node) -> bool:
     """Return whether a step reads or makes rows and columns."""
     if node.op:
         return makes_grid(node.op) or is_upright(node.op, node.wires)
-    return _is_on_grid(node) or (node.kind == "scan" and any(order in GRID_ORDERS for order in node.arguments.orders))
+    if isinstance(node, graph.ScanNode):
+        return any(order in GRID_ORDERS for order in node.arguments.orders)
+    return _is_on_grid(node)
 
 
 def _other_image(order: str, wire: Wire, other: Wire, label: str) -> Fault:
@@ -182,7 +184,7 @@ def _nothing_to_own(name: str, names: list[str], shared: dict[str, graph.Named])
 def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None:
     """Raise Fault (E208) if a nested scan owns parameters too, or if a tie shares them."""
     for node in graph.walk(body) if owned else ():
-        if node.directions and node.owned and owned != set(names):
+        if isinstance(node, graph.ScanNode) and node.owned and owned != set(names):
             message = "a scan that owns some parameters cannot contain another that does"
             hint = "use `own: all`, or let only one of the two scans own parameters"
             raise Fault("E208", message, at="own", hint=hint)

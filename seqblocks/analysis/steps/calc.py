@@ -103,9 +103,10 @@ def _make(
     ctx.run.may_look_ahead |= bool(vectors)
     vectors_as_long = (made._replace(features=wire.features, facts=wire.facts) for wire in read)
     seen = tuple(wide if wire.kind == "vector" else wire for wire, wide in zip(read, vectors_as_long, strict=True))
+    inputs = {name: reading.inputs[name] for name in op.wires()}
     node = make_node(
-        ctx, step, "op", {name: reading.inputs[name] for name in op.wires()}, made, op=op, parameters=parameters,
-        ties=ties, macs=op.macs(*seen), wires=seen, vectors=tuple(reading.inputs[name][0] for name in vectors),
+        ctx, step, graph.OpNode, inputs, made, op=op, parameters=parameters, ties=ties, macs=op.macs(*seen),
+        wires=seen, vectors=tuple(inputs[name][0] for name in vectors),
     )  # fmt: skip
     if shared.first and reading.learned:
         (first,) = shared.first
