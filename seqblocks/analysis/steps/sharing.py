@@ -285,7 +285,7 @@ def owner_of(name: str, shared: Table) -> str | None:
 
 def name_the_owner(name: str, owner: str) -> str:
     """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
-    return f"{name} uses the parameters of another step: name their owner ({owner})"
+    return f"{name} uses the parameters of another step: name the one that has them ({owner})"
 
 
 def _named_by(
