@@ -494,7 +494,7 @@ def cases(
     rest: str = "slow", interpreted: str | None = "slow", quick_for: Sequence[str] = (), **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
-    and, marked `rest`, cases that cover all pairs of values, which are long for the reference. On a GPU all of them run.
+    and, marked `rest`, cases that cover all pairs of values, long for the reference. On a GPU all of them run.
     `variants`: the implementations for which the variant is also an axis; the others use the default one.
     `interpreted`: the mark of the first cases in Triton's interpreter, which is slow; None for the property that
     implies most others. `quick_for`: the kernels whose first cases are not marked slow, where others take the same way;
