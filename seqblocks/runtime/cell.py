@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
-from seqblocks.graph import CellNode, Graph, Node
+from seqblocks.graph import CellNode, Graph, Node, spent_values
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
-from seqblocks.runtime.body import Body, Planned, add_exports, planned, spent_values, store
+from seqblocks.runtime.body import Body, Planned, add_exports, planned, store
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.modules import Place, call_child, draws_now, is_hooked, makes
 from seqblocks.runtime.owner import Owner

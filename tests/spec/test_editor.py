@@ -27,6 +27,7 @@ from seqblocks.editor.symbols import Symbol, symbols
 from seqblocks.errors import Diagnostic, Report, Source, Span
 from seqblocks.language.document import parse
 from seqblocks.language.files import bundled
+from tests.sampled import sampled
 
 SOME = ("jamba_small", "captioner", "vil", "transformer")
 FAULTS = sorted((Path(__file__).parents[1] / "golden" / "faults").glob("*.yaml"))
@@ -164,7 +165,7 @@ def ends(span: Span) -> tuple[int, int]:
     return span.end_line, span.end_column
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sampled(sorted(bundled())))
 def test_everything_is_known_of_bundled_files(name: str) -> None:
     path = bundled()[name]
     found = opened(path.read_text("utf-8"), path)

@@ -440,7 +440,8 @@ def test_check_loads_no_part_of_the_server() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-@pytest.mark.skipif(executable() is None, reason="needs yaml-language-server")
+@pytest.mark.slow
+@pytest.mark.yaml_server
 def test_beside_the_server_for_all_yaml(client: Client, tmp_path: Path) -> None:
     """An editor may run yaml-language-server too. Without a schema for the file nothing is offered or shown twice."""
     text = (ROOT / "README.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0]

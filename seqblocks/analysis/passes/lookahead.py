@@ -203,7 +203,6 @@ def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _W
 
 def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
-    assert node.op is not None
     most = _most(read)
     made = node.type.rate if node.type else 1
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
@@ -235,7 +234,6 @@ def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
     """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
 
     """
-    assert node.op
     assert node.type
     rate, found = node.type.rate, []
     for port, wire in zip(node.op.ports, node.wires, strict=True):

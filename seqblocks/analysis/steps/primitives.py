@@ -65,9 +65,10 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
         ctx.report(fault, step)
     if not declared.fits:
         return None
+    of_op = {"op": op, "macs": declared.macs} if op else {}
     return make_node(
-        ctx, step, graph.OpNode, inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state),
-        ties=ties, macs=declared.macs, wires=tuple(wires), vectors=vectors,
+        ctx, step, graph.OpNode if op else graph.PrimitiveNode, inputs, declared.type, parameters=parameters,
+        state=dict(declared.state), ties=ties, wires=tuple(wires), vectors=vectors, **of_op,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqblocks.checkpoint.families.dense import residual
 from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
@@ -46,15 +47,10 @@ def nemotron_h(config: Config) -> str:
         "experts": lambda: _experts(config),
     }
     norm = f"rms_norm: {{eps: {scalar(eps)}, name: norm}}"
-    kinds = {word: _residual(word, [f"- {norm}", *steps[word]()]) for word in dict.fromkeys(layers)}
+    kinds = {word: residual(word, [f"- {norm}", *steps[word]()]) for word in dict.fromkeys(layers)}
     model = language(config, "Nemotron-H language model", ["mamba2", "attention"], eps)
     model = model._replace(names=("backbone.embeddings", "backbone.norm_f"))
     return model.text(layers, used(kinds, layers), "\n".join(_names(config, layers)) + "\n")
-
-
-def _residual(name: str, steps: list[str]) -> str:
-    lines = "\n".join(f"      {step}" for step in steps)
-    return f"- residual:\n    name: {name}\n    steps:\n{lines}"
 
 
 def _layers(config: Config) -> list[str]:
