@@ -214,19 +214,31 @@ class Replay:
 
     def _each(self, node: graph.EachNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the steps on all sequences at once, which are copies where their numbers do not lie in this order."""
-        tape, (x,), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
-        before, after = _axes(node, x.shape)
+        tape, (first, *others), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
+        before, after = _axes(node, first.shape)
         count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
         padded = math.prod(size for name, size in before if name not in ("batch", "features"))
-        is_padded = node.arguments.pad and padded > x.shape[1]
-        x = _resized(tape, x, (x.shape[0], padded, x.shape[2])) if is_padded else x
+        is_padded = node.arguments.pad and padded > first.shape[1]
         shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
-        x = _rolled(tape, x) if shifted else x
         wire = self.spec.types[body.input]
         assert wire
-        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
+
+        def cut(x: Value, axes: tuple[Axes, Axes], inside: Wire) -> Value:
+            x = _resized(tape, x, (x.shape[0], padded, x.shape[2])) if is_padded else x
+            x = _rolled(tape, x) if shifted else x
+            return _reordered(tape, x, *axes, (count, *self.sizes.shape(inside)[1:]))
+
+        given = [cut(first, (before, after), wire)]
+        whole = node.reads_whole(self.spec.types)
+        for x, number, is_whole in zip(others, body.ports.values(), whole, strict=True):
+            inside = self.spec.types[number]
+            assert inside
+            if is_whole:
+                given.append(tape.copy(tape.expand(x, (count, *x.shape[1:]))))
+            else:
+                given.append(cut(x, _axes(node, x.shape), inside))
         self.sizes = Sizes(count, self.sizes.length)
-        y = self._inside(body, [x], paths)
+        y = self._inside(body, given, paths)
         self.sizes, tape.step = outer, paths[-1]
         if len(y.shape) == 2:
             return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)

@@ -315,7 +315,7 @@ def holds_steps(verb: Verb, key: str) -> bool:
 def _inner_steps(path: list[PathEntry], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     if isinstance(verb.meaning, Block):
         return _steps(path, file, scope.inside(wires=False))
-    inner = scope.inside(wires=step.verb != "each")
+    inner = scope.inside()
     match step.verb:
         case "repeat":
             index = step.get("index")

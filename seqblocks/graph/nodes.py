@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +361,11 @@ class EachNode(SeparateNode):
         features = wire.features if wire else 1
         return int(features // arguments.width if arguments.axis == "features" else arguments.width)
 
+    def reads_whole(self, types: Mapping[int, Wire | None]) -> list[bool]:
+        """Return for each wire from outside that the steps read whether each sequence reads all of it."""
+        kinds = [(types[value], types[inside]) for value, inside in self.links[1:]]
+        return [bool(a and b and a._replace(lanes=()) == b._replace(lanes=())) for a, b in kinds]
+
     def cannot_stream(self, orders: Container[str] = ("forward",)) -> str | None:
         return f"it reads the {self.arguments.axis} of a whole image" if self.arguments.on_grid else None
 
@@ -383,13 +388,14 @@ class Graph(Record):
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
-    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell or a `choose`
+    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell, a `choose` or an `each`
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
     like: Graph | None = None  # the body of which this is a copy with other initial values
     carried: dict[str, int] = field(default_factory=dict)  # a cell's: the new value of each state; `ports` has the old
+    states: dict[str, State] = field(default_factory=dict)  # a cell's: of one sequence, also where a stream has none
 
     def __repr__(self) -> str:
         names = listing((node.name for node in self.nodes), 6)

@@ -52,7 +52,7 @@ class Cell(Body, Owner):
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._declare(node, place)
-        self._states = {name: state for name, state in node.state.items() if name != STARTED}
+        self._states = {name: state for name, state in body.states.items() if name != STARTED}
         self._old, self._new = body.ports, body.carried
         self._read = (body.input, *body.captures)
         self._chunk: int | None = node.arguments.chunk

@@ -486,7 +486,11 @@ class TokenPlan:
             source.keep((*path, STARTED), f"{source.constant(torch.ones_like)}({source.given((*path, STARTED))})")
         read = dict(zip(node.reads, inputs, strict=True))
         values = [inputs[0], *before.values(), *(read[value] for value in body.captures)]
-        return self._body(module, body, values, path)
+        phase, self._phase = self._phase, None  # the steps of a cell are those of one token in any case
+        try:
+            return self._body(module, body, values, path)
+        finally:
+            self._phase = phase
 
     def _experts(self, module: Experts, node: graph.ExpertsNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""

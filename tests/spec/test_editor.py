@@ -374,7 +374,7 @@ def test_wires_of_layers(here: bool, word: str, expected: str, never: str) -> No
         ("calc: {y: x, learned: {lam: |}}", ["zeros", "dim"], ["first"]),
         ("cell: {state: {s: |}, steps: [identity]}", ["dim"], ["s"]),
         ("cell: {state: {s: 8}, steps: [{calc: {s: |}}]}", ["s", "x"], []),
-        ("each: {axis: features, steps: [{silu: {from: |}}]}", ["input"], ["first"]),
+        ("each: {axis: features, steps: [{silu: {from: |}}]}", ["input", "first"], ["a"]),
         ("parallel: {branches: [{a: [silu]}, {b: [{silu: {from: |}}]}]}", ["first", "input"], ["a"]),
     ],
 )

@@ -72,9 +72,10 @@ def lower_cell(ctx: Context, step: Step, arguments: Cell, x: int) -> graph.Node 
     made = _result(ctx, step, body, wire, declared)
     if incomplete or not all(each.is_known for each in declared.values()):
         return None
+    body.states = _states(declared)
     return make_node(
         ctx, step, graph.CellNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
-        parameters=_parameters(ctx, body, declared), state=_states(declared),
+        parameters=_parameters(ctx, body, declared), state=dict(body.states),
     )  # fmt: skip
 
 
