@@ -220,10 +220,10 @@ def _source(options: argparse.Namespace) -> int:
 def schema(options: argparse.Namespace) -> int:
     """Print the JSON schema of the language."""
     from seqblocks.cli.check import load
-    from seqblocks.report import schema as room
+    from seqblocks.report.schema import schema as made
 
     file = None
     if options.spec is not None:
         file, _ = load(options.spec, options)
-    output.dump(room.schema(file))
+    output.dump(made(file))
     return 0

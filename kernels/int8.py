@@ -1,17 +1,39 @@
 """Products with matrices of 8-bit integers: one scale per row of the matrix, and one per token of the input.
 
-Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call.
+Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call,
+nor on which of torch's products computes it. There are two on a CPU: `torch._int_mm`, and for the few tokens of a
+stream, FBGEMM's on a rearranged copy of the matrix, which reads it 1.3 to 2.5 times as fast.
+
+FBGEMM takes tokens in float32, and rounds all tokens of a call by the least and the largest number among them. Each
+token is therefore already rounded to integers here, and is extended by -128 and 127, which the matrix multiplies by
+zero: FBGEMM's rounding then changes nothing.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from seqblocks.errors import RunError
+from seqblocks.kernels import numerics
+from seqblocks.kernels.dispatch.custom_op import is_seen
 
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
+FBGEMM_MAX_ROWS = 16  # tokens: for more, `torch._int_mm` is faster
+PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take twice the time each
+EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
+# Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(numerics.PROCESSOR.get("avx512_vnni"))
+
+Parts = Sequence[Any]  # FBGEMM's copies of the rows of a matrix, in order
+_rearranged: Any = WeakIdKeyDictionary()  # by values: (versions and addresses of values and scale, Parts)
 
 
 class Int8Matrix(nn.Module):
@@ -71,10 +93,42 @@ class Int8Matrix(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             raise RunError("a quantized model computes no gradients: use torch.no_grad(), or train the original")
         tokens = x.reshape(-1, x.shape[-1]).float()
-        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny).div_(MAX_INT8)
-        y = _integers((tokens / scale).round_().to(torch.int8), self.values).mul_(scale).mul_(self.scale.float())
+        scale = _scale(tokens)
+        y = _integers(_rounded(tokens, scale).to(torch.int8), self.values).mul_(self.scale.float()).mul_(scale)
         y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
+
+    def prepare(self, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """Return f(x [N, I]) -> `product(x, bias)` for a stream, without gradients: equal in every bit."""
+        parts = None if torch.compiler.is_compiling() else self._rearranged()
+        if parts is None or self.scale.dtype is not torch.float32:
+            return partial(self.product, bias=bias)
+
+        def product(x: Tensor) -> Tensor:
+            if not 0 < x.shape[0] <= FBGEMM_MAX_ROWS or x.dtype is not torch.float32 or is_seen((x,)):
+                return self.product(x, bias)
+            scale = _scale(x)
+            y = _by_fbgemm(_rounded(x, scale), parts).mul_(scale)
+            return y if bias is None else y.add_(bias)
+
+        return product
+
+    def _rearranged(self) -> Parts | None:
+        """Return the copies of FBGEMM, None if it is not there. They are made once for the same values."""
+        values, scale = self.values, self.scale
+        able = HAS_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
+        if not able or not values.is_cpu or is_seen((values, scale)) or not values.numel():
+            return None
+        if values.is_inference() or scale.is_inference():  # They have no version.
+            return None
+        made_of = values._version, values.data_ptr(), scale._version, scale.data_ptr()
+        found = _rearranged.get(values)
+        if found is None or found[0] != made_of:
+            rows = max(1, PART_MAX_ELEMENTS // values.shape[1])
+            pairs = zip(values.split(rows), scale.split(rows), strict=True)
+            found = _rearranged[values] = made_of, [_copy_for_fbgemm(*part) for part in pairs]
+        parts: Parts = found[1]
+        return parts
 
 
 def is_int8(weight: object) -> bool:
@@ -82,11 +136,40 @@ def is_int8(weight: object) -> bool:
     return isinstance(weight, Int8Matrix)
 
 
+def _scale(x: Tensor) -> Tensor:
+    """Return the number by which each token [N, I] of float32 is divided before it is rounded, [N, 1]."""
+    return torch.linalg.vector_norm(x, float("inf"), 1, True).div_(MAX_INT8)
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """Return integers [N, I] in float32: zeros for a token of zeros, and where a token has NaN or infinite numbers."""
+    return (x / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _copy_for_fbgemm(values: Tensor, scale: Tensor) -> Any:
+    extended = torch.cat((values, values.new_zeros(len(values), EXTENSION.shape[1])), 1)
+    zeros = torch.zeros(len(values), dtype=torch.int64)
+    with warnings.catch_warnings():  # torch means to remove this type of tensor; then HAS_FBGEMM has to go
+        warnings.simplefilter("ignore")
+        weight = torch._make_per_channel_quantized_tensor(extended, scale.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(weight, None)
+
+
+def _by_fbgemm(x: Tensor, parts: Parts) -> Tensor:
+    """Return x W' in float32 [N, O] for the integers x [N, I] of few tokens."""
+    more = EXTENSION if len(x) == 1 else EXTENSION.expand(len(x), -1)
+    x = torch.cat((x, more), 1)
+    found = [torch.ops.quantized.linear_dynamic(x, part, False) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
 def _integers(x: Tensor, values: Tensor) -> Tensor:
     """Return x W' in float32 [N, O] for x [N, I] and values [O, I] of int8."""
     count = x.shape[0]
     if not count:
         return torch.zeros(0, values.shape[0], device=x.device)
+    if x.shape[1] == 1:  # torch 2.13 returns numbers there that it has not computed
+        return x.float() * values.t().float()
     if x.is_cuda:
         if x.shape[1] % 8 or values.shape[0] % 8:
             return x.float() @ values.t().float()

@@ -11,7 +11,6 @@ float32 for each product of several tokens, and the result is rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -183,7 +182,7 @@ class _Linear(torch.autograd.Function):
 def prepare_linear(weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients, which copies nothing."""
     if isinstance(weight, Int8Matrix):
-        return partial(weight.product, bias=bias)
+        return weight.prepare(bias)
     if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
         return lambda x: F.linear(x, weight, bias)
     size = weight.numel()

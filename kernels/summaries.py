@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-class Piece(NamedTuple):
+class SinceReset(NamedTuple):
     """The tokens on which the last state depends: those since the last reset, or all.
 
     tokens [B, S] bool: which tokens these are. begins [B] bool: whether any sequence begins among all the tokens, so
@@ -37,12 +37,12 @@ class Piece(NamedTuple):
         return state.masked_fill(self.begins.view(-1, *[1] * (state.dim() - 1)), 0)
 
 
-def last_piece(resets: Tensor | None) -> Piece:
+def since_reset(resets: Tensor | None) -> SinceReset:
     """Return the tokens on which the last state depends. resets [B, S]: true where a token begins a sequence."""
     if resets is None:
-        return Piece(None, None)
+        return SinceReset(None, None)
     later = resets.flip(1).cumsum(1).flip(1) - resets.long()  # the number of sequences that begin after each token
-    return Piece(later == 0, resets.any(1))
+    return SinceReset(later == 0, resets.any(1))
 
 
 def decay_after(decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,12 +66,12 @@ class Affine(NamedTuple):
     decay None: no decay.
     """
 
-    piece: Piece
+    since: SinceReset
     decay: Tensor | None
     added: Tensor
 
     def __call__(self, state: Tensor) -> Tensor:
-        before = self.piece.before(state)
+        before = self.since.before(state)
         return self.added + (before if self.decay is None else self.decay.exp() * before)
 
 
@@ -80,15 +80,15 @@ def of_linear_attention(k: Tensor, v: Tensor, decay: Tensor | None, resets: Tens
 
     k [B, S, H, K], v [B, S, HV, V]; decay [B, S, HV] or [B, S, HV, K], log decays, or None.
     """
-    piece = last_piece(resets)
+    since = since_reset(resets)
     dtype = _computed_in(k, v, *(() if decay is None else (decay,)))
-    k, v = (piece.masked(x).to(dtype) for x in (k, v))
+    k, v = (since.masked(x).to(dtype) for x in (k, v))
     k, total = k.repeat_interleave(v.shape[2] // k.shape[2], 2), None
     if decay is not None:
-        decay = piece.masked(decay).to(dtype)
+        decay = since.masked(decay).to(dtype)
         after, total = decay_after(decay if decay.dim() == 4 else decay.unsqueeze(-1))
         k, total = after.exp() * k, total.unsqueeze(-1)
-    return Affine(piece, total, torch.einsum("bshk,bshv->bhkv", k, v))
+    return Affine(since, total, torch.einsum("bshk,bshv->bhkv", k, v))
 
 
 class OfMLSTM(NamedTuple):
@@ -98,14 +98,14 @@ class OfMLSTM(NamedTuple):
     exp(m), m [B, H].
     """
 
-    piece: Piece
+    since: SinceReset
     decay: Tensor
     C: Tensor
     n: Tensor
     m: Tensor | None  # None with a sigmoid input gate, where the m of the state stays 0
 
     def __call__(self, C: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        C, n, m = (self.piece.before(x) for x in (C, n, m))
+        C, n, m = (self.since.before(x) for x in (C, n, m))
         if self.m is None:
             before, added, most = self.decay.exp(), torch.ones_like(self.decay), m
         else:
@@ -119,13 +119,13 @@ def of_mlstm(
     k: Tensor, v: Tensor, i: Tensor, f: Tensor, resets: Tensor | None = None, input_gate: str = "exp"
 ) -> OfMLSTM:
     """Summarise tokens of `mlstm`: k [B, S, H, DK], v [B, S, H, DV], gate pre-activations i, f [B, S, H]."""
-    piece = last_piece(resets)
+    since = since_reset(resets)
     dtype = _computed_in(k, v, i, f)
-    k, v, i, f = (piece.masked(x).to(dtype) for x in (k, v, i, f))
-    after, total = decay_after(piece.masked(logsigmoid(f)))
+    k, v, i, f = (since.masked(x).to(dtype) for x in (k, v, i, f))
+    after, total = decay_after(since.masked(logsigmoid(f)))
     weight = (i if input_gate == "exp" else logsigmoid(i)) + after
-    if piece.tokens is not None:
-        weight = weight.masked_fill(~piece.tokens.unsqueeze(-1), -torch.inf)
+    if since.tokens is not None:
+        weight = weight.masked_fill(~since.tokens.unsqueeze(-1), -torch.inf)
     most = weight.amax(1) if input_gate == "exp" else None
     k = (weight if most is None else weight - most.unsqueeze(1)).exp().unsqueeze(-1) * k
-    return OfMLSTM(piece, total, torch.einsum("bshk,bshv->bhkv", k, v), k.sum(1), most)
+    return OfMLSTM(since, total, torch.einsum("bshk,bshv->bhkv", k, v), k.sum(1), most)

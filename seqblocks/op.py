@@ -115,6 +115,8 @@ class Op(BaseModel):
     parameter, and the state is as wide as the output."""
     matrix_names: ClassVar[tuple[str, ...]] = ()
     """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized."""
+    usual: ClassVar[tuple[str, ...]] = ()
+    """Optional arguments that most steps need, which editors therefore write with the verb."""
     open_keys: ClassVar[bool] = False
     """Whether undeclared keys are whole numbers (`model_config` must then allow extra keys)."""
     names_results: ClassVar[bool] = False

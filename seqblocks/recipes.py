@@ -427,7 +427,7 @@ class Reshape(FromOne):
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
         sizes = " x ".join(map(str, shape))
-        self._require(whole.numel() == math.prod(shape), name, whole, f"hold {sizes} numbers")
+        self._require(whole.numel() == math.prod(shape), name, whole, f"hold {sizes} elements")
         if self.shape:
             self._require_shape(name, whole, self.shape)
         return whole.reshape(shape)

@@ -33,13 +33,13 @@ class Record:
     def __init_subclass__(cls) -> None:
         own = get_annotations(cls)
         fields = {name: value for name in own if isinstance(value := cls.__dict__.get(name), Field)}
-        for name in fields:
-            delattr(cls, name)
         made = {name: each.default_factory for name, each in fields.items() if each.default_factory is not MISSING}
+        for name in made:  # a field that is required stays, and hides a property of the same name in the base
+            delattr(cls, name)
         cls._names += tuple(own)
         cls._known = frozenset(cls._names)
         cls._factories = {**cls._factories, **made}
-        cls._required |= {name for name in own if name not in made and name not in cls.__dict__}
+        cls._required |= {name for name in own if name not in made and (name in fields or name not in cls.__dict__)}
 
     def __init__(self, *values: Any, **named: Any) -> None:
         if len(values) > len(self._names):

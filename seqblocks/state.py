@@ -46,7 +46,7 @@ def new_state(
     except (RuntimeError, OverflowError, TypeError) as error:  # torch raises these for sizes that it cannot allocate
         numbers = batch * _numbers(declarations)
         raise RunError(
-            f"{device} has not enough memory for the state of {batch:,} sequences, {numbers:,} numbers"
+            f"{device} has not enough memory for the state of {batch:,} sequences, {numbers:,} elements"
         ) from error
 
 
@@ -57,6 +57,17 @@ def dtype_of(state: State, model: torch.dtype) -> torch.dtype:
     if state.dtype == "model":
         return model
     return torch.float64 if model == torch.float64 else torch.float32
+
+
+def reset(declared: States, state: States, resets: Tensor) -> States:
+    """Return the state with the initial values for sequences where `resets` [batch] is True."""
+
+    def fresh(item: Any, given: Any) -> Any:
+        if isinstance(item, State):
+            return given if item.context else given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
+        return {key: fresh(inner, given[key]) for key, inner in item.items()}
+
+    return {key: fresh(item, state[key]) for key, item in declared.items()}
 
 
 def _numbers(tree: States) -> int:

@@ -1,6 +1,6 @@
 """A replay of a training step that counts bytes: it records operations on shapes as torch records those on tensors.
 
-An op describes what its `forward` allocates by the same operations in `Op.memory`, on shapes instead of numbers. The
+An op describes what its `forward` allocates by the same operations in `Op.memory`, on shapes instead of values. The
 tape keeps what torch would keep for the backward pass and for as long, and counts the bytes that are in use. Memory is
 in use while some `Value` refers to it, so that a variable of Python has the same effect as in `forward`.
 """
@@ -37,7 +37,7 @@ class Memory:
 
 
 class Value:
-    """A tensor without numbers: a shape, the bytes of a number, and the memory it lies in, perhaps with others.
+    """A tensor without values: a shape, the bytes of an element, and the memory it lies in, perhaps with others.
 
     dense: whether its numbers are contiguous. rows: whether it is a matrix of all its rows without a copy, as a part of
     the features of a dense one is. tracked: whether a gradient of it is needed.
@@ -300,7 +300,7 @@ class Tape:
         return most
 
     def expand(self, x: Value, shape: Shape | Value) -> Value:
-        """Return a view of x with repeated numbers; the gradient is summed."""
+        """Return a view of x with repeated elements; the gradient is summed."""
         shape = shape.shape if isinstance(shape, Value) else shape
         y, size = x.again(shape, dense=False), (x.shape, x.item)
         self.function([x], [y], (), lambda grads: [self.new(*size)])
@@ -312,7 +312,7 @@ class Tape:
         return y
 
     def view(self, x: Value, shape: Shape, *, dense: bool = True) -> Value:
-        """Return x with another shape, or with its numbers in another order if not dense, without a copy."""
+        """Return x with another shape, or with its elements in another order if not dense, without a copy."""
         y = x.again(shape, dense=dense)
         old = x.shape
         self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(old)])

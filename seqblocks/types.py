@@ -141,7 +141,7 @@ class Wire(Record):
         return self._replace(features=features, origin=None, facts=UNBOUNDED)
 
     def with_facts(self, facts: Facts) -> Wire:
-        """Return the wire with other facts about its numbers."""
+        """Return the wire with other facts about its values."""
         return self if facts == self.facts else self._replace(facts=facts)
 
     def part(self, width: int) -> Wire:

@@ -202,17 +202,21 @@ class Composer(Cells, Mixers, Rates, Sequences):
         top = self.chance.randint(1, count)
         inside = self.inner(body, self.chance.randint(0, 2), alone=True)
         score = self.chance.choice(["softmax", "sigmoid"])
+        more: dict[str, Any] = {}
+        if self.maybe(0.4):
+            more["shared"] = self.inner(body, 1, width=inside.now.width, alone=True).steps
         self.add_maybe(
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=score if count > 1 else "sigmoid",  # the softmax of one score is always 1 (W905)
             normalize=self.chance.choice([None, top > 1, False]),
             eps=self.chance.choice([None, 1e-6]),
             corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
-            **self.chance.choice(self.groupings(count, top)),
+            factor=self.chance.choice([None, None, 2.5]),
+            **self.chance.choice(self.groupings(count, top)), **more,
         )  # fmt: skip
 
     def each(self, body: Body) -> None:
-        """Run steps on each part of the current wire, of which they can read nothing else."""
+        """Run steps on each part of the current wire, which can read the same parts of other wires."""
         now, chance = body.now, self.chance
         sizes = [size for size in (2, 3, 4) if now.rate * size < 13 and (not now.length or now.length % size == 0)]
         choices = ["features"] + (["frames", "places"] * 2 if sizes and not (body.columns or body.chosen) else [])
@@ -240,8 +244,12 @@ class Composer(Cells, Mixers, Rates, Sequences):
             assert now.grid
             made = replace(made, length=now.grid[1 if axis == "rows" else 0])
         alone = bool(shift)  # steps that treat each token by itself; attention is tested elsewhere
+        wires = {name: kind if axis == "features" else replace(made, width=kind.width)
+                 for name, kind in body.wires.items()
+                 if (kind.name, kind.place, kind.grid) == ("sequence", now.place, now.grid)
+                 and name not in self.alongside}
         inside = replace(
-            body, now=made, wires={}, steps=[], linears=[], owners=[], depth=body.depth + 1, fixed=True,
+            body, now=made, wires=wires, steps=[], linears=[], owners=[], depth=body.depth + 1, fixed=True,
             alone=body.alone or alone, in_each=True,
         )  # fmt: skip
         self.fill(inside, chance.randint(1, 2))
@@ -456,7 +464,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             self.conv, self.conv1d, self.shares, self.earlier, self.centaurus, self.ssm, self.memory,
             self.matrix_memory, self.channel_memory, self.rotation, self.slstm,
             self.attention, self.latent_attention, self.positions, *nested, *nested[:2],
-            *([] if deep or body.in_each else [self.cell]),
+            *([] if deep else [self.cell]),
         ]  # fmt: skip
         moves += [] if deep or body.now.prefix else [self.each, self.choose]
         moves += [self.windows, self.side_by_side]

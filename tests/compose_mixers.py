@@ -189,12 +189,19 @@ class Mixers(Tokens):
         biases = [None, None, "alibi", "learned_alibi"]
         if not causal and not span and (now.length or now.grid) and not body.columns:
             biases = [None, "relative", "relative"]
+        rotary, soft_cap = self.chance.choice([0, 10000]), self.chance.choice([None, None, 2])
+        more: dict[str, Any] = {}
+        if self.maybe(0.3):
+            pairs = bool(not causal and not span and now.length and "relative" not in biases and self.maybe(0.6))
+            rotary, soft_cap = (rotary, soft_cap) if pairs else (0, None)
+            more["scores"] = self.project(body, source, now, heads * (now.length if pairs and now.length else 1))
+        if causal and not (self.streams or body.fixed or {"chunk", "keep_first"} & span.keys()) and self.maybe(0.3):
+            more["prefix"] = self.chance.choice([1, 2, 5])
         self.add(
             body, "attention", replace(now, width=heads * values),
             q=self.project(body, source, now, heads * width), k=self.project(body, source, now, shared * width),
             v=self.project(body, source, now, shared * values), heads=heads, kv_heads=shared,
-            rotary=self.chance.choice([0, 10000]),
-            **span, causal=causal, cache=self.chance.choice([40, 100]), soft_cap=self.chance.choice([None, None, 2]),
+            rotary=rotary, **more, **span, causal=causal, cache=self.chance.choice([40, 100]), soft_cap=soft_cap,
             sinks=self.chance.choice([None, True]), bias=self.chance.choice(biases),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
     owners = {item.name: item.name for item in graph.parameters(model.graph)}
     owners |= {item.name: str(item.tied) for item in graph.parameters(model.graph, shared=True) if item.shared}
     weights = model.state_dict()
-    alone.load_state_dict({name: weights[owners[name]] for name in alone.state_dict()})
+    alone.load_state_dict({name: weights[owners.get(name, name)] for name in alone.state_dict()})
     return alone, owners
 
 

@@ -88,10 +88,10 @@ def attention(
     reset. scale: 1/sqrt(D) if not given. soft_cap: scores s become soft_cap tanh(s / soft_cap). slopes
     [H]: subtracted from a score for each token between query and key (see `alibi_slopes`). sinks [H]: score of a
     further key with the value 0, which every query sees; the weights of the others then add up to less than 1. bias
-    [H, S, S]: added to the scores. segments [B, S]: a token sees only those with its number, in any order. These two
-    need causal=False, without window, chunk and resets. state: the state that the previous call returned. keep: number
-    of tokens in the returned state (default: window - 1 with a window, chunk - 1 with chunks, else as many as in the
-    given state, else all tokens).
+    [H, S, S] or [H, B, S, S]: added to the scores. segments [B, S]: a token sees only those with its number, in any
+    order. These two need causal=False, without window, chunk and resets. state: the state that the previous call
+    returned. keep: number of tokens in the returned state (default: window - 1 with a window, chunk - 1 with chunks,
+    else as many as in the given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, chunk, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
@@ -318,7 +318,7 @@ def _check_pairs(q: Tensor, k: Tensor, bias: Tensor | None, segments: Tensor | N
     B, S, H, _ = q.shape
     if ordered:
         raise ValueError("attention: bias and segments need causal=False, without window, chunk and resets")
-    if bias is not None and bias.shape != (H, S, k.shape[1]):
+    if bias is not None and bias.shape not in ((H, S, k.shape[1]), (H, B, S, k.shape[1])):
         raise ValueError(f"attention expects bias {[H, S, k.shape[1]]}; got {list(bias.shape)}")
     if segments is not None and not segments.shape == k.shape[:2] == (B, S):
         raise ValueError(f"attention expects segments [B, S] = {[B, S]}; got {list(segments.shape)}")

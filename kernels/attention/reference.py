@@ -44,6 +44,8 @@ def run(
 ) -> Tensor:
     """Return y [B, S, H, DV], given q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV] and sequence [B, T]."""
     S, T = q.shape[1], k.shape[1]
+    if scores.bias is not None and scores.bias.dim() == 4:
+        scores = scores._replace(bias=scores.bias.movedim(1, 0))
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     place = torch.arange(T, device=q.device)
     with without_autocast(q.device.type):

@@ -16,7 +16,7 @@ class Scores(NamedTuple):
 
     scale: factor of the products. soft_cap: limit of the scores (Gemma 2, arXiv:2408.00118). slopes [H]: subtracted
     from the scores for each token of distance (ALiBi, arXiv:2108.12409). sinks [H]: score of a further key whose value
-    is 0 (gpt-oss, arXiv:2508.10925). bias [H, S, T]: added to the scores.
+    is 0 (gpt-oss, arXiv:2508.10925). bias [H, S, T] or [H, B, S, T]: added to the scores.
     """
 
     scale: float
@@ -37,12 +37,12 @@ class Scores(NamedTuple):
     def with_heads(self, *shape: int) -> Scores:
         """Return the same for scores whose heads have this shape, [*shape, S, T]."""
         slopes, sinks = (None if x is None else x.view(shape) for x in (self.slopes, self.sinks))
-        bias = None if self.bias is None else self.bias.view(*shape, *self.bias.shape[1:])
+        bias = self.bias if self.bias is None or self.bias.dim() == 4 else self.bias.view(*shape, *self.bias.shape[1:])
         return self._replace(slopes=slopes, sinks=sinks, bias=bias)
 
     def of(self, a: int, b: int) -> Scores:
         """Return the same for the queries from a to b."""
-        return self if self.bias is None else self._replace(bias=self.bias[:, a:b])
+        return self if self.bias is None else self._replace(bias=self.bias[..., a:b, :])
 
     def weights(self, scores: Tensor, seen: Tensor, distance: Tensor | None) -> Tensor:
         """Return the weights of scaled scores [B, H, S, T], of the same shape.

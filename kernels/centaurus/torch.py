@@ -287,9 +287,9 @@ def _chunk_by_chunk(
     for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
         one = _shortened(chunk, T, reverse)
         marks = None if resets is None else resets[:, a:b]
-        span = Span.of(u[:, :, a:b], marks, T, reverse)
+        span = Chunks.of(u[:, :, a:b], marks, T, reverse)
         given = span.given(one)
-        nonfinite = None if bad is None else Span.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
+        nonfinite = None if bad is None else Chunks.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
         if nonfinite is not None:
             reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
             given = given.masked_fill(reaches_state, torch.nan)
@@ -310,7 +310,7 @@ def _chunk_by_chunk(
     return v, now.permute(1, 0, 3, 2)
 
 
-class Span(NamedTuple):
+class Chunks(NamedTuple):
     """Consecutive chunks of equal length; R = B chunks."""
 
     tokens: Tensor  # [N, R, T]
@@ -319,7 +319,7 @@ class Span(NamedTuple):
     last: Tensor | None  # [R, 1]: number of resets in the whole chunk
 
     @classmethod
-    def of(cls, u: Tensor, resets: Tensor | None, T: int, reverse: bool) -> Span:
+    def of(cls, u: Tensor, resets: Tensor | None, T: int, reverse: bool) -> Chunks:
         N, B, length = u.shape
         tokens, shape = u.reshape(N, -1, T), (N, B, length // T)
         if resets is None:
@@ -440,7 +440,7 @@ def _scan_backward(
         now = state.permute(1, 0, 3, 2)
         for a, b, T in _spans(u.shape[2], within.shape[1], reverse):
             one = _shortened(chunk, T, reverse)
-            span = Span.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
+            span = Chunks.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
             before, now = _between(span.given(one), now, one.through, span.is_carried, reverse)
             done.append((a, b, T, one, span, before))
         dnow = dlast.permute(1, 0, 3, 2)

@@ -52,7 +52,7 @@ def _spans(u: Tensor, N: int, reverse: bool, for_backward: bool) -> list[tuple[i
     return spans[::-1] if reverse else spans
 
 
-class _Part(NamedTuple):
+class _Chunk(NamedTuple):
     """The inputs of a chunk in the dtype of the scan, [L, B, G, E]. raw: the steps before the softplus."""
 
     u: Tensor
@@ -81,23 +81,23 @@ class _Tokens:
         L = min(_length(u, A.shape[-1], for_backward), u.shape[1])
         self.memory = A.new_empty(buffers, L, u.shape[0], *self.A.shape)
 
-    def part(self, a: int, b: int) -> _Part:
+    def part(self, a: int, b: int) -> _Chunk:
         """Return the inputs of tokens a to b."""
         u, raw = (x[a:b].to(self.A.dtype) for x in (self.u, self.dt))
         raw = raw if self._bias is None else raw + self._bias
         if self._steps is not None:
-            return _Part(u, raw, self._steps[a:b])
-        return _Part(u, raw, F.softplus(raw) if self._softplus else raw)
+            return _Chunk(u, raw, self._steps[a:b])
+        return _Chunk(u, raw, F.softplus(raw) if self._softplus else raw)
 
     def gate(self, a: int, b: int) -> Tensor | None:
         """Return the gates of tokens a to b before the SiLU."""
         return None if self.z is None else self.z[a:b].to(self.A.dtype)
 
-    def through_softplus(self, grad: Tensor, part: _Part) -> Tensor:
+    def through_softplus(self, grad: Tensor, part: _Chunk) -> Tensor:
         """Return the gradient of the steps before the softplus."""
         return torch.ops.aten.softplus_backward(grad, part.raw, 1, 20) if self._softplus else grad
 
-    def outputs(self, states: Tensor, part: _Part, a: int, b: int) -> Tensor:
+    def outputs(self, states: Tensor, part: _Chunk, a: int, b: int) -> Tensor:
         """Return the outputs [L, B, G, E] of tokens a to b, before the gate."""
         if self._outputs is not None:
             return self._outputs[a:b]
@@ -116,7 +116,7 @@ class _Tokens:
             return None
         return self._resets[:, a:b].t()[..., None, None, None]
 
-    def run(self, h: Tensor, part: _Part, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, h: Tensor, part: _Chunk, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the decays and states [L, B, G, N, E] of a chunk, and dt u [L, B, G, E].
 
         h [B, G, N, E]: the state before the chunk.

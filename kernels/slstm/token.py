@@ -36,7 +36,7 @@ def _of_maps(recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[ReadMap
     if any(len(weight) != len(recurrent) for weight, *_ in maps):
         return None
     biases = [bias if b is None else bias + b.view_as(bias) for bias, (_, b, _) in zip(biases, maps, strict=True)]
-    parts = [_Part(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]
+    parts = [_JoinedGates(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]
     of_parts, rows = _gates_of_parts(parts), recurrent.shape[1] + sum(part.weight.shape[1] for part in parts)
     if rows * recurrent[:, 0].numel() > PADDED:
         return TokenFunction(_cell(of_parts))
@@ -89,7 +89,7 @@ def _gates_to_compile(matrix: Tensor, biases: Sequence[Tensor]) -> Gates:
     return gates
 
 
-class _Part:
+class _JoinedGates:
     """The P gates that are maps of the same value, which is the one at `at`. places: theirs among i, f, z, o.
 
     weight [H, I, P * D], recurrent [H, D, P * D], bias [H, 1, P * D].
@@ -109,7 +109,7 @@ class _Part:
         return gates.permute(2, 1, 0, 3).contiguous().unbind(0)
 
 
-def _gates_of_parts(parts: Sequence[_Part]) -> Gates:
+def _gates_of_parts(parts: Sequence[_JoinedGates]) -> Gates:
     places = [place for part in parts for place in part.places]
     order = [places.index(place) for place in range(len(places))]
 
@@ -120,7 +120,7 @@ def _gates_of_parts(parts: Sequence[_Part]) -> Gates:
     return gates
 
 
-def _padded(recurrent: Tensor, parts: Sequence[_Part]) -> Tensor:
+def _padded(recurrent: Tensor, parts: Sequence[_JoinedGates]) -> Tensor:
     """Return the weights [H, D + the sum of I, 4 D] of the last output and of all values, padded with zeros."""
     rows = [recurrent]
     for part in parts:

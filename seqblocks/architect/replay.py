@@ -8,23 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.steps.combinators.cell import Parts, parts_of
+from seqblocks.analysis.steps.combinators.cell import Stages, stages_of
 from seqblocks.cost import BYTES
-from seqblocks.graph import (
-    BlockNode,
-    CellNode,
-    ChooseNode,
-    EachNode,
-    ExpertsNode,
-    Graph,
-    ModelSpec,
-    Node,
-    OpNode,
-    ParallelNode,
-    RepeatNode,
-    ResidualNode,
-    ScanNode,
-)
+from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
@@ -34,7 +20,7 @@ from seqblocks.tape import Shape, Tape, Value
 from seqblocks.types import Wire, size_of
 from seqblocks.workspace import associative_scan
 
-SPLIT_MIN_ELEMENTS = 1 << 19  # numbers: larger outputs of maps that are split are computed as one product for each part
+SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
 ID = 8  # bytes of a token id
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 
@@ -118,7 +104,7 @@ class Replay:
     # --- bodies ---------------------------------------------------------------------------------------------------
 
     def body(self, body: Graph, values: dict[int, Value], paths: tuple[str, ...]) -> Any:
-        spent = spent_values(body)
+        spent = graph.spent_values(body, [node.reads for node in body.nodes])
         for at, node in enumerate(body.nodes):
             inputs = [values[value] for value in node.reads]
             y = self.node(node, inputs, tuple(graph.join(path, node.name) for path in paths))
@@ -154,17 +140,17 @@ class Replay:
         found: Value = self.body(body, dict(zip(body.reads, inputs, strict=True)), paths)
         return found
 
-    def _block(self, node: BlockNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _block(self, node: graph.BlockNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         return self._inside(node.bodies[""], inputs, paths)
 
-    def _residual(self, node: ResidualNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _residual(self, node: graph.ResidualNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         y = self._inside(node.bodies[""], inputs, paths)
         if node.arguments.drop_path:
             y = drop_samples_memory(self.tape, y)
         self.tape.step = paths[-1]
         return self.tape.add(inputs[0], y)
 
-    def _repeat(self, node: RepeatNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _repeat(self, node: graph.RepeatNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, x = dict(zip(node.reads, inputs, strict=True)), inputs[0]
         recompute = self.checkpoint and not self.inside_layer
         spent = node.spent_after_layers()
@@ -193,7 +179,7 @@ class Replay:
         exports, self.exports = self.exports, {}
         return y, exports
 
-    def _parallel(self, node: ParallelNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _parallel(self, node: graph.ParallelNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         values, results = dict(zip(node.reads, inputs, strict=True)), list[Value]()
         exports: dict[int, Value] = {}
         for label, body in node.bodies.items():
@@ -206,7 +192,7 @@ class Replay:
         axis = node.type.feature_axis if node.type and len(results) > 1 else -1
         return merged(self.tape, results, node.arguments.merge, axis)
 
-    def _scan(self, node: ScanNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _scan(self, node: graph.ScanNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         (body,), results = node.bodies.values(), list[Value]()
         in_place = graph.is_reversible(body)
         for order in node.arguments.orders:
@@ -223,24 +209,36 @@ class Replay:
             results.append(y)
         return merged(self.tape, results, node.arguments.merge)
 
-    def _is_ordered(self, value: int, node: ScanNode) -> bool:
+    def _is_ordered(self, value: int, node: graph.ScanNode) -> bool:
         return graph.is_ordered(self.spec.types[value], self.spec.types[node.reads[0]], node)
 
-    def _each(self, node: EachNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _each(self, node: graph.EachNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the steps on all sequences at once, which are copies where their numbers do not lie in this order."""
-        tape, (x,), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
-        before, after = _axes(node, x.shape)
+        tape, (first, *others), (body,), outer = self.tape, inputs, node.bodies.values(), self.sizes
+        before, after = _axes(node, first.shape)
         count = math.prod(size for name, size in before if name in ("batch", "lanes", "lanes_2"))
         padded = math.prod(size for name, size in before if name not in ("batch", "features"))
-        is_padded = node.arguments.pad and padded > x.shape[1]
-        x = _resized(tape, x, (x.shape[0], padded, x.shape[2])) if is_padded else x
+        is_padded = node.arguments.pad and padded > first.shape[1]
         shifted = node.arguments.shift > 0 and any(name.startswith("lanes") and size > 1 for name, size in before)
-        x = _rolled(tape, x) if shifted else x
         wire = self.spec.types[body.input]
         assert wire
-        x = _reordered(tape, x, before, after, (count, *self.sizes.shape(wire)[1:]))
+
+        def cut(x: Value, axes: tuple[Axes, Axes], inside: Wire) -> Value:
+            x = _resized(tape, x, (x.shape[0], padded, x.shape[2])) if is_padded else x
+            x = _rolled(tape, x) if shifted else x
+            return _reordered(tape, x, *axes, (count, *self.sizes.shape(inside)[1:]))
+
+        given = [cut(first, (before, after), wire)]
+        whole = node.reads_whole(self.spec.types)
+        for x, number, is_whole in zip(others, body.ports.values(), whole, strict=True):
+            inside = self.spec.types[number]
+            assert inside
+            if is_whole:
+                given.append(tape.copy(tape.expand(x, (count, *x.shape[1:]))))
+            else:
+                given.append(cut(x, _axes(node, x.shape), inside))
         self.sizes = Sizes(count, self.sizes.length)
-        y = self._inside(body, [x], paths)
+        y = self._inside(body, given, paths)
         self.sizes, tape.step = outer, paths[-1]
         if len(y.shape) == 2:
             return tape.view(y, self.sizes.shape(node.type) if node.type else y.shape)
@@ -251,7 +249,7 @@ class Replay:
         y = _rolled(tape, y) if shifted else y
         return _resized(tape, y, shape) if is_padded else y
 
-    def _choose(self, node: ChooseNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _choose(self, node: graph.ChooseNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the steps on the chosen tokens, as many as `top` says, or on all tokens."""
         tape, (x, by, *others), body, outer = self.tape, inputs, node.bodies[""], self.sizes
         batch, tokens, features = x.shape
@@ -272,7 +270,7 @@ class Replay:
         tape.function([x, y], [made], [places])
         return made
 
-    def _experts(self, node: ExpertsNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _experts(self, node: graph.ExpertsNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
         tape, router = self.tape, node.bodies[""].nodes[0]
         x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
@@ -308,7 +306,7 @@ class Replay:
         found = tape.cast(tape.sum(weighted, (tokens, y.shape[-1])), y.item)
         return tape.view(found, (*x.shape[:-1], y.shape[-1]))
 
-    def _routed(self, logits: Value, node: ExpertsNode, correction: Value | None) -> tuple[Value, list[Value]]:
+    def _routed(self, logits: Value, node: graph.ExpertsNode, correction: Value | None) -> tuple[Value, list[Value]]:
         """Record the choice of experts. Returns the weights [tokens, top], and what the model holds after its call."""
         tape, (tokens, count) = self.tape, logits.shape
         scores = tape.unary(logits, ["output"])
@@ -333,10 +331,10 @@ class Replay:
         tape.function([copies], [y], [order])
         return y
 
-    def _cell(self, node: CellNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
+    def _cell(self, node: graph.CellNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run a cell in parts. Those of its loop are as large for all tokens at once as token by token."""
         tape, body = self.tape, node.bodies[""]
-        parts = parts_of(body, self.spec.types)
+        parts = stages_of(body, self.spec.types)
         batch, tokens = inputs[0].shape[:2]
         size = parts.chunk(tokens, node.arguments.chunk)
         starts = [self._parameter(name, paths) for name in node.parameters]
@@ -352,7 +350,7 @@ class Replay:
         return tape.cat(results, 1)
 
     def _part_of_cell(
-        self, node: CellNode, parts: Parts, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
+        self, node: graph.CellNode, parts: Stages, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
     ) -> Value:
         tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
@@ -376,7 +374,7 @@ class Replay:
         return values[body.result]
 
     def _scanned(
-        self, body: Graph, parts: Parts, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
+        self, body: Graph, parts: Stages, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
     ) -> None:
         """Record the associative scan of states that are set by linear formulas."""
         tape, item = self.tape, max(self.item, 4)
@@ -406,8 +404,7 @@ class Replay:
 
     # --- primitives -----------------------------------------------------------------------------------------------
 
-    def _op(self, node: OpNode, inputs: list[Value], paths: tuple[str, ...]) -> Any:
-        assert node.op is not None
+    def _op(self, node: graph.OpNode, inputs: list[Value], paths: tuple[str, ...]) -> Any:
         p = {name: self._parameter(name, paths) for name in node.parameters}
         inputs = self._at_ports(node, self._narrowed(node, inputs))
         self.tape.out = self.sizes.shape(node.type) if node.type else ()
@@ -423,21 +420,19 @@ class Replay:
         found = (self.weights.get(graph.join(path, name)) for path in reversed(paths))
         return next(value for value in found if value is not None)
 
-    def _narrowed(self, node: Node, inputs: list[Value]) -> list[Value]:
+    def _narrowed(self, node: graph.OpNode, inputs: list[Value]) -> list[Value]:
         """Return the inputs in the dtype of a 16-bit model, which an op with parameters converts them to."""
         op = node.op
         plain = any(not parameter.full_precision for parameter in node.parameters.values())
-        if not self.exact or op is None or op.mixed or not plain or self.item > 2:
+        if not self.exact or op.mixed or not plain or self.item > 2:
             return inputs
         return [self.tape.copy(x, self.item) if x.item == BYTES["float32"] else x for x in inputs]
 
-    def _at_ports(self, node: Node, inputs: list[Value]) -> list[Any]:
-        assert node.op is not None
-        read = [value for values in node.inputs.values() for value in values]
+    def _at_ports(self, node: graph.OpNode, inputs: list[Value]) -> list[Any]:
         if node.vectors:
             longer = max((x for x in inputs), key=lambda x: len(x.shape))
             inputs = [self._at_tokens(x, longer) if value in node.vectors else x
-                      for x, value in zip(inputs, read, strict=True)]
+                      for x, value in zip(inputs, node.at_ports, strict=True)]
         rest, found = iter(inputs), list[Any]()
         for port in node.op.ports:
             part = [next(rest) for _ in node.inputs.get(port.name, ())]
@@ -452,8 +447,7 @@ class Replay:
         shape = (batch, features, *longer.shape[2:]) if image else (batch, longer.shape[1], features)
         return self.tape.expand(x, shape)
 
-    def _is_costly_split(self, node: Node, inputs: list[Any]) -> bool:
-        assert node.op is not None
+    def _is_costly_split(self, node: graph.OpNode, inputs: list[Any]) -> bool:
         x = inputs[0]
         if self.item < 4 or not may_be_matrix(node.op) or not isinstance(node.op, Affine | Unembed):
             return False
@@ -463,23 +457,10 @@ class Replay:
         return tokens * sum(node.split) >= SPLIT_MIN_ELEMENTS and min(node.split) >= int(width)
 
 
-def spent_values(body: Graph) -> list[list[int]]:
-    """Return for each node the values that no later node reads."""
-    last: dict[int, int] = {}
-    for at, node in enumerate(body.nodes):
-        last |= dict.fromkeys((*node.reads, *node.made), at)
-    for value in body.results:
-        last.pop(value, None)
-    spent: list[list[int]] = [[] for _ in body.nodes]
-    for value, at in last.items():
-        spent[at].append(value)
-    return spent
-
-
 Axes = list[tuple[str, int]]
 
 
-def _axes(node: EachNode, shape: Shape) -> tuple[Axes, Axes]:
+def _axes(node: graph.EachNode, shape: Shape) -> tuple[Axes, Axes]:
     """Return the axes of the input of an `each`, in the order before and after its sequences are part of the batch."""
     arguments, wire, (batch, tokens, features) = node.arguments, node.wires[0], shape
     size, (rows, columns) = arguments.width, (wire.grid if wire else None) or (1, 1)

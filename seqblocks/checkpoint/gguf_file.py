@@ -145,9 +145,7 @@ class _Walk:
             raise RunError(f"{name} ({node.span}) is a `{node.verb}`")
         (at,) = dict(inputs)["x"]
         if isinstance(node, BlockNode):
-            (inner,) = node.bodies.values()
-            read = {inner.input: at} | {inner.ports[port]: x for port, (x,) in inputs if port in inner.ports}
-            return (self.body(inner, read, name),)
+            return (self.body(node.bodies[""], {inside: values[value] for value, inside in node.links}, name),)
         if isinstance(node, ResidualNode):
             (inner,) = node.bodies.values()
             result = self.body(inner, values | {inner.input: at}, name)

@@ -29,6 +29,8 @@ class Combinator(BaseModel):
     verb: ClassVar[str] = ""
     holds: ClassVar[tuple[str, ...]] = ("steps",)
     """The arguments of type `steps`; their values are document nodes."""
+    usual: ClassVar[tuple[str, ...]] = ()
+    """Optional arguments that most steps need, which editors therefore write with the verb."""
     open_keys: ClassVar[bool] = False
     """Whether user-defined keys contain steps too."""
     wire_keys: ClassVar[tuple[str, ...]] = ()

@@ -24,6 +24,7 @@ class Choose(Combinator):
     """
 
     wire_keys = ("by",)
+    usual = ("top",)
     by: Any = argument(..., "the wire of the scores: one feature, for each token of the input")
     top: float | None = argument(
         None, "how many tokens: a share of the sequence below 1, at least one token, or a number of tokens", gt=0

@@ -23,9 +23,11 @@ class Each(Combinator):
     video. places: the tokens at the same place of all frames of `size` tokens. features: each feature, or `size`
     consecutive ones, as a sequence of all tokens.
 
-    The steps read only `input` and keep its tokens. Over `features` they may also merge tokens, or make a vector, and
-    over `frames` a vector becomes one token for each frame. Over `features` and `places` the steps carry states from
-    chunk to chunk. Frames and places stream in whole frames; windows, rows and columns do not stream.
+    The steps keep the tokens of `input`. They may read other wires with these tokens, which are cut in the same way,
+    except over `features`, where each sequence reads all of such a wire, as it does a context. Over `features` they
+    may also merge tokens, or make a vector, and over `frames` a vector becomes one token for each frame. Over
+    `features` and `places` the steps carry states from chunk to chunk. Frames and places stream in whole frames;
+    windows, rows and columns do not stream.
     """
 
     axis: Axis = argument(..., "the axis that becomes part of the batch")

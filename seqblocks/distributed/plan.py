@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.errors import Fault, UsageError
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import Graph, ModelSpec, Node, OpNode
 from seqblocks.op import Op
 from seqblocks.parameters import Parameter
 from seqblocks.roles import Split, splits
@@ -141,7 +141,7 @@ class _Planner:
         return self.done[id(body)]
 
     def _node(self, node: Node, path: str) -> Node:
-        made = self._op(node, path) if node.op else self._combinator(node, path)
+        made = self._op(node, path) if isinstance(node, OpNode) else self._combinator(node, path)
         self.original[id(made)] = node
         return made
 
@@ -189,8 +189,7 @@ class _Planner:
 
     # --- ops ----------------------------------------------------------------------------------------------------------
 
-    def _op(self, node: Node, path: str) -> Node:
-        assert node.op
+    def _op(self, node: OpNode, path: str) -> Node:
         split = self._choose(node, path)
         if split is None:
             return self._undivided(node, path)
@@ -225,9 +224,8 @@ class _Planner:
         assert wire
         return {"output": kept_state(wire)}
 
-    def _undivided(self, node: Node, path: str) -> Node:
+    def _undivided(self, node: OpNode, path: str) -> Node:
         """Return a step that each rank computes whole, with its inputs gathered."""
-        assert node.op
         self._note_outputs(node, False, frozenset())
         if not any(self.parts[value] for value in node.reads):
             return node
@@ -237,10 +235,10 @@ class _Planner:
         self.steps[path] = "whole on each rank, its inputs gathered"
         return node._replace(op=op)
 
-    def _choose(self, node: Node, path: str) -> Split | None:
+    def _choose(self, node: OpNode, path: str) -> Split | None:
         """Return the split of a step that communicates the fewest values per token, or None to compute it whole."""
         reads_parts = any(self.parts[value] for value in node.reads)
-        if node.op is None or node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
+        if node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
             return None
         try:
             found = [split for split in splits(node.op, self.ranks, node.wires) if self._fits(node, split)]
@@ -342,7 +340,7 @@ def _axis(node: Node) -> int:
     return node.type.feature_axis if node.type and node.type.kind != "tokens" else -1
 
 
-def _words(node: Node, split: Split, gathers: bool) -> str:
+def _words(node: OpNode, split: Split, gathers: bool) -> str:
     """Return a description of how a step is split."""
     if split.sums:
         return "columns, outputs summed" if split.parts else "hidden features, outputs summed"
@@ -350,9 +348,8 @@ def _words(node: Node, split: Split, gathers: bool) -> str:
     return f"{what}, output gathered" if gathers else what
 
 
-def _counted(node: Node, split: Split) -> str:
+def _counted(node: OpNode, split: Split) -> str:
     """Return the names of what is divided: the arguments that count it, or features."""
-    assert node.op
     before, after = node.op.model_dump(), split.op.model_dump()
     changed = [name for name in before if before[name] != after[name] and name != "features"]
     return " and ".join(changed) or "features"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.analysis.scope.step import Verb
+from seqblocks.analysis.scope.values import inheriting
 from seqblocks.combinators import Combinator
 from seqblocks.editor.context import Context, context_of, holds_steps
 from seqblocks.editor.cursor import HOLE, Cursor, at_cursor
@@ -18,6 +20,7 @@ from seqblocks.editor.layers import half_written, tails
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import Span
+from seqblocks.language.arguments import DEPTH, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.language.files import bundled, specs_beside
@@ -27,8 +30,11 @@ from seqblocks.language.uses import added
 from seqblocks.op import Op
 from seqblocks.parameters import INITIALISERS
 from seqblocks.report import reference
+from seqblocks.types import Kind
 
 _OPERAND = re.compile(r"(?:\b(?:if|and|or|not)|[-+*/<>=])\s*$")  # what a number follows in a condition
+SHARING = ("E203", "E312", "E320", "E321", "E322")  # faults of what is shared or tied
+TRIED = 8  # maximum steps that are tried as values of `share:` and `tie:`
 ItemKind = Literal["key", "word", "verb", "block", "wire", "name", "file", "function"]
 
 
@@ -113,9 +119,33 @@ def _items(context: Context, maker: _Maker) -> Iterator[Item]:
         case "names":
             yield from maker.names(context, "")
         case "step":
-            yield from (Item(name, "word", name) for name in dict.fromkeys(reversed(context.scope.steps)))
+            yield from maker.steps(context)
         case kind:
             yield from _BY_KIND[kind](maker, context)
+
+
+class _Limits(NamedTuple):
+    """The numbers that an argument may be: from low to high, without these if they are not included."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    whole: bool = False
+
+    @classmethod
+    def of(cls, argument: reference.Argument | Argument | None) -> _Limits:
+        match argument:
+            case reference.Argument(limits=limits, kind=kind):
+                low, high = limits.get("ge", -math.inf), limits.get("le", math.inf)
+                return cls(low, high, limits.get("gt", -math.inf), limits.get("lt", math.inf), kind.whole)
+            case Argument(at_least=low, at_most=high, type=kind):
+                return cls(-math.inf if low is None else low, math.inf if high is None else high, whole=kind == "int")
+        return cls()
+
+    def hold(self, number: float) -> bool:
+        is_whole = not self.whole or number == int(number)
+        return self.low <= number <= self.high and self.above < number < self.below and is_whole
 
 
 class _Maker:
@@ -123,6 +153,8 @@ class _Maker:
         self.opened, self.cursor, self.file, self.analysis = opened, cursor, file, analysis
 
     def key(self, word: str, about: str, value: str = "$1", detail: str = "") -> Item:
+        if value == "$1" and word in ("use", "needs"):
+            value = "[$1]"
         text = word if self.cursor.colon else f"{word}: {value}"
         return Item(word, "key", text, detail, about)
 
@@ -142,24 +174,48 @@ class _Maker:
             yield Item(name, "block", name, "steps that the block is given")
         for name, block in self.file.visible.items():
             if not block.incomplete:
-                yield self._verb(name, "block", _needs_of(block), block.about, about_block(block))
+                needs = _needs_of(block)
+                yield self._verb(name, "block", needs, block.about, about_block(block), self._name(context, name))
         for name, verb in reference.verbs().items():
-            needs = _needs(name, verb)
-            yield self._verb(name, "verb", needs, _first_line(verb), about_verb(verb))
+            needs = self._needs(name, verb)
+            own = "" if issubclass(verb, Op) and verb.parameters is Op.parameters else self._name(context, name)
+            yield self._verb(name, "verb", needs, _first_line(verb), about_verb(verb), own)
         for name, (file, block) in bundled_blocks().items():
             if name not in self.file.visible and name not in context.scope.passed:
                 edit = self._use(file)
                 if edit:
                     about = about_block(block)
-                    yield self._verb(name, "block", _needs_of(block), f"from {file}", about)._replace(more=edit)
+                    own = self._name(context, name)
+                    found = self._verb(name, "block", _needs_of(block), f"from {file}", about, own)
+                    yield found._replace(more=edit)
 
-    def _verb(self, name: str, kind: ItemKind, needs: list[tuple[str, str]], detail: str, about: str) -> Item:
-        """Return the item of a verb. needs: its required arguments, and the brackets of their values."""
-        if self.cursor.colon or not needs:
+    def _verb(
+        self, name: str, kind: ItemKind, needs: list[tuple[str, str]], detail: str, about: str, own: str = ""
+    ) -> Item:
+        """Return the item of a verb. needs: its required arguments, and the brackets of their values. own: its name."""
+        if self.cursor.colon or not (needs or own):
             return Item(name, kind, name, detail, about)
-        values = ", ".join(f"{key}: {_blank(brackets, at)}" for at, (key, brackets) in enumerate(needs, 1))
-        text = f"{name}: {{{values}}}"
+        values = [f"{key}: {_blank(brackets, at)}" for at, (key, brackets) in enumerate(needs, 1)]
+        text = f"{name}: {{{', '.join([f'name: {own}'] * bool(own) + values)}}}"
         return Item(name, kind, f"{{{text}}}" if self.cursor.bracket == "[" else text, detail, about)
+
+    def _name(self, context: Context, verb: str) -> str:
+        """Return the name that a step with parameters needs, as another one is stored under its verb; "" if none is."""
+        beside = context.scope.beside
+        if verb not in beside or (beside[verb].get("name") is None and self.stored.get(beside[verb].span[1:]) is False):
+            return ""
+        return next(name for at in range(2, len(beside) + 3) if (name := f"{verb}_{at}") not in beside)
+
+    def _needs(self, name: str, verb: reference.Verb) -> list[tuple[str, str]]:
+        """Return the arguments that a verb requires here, and the brackets of those that are steps."""
+        ports = [(port.name, "") for port in reference.ports(verb) if reference.is_required(port)]
+        given = [(each.name, "[") for each in reference.arguments(verb) if each.holds_steps][: name != "parallel"]
+        plain = [
+            (each.name, "") for each in reference.arguments(verb)
+            if not each.holds_steps and (each.required or each.name in verb.usual)
+        ]  # fmt: skip
+        plain += [(key, "") for key, source in inheriting(verb) if source not in (DEPTH, *_first_input(self.file))]
+        return [*ports, *plain, *given]
 
     def _use(self, file: str) -> tuple[Span, str] | None:
         """Return the edit that adds a bundled file to `use:`, or None if there is no place for it."""
@@ -175,6 +231,10 @@ class _Maker:
         abouts = _abouts(verb)
         ordered = [*verb.required, *(key for key in verb.own if key not in verb.required)]
         for key in (*ordered, *(key for key in verb.common if key not in verb.own)):
+            if key in ("share", "tie") and key not in verb.own:
+                others = self._others(context, key)[:1]
+                if not others or (key == "share" and not self._is_shared(f"share: {others[0]}")):
+                    continue
             if key not in context.taken and not (key in ("init", "tie") and _has_no_parameters(verb)):
                 needed = "required" if key in verb.required else ""
                 value = "[$1]" if holds_steps(verb, key) else "{$1}" if key == "init" else "$1"
@@ -183,7 +243,7 @@ class _Maker:
     def values(self, context: Context) -> Iterator[Item]:
         verb = context.verb
         assert verb
-        found = None
+        found = argument = None
         if isinstance(verb.meaning, Block):
             argument = verb.meaning.args.get(context.key)
             kind = argument.type if argument else ""
@@ -198,15 +258,19 @@ class _Maker:
                 return
         else:
             return
-        allowed = found.kind.choices if found else ()
+        allowed, limits = found.kind.choices if found else (), _Limits.of(found or argument)
+        last = self.cursor.path[-1].node
+        alone = isinstance(last, Scalar) and last.text == HOLE  # not a part of an expression
         for item in self.names(context, _VALUES.get(kind, "")):
             written = context.scope.names[item.label] if item.kind == "name" else None
-            if not (allowed and written and written.word and written.word not in allowed):
+            if allowed and written and written.word and written.word not in allowed:
+                continue
+            if not (alone and written and written.number is not None and not limits.hold(written.number)):
                 yield item
 
     def names(self, context: Context, kind: str = "number") -> Iterator[Item]:
         """Yield the names of values of a kind, or of any kind if it is "", and of those that may be of it."""
-        for name, (own, about, _) in context.scope.names.items():
+        for name, (own, about, *_) in context.scope.names.items():
             if not kind or own in (kind, ""):
                 yield Item(name, "name", name, about)
         if kind in ("number", ""):
@@ -229,7 +293,39 @@ class _Maker:
     def formula(self, context: Context) -> Iterator[Item]:
         yield from (item for item in self.wires(context) if item.label.isidentifier() and item.label != "input")
         yield from (Item(name, "function", f"{name}($1)", "function") for name in OF_WIRES)
-        yield from (Item(name, "name", name, about) for name, (_, about, _) in context.scope.names.items())
+        yield from (Item(name, "name", name, about) for name, (_, about, *_) in context.scope.names.items())
+
+    def steps(self, context: Context) -> Iterator[Item]:
+        """Yield the steps above whose parameters a step can share or tie, the last one first.
+
+        The nearest ones are tried; what a step with faults can share is not known.
+        """
+        for number, name in enumerate(self._others(context, context.key)):
+            if number >= TRIED or self._is_shared(name):
+                yield Item(name, "word", name)
+
+    def _is_shared(self, text: str) -> bool:
+        """Return whether a text in the place of the word at the cursor shares or ties parameters without a fault."""
+        hole = f"{HOLE}: " if ":" in text and f"{HOLE}: " in self.cursor.text else HOLE
+        tried = self.opened.again(self.cursor.text.replace(hole, text, 1))
+        start = self.opened.lines.spot_at(self.cursor.start)
+        spans = (each.span for each in tried.diagnostics if each.span and each.code in SHARING)
+        line = (span for span in spans if self.opened.is_own(span) and span.line == start.line)
+        return not any(start.column <= span.column <= start.column + len(text) for span in line)
+
+    def _others(self, context: Context, key: str) -> list[str]:
+        """Return the names of the steps above that `share:` or `tie:` can refer to, the last one first."""
+        steps = reversed(context.scope.steps.items())
+        if key == "share" and context.step:
+            verb = context.step.verb
+            return [name for name, step in steps if step.verb == verb and self.stored.get(step.span[1:]) is not False]
+        return [name for name, step in steps if self.stored.get(step.span[1:]) is not False]
+
+    @cached_property
+    def stored(self) -> dict[tuple[int, ...], bool]:
+        """Whether the steps in this file have parameters, by the places of their verbs, where that is known."""
+        known = (each for each in self.analysis.steps if self.opened.is_own(each.span) and each.params is not None)
+        return {each.span[1:]: bool(each.params) for each in known}
 
     @cached_property
     def types(self) -> dict[tuple[int, ...], str | None]:
@@ -279,12 +375,12 @@ def _first_line(verb: reference.Verb) -> str:
     return reference.about(verb).partition("\n")[0]
 
 
-def _needs(name: str, verb: reference.Verb) -> list[tuple[str, str]]:
-    """Return the arguments that a verb requires, and the brackets of those that are steps."""
-    ports = [(port.name, "") for port in reference.ports(verb) if reference.is_required(port)]
-    given = [(each.name, "[") for each in reference.arguments(verb) if each.holds_steps][: name != "parallel"]
-    plain = [(each.name, "") for each in reference.arguments(verb) if each.required and not each.holds_steps]
-    return [*ports, *plain, *given]
+def _first_input(file: SpecFile) -> tuple[str, ...]:
+    """Return the keys of the first input of a model, which say its kind; those of all kinds if there is no model."""
+    inputs = file.model.get("inputs") if file.model else None
+    first = next((node for _, _, node in inputs), None) if isinstance(inputs, Mapping) else None
+    found = first or (file.model.get("input") if file.model else None)
+    return tuple(found.entries) if isinstance(found, Mapping) else get_args(Kind)
 
 
 def _needs_of(block: Block) -> list[tuple[str, str]]:

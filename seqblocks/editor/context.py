@@ -35,12 +35,13 @@ Kind = Literal[
 class Name(NamedTuple):
     """The name of a value. kind: of the value, "" if it is not known. about: what it is, or its value as written.
 
-    word: the value, if it is a word that `let:` gives.
+    word, number: the value, if it is a word or a number that `let:` gives.
     """
 
     kind: Literal["number", "flag", "word", ""]
     about: str
     word: str = ""
+    number: float | None = None
 
 
 Names = dict[str, Name]
@@ -59,12 +60,14 @@ class Layers(NamedTuple):
 class Scope:
     """What a step can refer to: names of values, wires with the verbs that make them, steps, steps passed to a block.
 
-    layers: by the words for the layers of a `repeat`.
+    steps: those above in the same list. beside: all others of the list, by name. layers: by the words for the layers
+    of a `repeat`.
     """
 
     def __init__(self, names: Names, wires: Wires, passed: dict[str, Argument]) -> None:
         self.names, self.wires, self.passed = names, wires, passed
-        self.steps: list[str] = []
+        self.steps: dict[str, Written] = {}
+        self.beside: dict[str, Written] = {}
         self.layers: dict[str, Layers] = {}
 
     def inside(self, wires: bool = True, names: Names | None = None) -> Scope:
@@ -76,7 +79,7 @@ class Scope:
     def add(self, step: Written, file: SpecFile) -> None:
         """Add what a step defines for those below it."""
         self.wires |= defined(step, file)
-        self.steps.append(name_of(step))
+        self.steps[name_of(step)] = step
         if step.verb == "repeat":
             self.layers[name_of(step)] = Layers(in_layers(step, file), above=False)
 
@@ -133,8 +136,20 @@ def _names(let: Node | None, outer: Names | None = None) -> Names:
         found[key] = Name("", "")
         if isinstance(node, Scalar):
             kind = found[node.text].kind if node.text in found else _kind_of(node, found)
-            found[key] = Name(kind, node.text, node.text if kind == "word" else "")
+            found[key] = Name(kind, node.text, node.text if kind == "word" else "", _number_of(node, found))
     return found
+
+
+def _number_of(node: Scalar, names: Names) -> float | None:
+    """Return the value of an entry of `let:` that is a number, or an expression of known ones."""
+    if not isinstance(node.value, str):
+        return node.value if isinstance(node.value, int | float) and not isinstance(node.value, bool) else None
+    known = {name: each.number for name, each in names.items() if each.number is not None}
+    try:
+        value = parse(node.value).evaluate(known)
+    except Fault:  # of other names, or a word
+        return None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _kind_of(node: Scalar, names: Names) -> Literal["number", "flag", "word", ""]:
@@ -231,7 +246,8 @@ def _model(path: list[PathEntry], node: Node, file: SpecFile, scope: Scope) -> C
             for item in steps.items if isinstance(steps, Sequence) else ():
                 if step := as_step(item):
                     inner.add(step, file)
-            return None if path[-1].on_key else Context("wire", inner)
+            inner.wires = {name: maker for name, maker in inner.wires.items() if maker}  # no inputs
+            return Context("wire", inner) if isinstance(path[0].node, Sequence) else None
     return None
 
 
@@ -252,6 +268,8 @@ def _steps(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | Non
             break
         if step := as_step(above):
             scope.add(step, file)
+    others = (as_step(each) for each in path[0].node.items if each is not item)
+    scope.beside = {name_of(step): step for step in others if step}
     if isinstance(item, Scalar):
         return Context("verb", scope) if item.text == HOLE else None
     written = as_step(item)
@@ -297,7 +315,7 @@ def holds_steps(verb: Verb, key: str) -> bool:
 def _inner_steps(path: list[PathEntry], step: Written, verb: Verb, file: SpecFile, scope: Scope) -> Context | None:
     if isinstance(verb.meaning, Block):
         return _steps(path, file, scope.inside(wires=False))
-    inner = scope.inside(wires=step.verb != "each")
+    inner = scope.inside()
     match step.verb:
         case "repeat":
             index = step.get("index")
@@ -334,9 +352,9 @@ def _argument(path: list[PathEntry], step: Written, verb: Verb, key: str, scope:
     if key == "from" or is_port or key in verb.wires:
         return Context("wire", scope)
     if key == "share" and key not in verb.own:
-        return Context("step", scope)
+        return Context("step", scope, step=step, key=key)
     if key == "tie":
-        return Context("step", scope)
+        return Context("step", scope, step=step, key=key)
     if key == "when" or (step.verb == "cell" and key == "state" and len(path) > 1):
         return Context("names", scope)
     return Context("value", scope, verb=verb, step=step, key=key)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from seqblocks.editor import fillings
 from seqblocks.editor.edits import Edit
 from seqblocks.editor.naming import with_name
 from seqblocks.editor.opened import Opened
@@ -48,6 +49,10 @@ def _of(opened: Opened, each: Diagnostic) -> Iterator[QuickFix]:
         else:
             edits = [edit, *(Edit(*other) for other in each.fix.more)]
             yield QuickFix(f"Change '{edit.span.text}' to '{edit.text}'", edits, each)
+    elif each.code in ("E202", "E411") and " needs " in each.message:
+        yield from (QuickFix(title, edits, each) for title, edits in fillings.missing(opened, each))
+    elif each.code == "E209":
+        yield from (QuickFix(title, edits, each) for title, edits in fillings.out_of_range(opened, each))
     elif each.code == "E304":
         yield from _name(opened, each)
     elif each.code.startswith("E7"):

@@ -51,6 +51,6 @@ def facts(step: LocatedStep, shown: Collection[str] = SHOWN) -> str:
     if step.macs and "macs" in shown:
         parts.append(f"{step.macs:,.0f} multiply-accumulates per token")
     if step.state and "state" in shown:
-        parts.append(f"a state of {step.state:,} numbers")
+        parts.append(f"a state of {step.state:,} elements")
     times = f" × {step.times}" if step.times > 1 else ""
     return " · ".join(parts) + times + (" (they differ)" if step.varies else "") if parts else ""

@@ -25,5 +25,5 @@ def lenses(opened: Opened) -> list[Lens]:
         return []
     state = count_state(model.graph)
     parts = [f"{model.input_text} → {model.output_text}", f"{graph.count(model.graph):,} parameters"]
-    parts += [f"state of {state:,} numbers per sequence"] if state else []
+    parts += [f"state of {state:,} elements per sequence"] if state else []
     return [Lens(file.model_span, " · ".join(parts))]

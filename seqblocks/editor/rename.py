@@ -187,12 +187,12 @@ class _Renaming:
                 if keep or self._stores(step):
                     assert isinstance(step.arguments, Mapping)
                     key = step.arguments.entries["as"][0]
-                    yield before_key(self.opened, key, step.arguments, self.target.name)
+                    yield before_key(self.opened, key, step.arguments, f"name: {self.target.name}")
                 return
             formulas = self._formulas(step) if step and step.get("name") is None else []
             if step and len(formulas) == 1 and isinstance(step.arguments, Mapping):
                 if step.arguments.entries[formulas[0]][0] == definition and (keep or self._stores(step)):
-                    yield before_key(self.opened, definition, step.arguments, self.target.name)
+                    yield before_key(self.opened, definition, step.arguments, f"name: {self.target.name}")
 
     def _stores(self, step: Written) -> bool:
         """Return whether a step has parameters or a state, or may have them."""

@@ -9,9 +9,10 @@ from seqblocks.graph.names import (
     Named, buffers, count, count_node, directed, node_parameters, owner_of, parameters,
 )  # fmt: skip
 from seqblocks.graph.nodes import (
-    DIRECTION_NAMES, BlockNode, CellNode, ChooseNode, EachNode, Entry, ExpertsNode, Graph, Node, OpNode, ParallelNode,
-    RepeatNode, ResidualNode, ScanNode, Source, UnknownNode, bodies, direction_name, is_context, is_exact,
-    is_prefix_join, is_prefixed, is_reversible, join, moves_tokens, walk, walk_named,
+    DIRECTION_NAMES, SHARED, BlockNode, CellNode, ChooseNode, EachNode, Entry, ExpertsNode, Graph, Node, OpNode,
+    ParallelNode, PrimitiveNode, RepeatNode, ResidualNode, ScanNode, SeparateNode, Source, UnknownNode, bodies,
+    direction_name, is_context, is_exact, is_prefix_join, is_prefixed, is_reversible, join, moves_tokens,
+    spent_values, walk, walk_named,
 )  # fmt: skip
 from seqblocks.graph.streams import (
     begins, frame_size, has_prefix, is_ordered, resets_obstacle, stream_obstacle, streamed,

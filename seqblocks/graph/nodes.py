@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Entry(Record):
 
 
 # A direction is a child module, and a torch module has a method `forward`.
+SHARED = "shared"  # the label of the steps of `experts` that run for all tokens
 DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
@@ -129,13 +130,6 @@ class Node(Record):
         """How often the bodies run for the tokens of one sequence."""
         return 1
 
-    @property
-    def links(self) -> list[tuple[int, int]]:
-        """The values at the ports, each with its number in the only body; without ports that the body does not read."""
-        (body,) = self.bodies.values()
-        inside = {"x": body.input, **body.ports}
-        return [(value, inside[port]) for port, (value,) in self.inputs.items() if port in inside]
-
     # --- values -------------------------------------------------------------------------------------------------------
 
     @property
@@ -189,52 +183,67 @@ class UnknownNode(Node):
     kind = "unknown"
 
 
-class OpNode(Node):
-    """A primitive. wires: the types of what its ports read. vectors: inputs broadcast to the tokens of the others.
+class PrimitiveNode(Node):
+    """A primitive, of which only this is known if its arguments are not.
 
-    macs: per token of its output, at a length that may be open.
+    wires: the types of what its ports read. vectors: inputs broadcast to the tokens of the others.
     """
 
     kind = "op"
-    op: Op | None = None  # None if its arguments are unknown
     wires: tuple[Wire | None, ...] = ()
     vectors: tuple[int, ...] = ()
+
+
+class OpNode(PrimitiveNode):
+    """A primitive with its arguments. macs: per token of its output, at a length that may be open."""
+
+    op: Op = field(kw_only=True)
     macs: int = 0
 
     @property
     def whole_inputs(self) -> tuple[int, ...]:
-        ports = self.op.ports if self.op else ()
-        memories = (value for port in ports if port.length for value in self.inputs.get(port.name, ()))
+        memories = (value for port in self.op.ports if port.length for value in self.inputs.get(port.name, ()))
         return (*self.vectors, *memories)
 
     @property
     def other_rate(self) -> bool:
         """Whether it reads the tokens of a sequence at another rate than that of its output."""
-        if self.op is None or self.type is None or self.type.kind != "sequence":
+        if self.type is None or self.type.kind != "sequence":
             return False
         pairs = zip(self.op.ports, self.wires, strict=True)
         return any(port.other_rate and wire is not None and wire.rate != self.type.rate for port, wire in pairs)
 
     @property
     def read_by_token(self) -> list[int]:
-        ports = {port.name for port in self.op.ports if not port.length} if self.op else ()
+        ports = {port.name for port in self.op.ports if not port.length}
         values = [value for port in self.inputs.keys() & ports for value in self.inputs[port]]
         return values[-1:] if is_prefix_join(self) else values
 
     def macs_at(self, tokens: int | None) -> int:
-        if not tokens or self.op is None or self.type is None:
+        if not tokens or self.type is None:
             return self.macs
         return self.op.macs(*(wire and wire.of_tokens(tokens) for wire in self.wires))
 
     def cannot_stream(self, orders: Container[str] = ("forward",)) -> str | None:
-        return self.op.cannot_stream(*self.wires) if self.op else None
+        return self.op.cannot_stream(*self.wires)
 
     def ignores_resets(self) -> str | None:
-        return self.op.ignores_resets(*self.wires) if self.op else None
+        return self.op.ignores_resets(*self.wires)
 
 
-class BlockNode(Node):
-    """A block, whose body numbers its inputs separately. checkpoint: its own names -> official ones."""
+class SeparateNode(Node):
+    """A step whose body numbers its inputs separately."""
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """The values at the ports, each with its number in the body; without ports that the body does not read."""
+        (body,) = self.bodies.values()
+        inside = {"x": body.input, **body.ports}
+        return [(value, inside[port]) for port, (value,) in self.inputs.items() if port in inside]
+
+
+class BlockNode(SeparateNode):
+    """A block. checkpoint: its own names -> official ones."""
 
     kind = "block"
     checkpoint: tuple[Entry, ...] = ()
@@ -324,11 +333,12 @@ class ExpertsNode(Node):
 
     @property
     def active(self) -> dict[str, Graph]:
-        """The router and the number of experts per token."""
-        return dict(list(self.bodies.items())[: 1 + self.arguments.top])
+        """The router, the number of experts per token, and the steps for all tokens."""
+        shared = {SHARED: self.bodies[SHARED]} if SHARED in self.bodies else {}
+        return dict(list(self.bodies.items())[: 1 + self.arguments.top]) | shared
 
 
-class ChooseNode(Node):
+class ChooseNode(SeparateNode):
     kind = "choose"
     arguments: Choose = field(kw_only=True)
     wires: tuple[Wire | None, ...] = ()
@@ -339,7 +349,7 @@ class ChooseNode(Node):
         return "it chooses tokens by the scores of the whole sequence: streams need a threshold, `above:`"
 
 
-class EachNode(Node):
+class EachNode(SeparateNode):
     kind = "each"
     arguments: Each = field(kw_only=True)
     wires: tuple[Wire | None, ...] = ()
@@ -350,6 +360,11 @@ class EachNode(Node):
         arguments, wire = self.arguments, self.wires[0]
         features = wire.features if wire else 1
         return int(features // arguments.width if arguments.axis == "features" else arguments.width)
+
+    def reads_whole(self, types: Mapping[int, Wire | None]) -> list[bool]:
+        """Return for each wire from outside that the steps read whether each sequence reads all of it."""
+        kinds = [(types[value], types[inside]) for value, inside in self.links[1:]]
+        return [bool(a and b and a._replace(lanes=()) == b._replace(lanes=())) for a, b in kinds]
 
     def cannot_stream(self, orders: Container[str] = ("forward",)) -> str | None:
         return f"it reads the {self.arguments.axis} of a whole image" if self.arguments.on_grid else None
@@ -373,13 +388,14 @@ class Graph(Record):
     captures: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()  # values that steps outside read, besides the result
     exported: dict[str, int] = field(default_factory=dict)  # a block's `outputs:`, which are among these, by name
-    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell or a `choose`
+    ports: dict[str, int] = field(default_factory=dict)  # of a block, a model, a cell, a `choose` or an `each`
     outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
     kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
     like: Graph | None = None  # the body of which this is a copy with other initial values
     carried: dict[str, int] = field(default_factory=dict)  # a cell's: the new value of each state; `ports` has the old
+    states: dict[str, State] = field(default_factory=dict)  # a cell's: of one sequence, also where a stream has none
 
     def __repr__(self) -> str:
         names = listing((node.name for node in self.nodes), 6)
@@ -435,6 +451,19 @@ def bodies(graph: Graph) -> Iterator[Graph]:
         new = {id(body): body for node in each.nodes for body in node.bodies.values() if id(body) not in found}
         found |= new
         waiting += new.values()
+
+
+def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
+    """Return for each node the values that no later node reads."""
+    last: dict[int, int] = {}
+    for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
+        last |= dict.fromkeys((*values, *node.made), at)
+    for value in body.results:
+        last.pop(value, None)
+    spent: list[list[int]] = [[] for _ in body.nodes]
+    for value, at in last.items():
+        spent[at].append(value)
+    return spent
 
 
 def is_context(node: Node) -> bool:

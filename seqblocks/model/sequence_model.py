@@ -37,8 +37,8 @@ from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shards import TensorShards
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.weight_decay import decay_rules
-from seqblocks.state import States, check_state, declared, new_state
-from seqblocks.streaming.plan import TokenPlan, plan_tokens, reset
+from seqblocks.state import States, check_state, declared, new_state, reset
+from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.stream import Stream
 from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.streaming.traced import TracedPlan, is_traceable

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from seqblocks.kernels.attention import AttentionState, FirstState
     from seqblocks.roles import KernelCall, Transition
     from seqblocks.runtime.call import Call
+    from seqblocks.workspace.attention import Scores
 
 
 class _Heads(Op):
@@ -64,7 +65,8 @@ class _Heads(Op):
     def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
         """Split by heads. If all queries share one head of keys and values, each rank computes that head."""
         alone = self.shared == 1
-        found = evenly(self, ranks, "heads", (q, k, v), whole=("k", "v") if alone else ())
+        others = [None] * (len(self.ports) - 3)
+        found = evenly(self, ranks, "heads", (q, k, v, *others), whole=("k", "v") if alone else ())
         if not alone and self.shared % ranks:
             raise Fault("E401", f"kv_heads {self.shared} cannot be dealt out to {ranks} ranks", at="kv_heads")
         kv_heads = self.kv_heads if alone else self.kv_heads // ranks
@@ -97,9 +99,15 @@ class Attention(_Heads):
     count keys. Rotary positions count on in a new chunk (Llama 4). With
     `keep_first`, keys and values of as many first tokens as well (StreamingLLM, whose positions are those in its cache,
     while here they are those in the sequence).
+
+    `scores` are further numbers that are added to the scores: H wide, one for each key and head (forgetting gates), or
+    H * L wide without `causal`, for each of L keys, head by head (relative positions by a network). With `prefix`, the
+    first tokens of a sequence see each other, also later ones (PrefixLM, PaliGemma). Such a step streams only if they
+    come before the stream, as those of the verb `prefix` do.
     """
 
-    ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True))
+    ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True),
+             Port("scores", "numbers that are added to the scores", optional=True))  # fmt: skip
     reads = "past"
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
@@ -111,6 +119,7 @@ class Attention(_Heads):
         "none", "what is added to the scores: nothing, -slope times the distance of query and key, or a learned number "
         "for each relative position, which needs causal: false"
     )
+    prefix: int = argument(0, "first tokens of a sequence that see each other, also later ones (0: none)", ge=0)
     causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
     cache: int = argument(2048, "maximum number of tokens of a stream, if there is neither window nor chunk", ge=1)
     source = (
@@ -119,7 +128,7 @@ class Attention(_Heads):
         "(arXiv:2103.14030)"
     )
 
-    def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
+    def shape(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> Wire:
         found = super().shape(q, k, v)
         width = q.features // self.heads
         if q.rate != k.rate:
@@ -141,11 +150,17 @@ class Attention(_Heads):
             raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         if self.bias == "relative":
             self._check_relative(q)
+        if self.prefix and not (self.causal and not (self.chunk or self.keep_first)):
+            name = next((each for each in ("chunk", "keep_first") if getattr(self, each)), "causal: false")
+            message = f"`prefix` does not go with `{name}`"
+            raise Fault("E210", message, at="prefix", hint="remove `prefix:`")
+        if scores:
+            self._check_added(q, scores)
         return v.with_features(found.features)
 
     def _check_rates(self, q: Wire, k: Wire) -> None:
         """Raise Fault (E210) for an option that needs keys at the rate of the queries."""
-        fitting = {"rotary": 0, "bias": "none", "chunk": 0, "keep_first": 0, "causal": True}
+        fitting = {"rotary": 0, "bias": "none", "chunk": 0, "keep_first": 0, "prefix": 0, "causal": True}
         for name, value in fitting.items():
             if getattr(self, name) != value:
                 hints = {
@@ -155,6 +170,30 @@ class Attention(_Heads):
                 message = f"`{name}{'' if value is not True else ': false'}` needs as many keys as queries"
                 found = f"queries of {_input_tokens(q)}, keys of {_input_tokens(k)}"
                 raise Fault("E210", message, at=name, found=found, hint=hints.get(name, f"remove `{name}:`"))
+
+    def _check_added(self, q: Wire, scores: Wire) -> None:
+        """Raise Fault (E210, E402) unless the numbers that are added to the scores fit."""
+        widths = [self.heads]
+        if not self.causal and not self.span and isinstance(q.length, int):
+            widths.append(self.heads * q.length)
+        if scores.features not in widths:
+            what = f"{self.heads} (a number for each head and key)", f"{widths[-1]} (for each head and pair of tokens)"
+            expected = " or ".join(what[: len(widths)])
+            raise Fault("E402", "'scores' must have a number for each head", at="scores", expected=expected,
+                        found=str(scores.features))  # fmt: skip
+        if scores.features == self.heads and (self.rotary or self.soft_cap):
+            name = "rotary" if self.rotary else "soft_cap"
+            hints = {"rotary": "rotate queries and keys by the verb `rotary`", "soft_cap": "remove `soft_cap:`"}
+            message = f"`{name}` does not go with numbers that are added to the scores of keys"
+            raise Fault("E210", message, at=name, hint=hints[name])
+        if scores.features > self.heads and self.bias == "relative":
+            raise Fault("E210", "scores of pairs are given twice", at="bias", hint="remove `bias:` or `scores:`")
+
+    def adds_to_keys(self, scores: Wire | Tensor | Value | None) -> bool:
+        """Return whether the numbers that are added to the scores are those of single keys."""
+        if scores is None:
+            return False
+        return (scores.features if isinstance(scores, Wire) else scores.shape[-1]) == self.heads
 
     def _check_relative(self, q: Wire) -> None:
         """Raise Fault (E210, E412) unless relative positions can be learned: of a known number, to both sides."""
@@ -171,13 +210,13 @@ class Attention(_Heads):
         assert q.grid or isinstance(q.length, int)
         return q.grid or (1, q.length)  # type: ignore[return-value]
 
-    def is_upright(self, q: Wire, k: Wire, v: Wire) -> bool:
+    def is_upright(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> bool:
         return self.bias == "relative" and q.grid is not None
 
-    def keeps_apart(self, q: Wire, k: Wire, v: Wire) -> bool:
+    def keeps_apart(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> bool:
         return not (self.causal or self.span)
 
-    def parameters(self, q: Wire, k: Wire, v: Wire) -> dict[str, Parameter]:
+    def parameters(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> dict[str, Parameter]:
         found = super().parameters(q, k, v)
         if self.bias == "relative":
             rows, columns = self.relative_grid(q)
@@ -187,9 +226,9 @@ class Attention(_Heads):
             found["slopes"] = Parameter((self.heads,), Init("alibi"), decay=False, full_precision=True)
         return found
 
-    def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
+    def splits(self, ranks: int, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> list[Split]:
         # a slope depends on the head's number, and a table has all heads
-        return [] if self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
+        return [] if scores or self.bias in ("alibi", "relative") else super().splits(ranks, q, k, v)
 
     def slopes(self, p: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
         """Return the slopes of the bias [H], or None."""
@@ -206,36 +245,41 @@ class Attention(_Heads):
         """Return the number of tokens in the state."""
         return self.span - 1 if self.span else self.cache
 
-    def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
+    def state(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> dict[str, State]:
         if not self.causal:
             return {}
+        width = k.features + self.heads * self.adds_to_keys(scores)
         found = {
-            "k": State((self.cache_size(), k.features), "model", per_token=not self.span),
+            "k": State((self.cache_size(), width), "model", per_token=not self.span),
             "v": State((self.cache_size(), v.features), "model", per_token=not self.span),
             "length": State((), "int64"),
         }
         if self.keep_first:
-            widths = {"first_k": k.features, "first_v": v.features}
+            widths = {"first_k": width, "first_v": v.features}
             found |= {name: State((self.keep_first, width), "model") for name, width in widths.items()}
         return found
 
-    def cannot_stream(self, q: Wire, k: Wire, v: Wire) -> str | None:
+    def cannot_stream(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> str | None:
+        if self.causal and q.prefix < self.prefix:
+            return f"its first {self.prefix} tokens see each other: they must come before the stream, as with `prefix`"
         return None if self.causal else "it is not causal: it reads the whole sequence"
 
-    def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
+    def looks_ahead(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int | float:
         if self.causal:
-            return 0
+            return (self.prefix - 1) * q.rate if q.prefix < self.prefix else 0
         return (self.span - 1) * q.rate if self.span else math.inf
 
-    def looks_back(self, q: Wire, k: Wire, v: Wire) -> int | float:
+    def looks_back(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int | float:
         if q.rate != k.rate:
             return math.inf
         return (self.span - 1) * q.rate if self.span and not self.keep_first else math.inf
 
-    def ignores_resets(self, q: Wire, k: Wire, v: Wire) -> str | None:
+    def ignores_resets(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> str | None:
+        if self.prefix:
+            return "its first tokens see each other"
         return None if q.rate == k.rate else "keys of merged tokens may be of two sequences"
 
-    def macs(self, q: Wire, k: Wire, v: Wire) -> int:
+    def macs(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int:
         """Count those of a token with an average number of keys; for an open length, a full window or half a cache.
 
         Without `causal`, a window reaches as far to the other side, and all of the cache counts.
@@ -259,20 +303,27 @@ class Attention(_Heads):
         seen = self.pairs(tokens, min(self.window or tokens, tokens))
         outside = max(tokens - self.window, 0)  # tokens that the window has left behind, and how many of them are first
         kept = min(self.keep_first, outside)
-        return seen + kept * outside - kept * (kept - 1) // 2
+        first = min(self.prefix, tokens)
+        most = min(self.window or first, first)
+        later = most * first - most * (most - 1) // 2 - first if first else 0  # pairs within the prefix, to later keys
+        return seen + kept * outside - kept * (kept - 1) // 2 + later
 
     def pairs(self, tokens: int, most: int) -> int:
         """Return the number of pairs of a query and one of `most` visible keys, itself included."""
         causal = most * tokens - most * (most - 1) // 2  # the first tokens have fewer visible keys
         return causal if self.causal else 2 * causal - tokens
 
-    def calls(self, q: Wire, k: Wire, v: Wire) -> KernelCall:
+    def calls(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> KernelCall:
         return ("attention", {"window": self.span or None}) if q.rate == k.rate else ("attention_between", {})
 
-    def transition(self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor) -> Transition | None:
+    def transition(
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None
+    ) -> Transition | None:
         from seqblocks.kernels.attention import attention_state
 
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
+        if scores is not None:
+            _, k = self._with_added(q.unflatten(-1, (self.heads, -1)), k, scores)
 
         def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
             before = self.in_heads(state)
@@ -298,26 +349,54 @@ class Attention(_Heads):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.keep_first:
             return None
+        from functools import lru_cache
+
         import torch
 
         from seqblocks.kernels.attention.token import prepare
 
-        run = prepare(
-            self.heads, self.shared, self.rotary or None, self.scale or None, window=self.span > 0,
-            chunk=self.chunk or None,
-            soft_cap=self.soft_cap or None, slopes=self.slopes(p, torch.device("cpu")), sinks=p.get("sinks"),
-        )
-        if self.span:
-            return run
+        def prepared(scale: float | None) -> TokenFunction:
+            return prepare(
+                self.heads, self.shared, self.rotary or None, scale, window=self.span > 0, chunk=self.chunk or None,
+                soft_cap=self.soft_cap or None, slopes=self.slopes(p, torch.device("cpu")), sinks=p.get("sinks"),
+            )
 
-        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            y, k, v, length = run.one(*inputs)
+        run, by_scale = prepared(self.scale or None), lru_cache(maxsize=4)(prepared)
+
+        def step(
+            keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None
+        ) -> tuple[Tensor, ...]:
+            made = run
+            if scores is not None:
+                made = by_scale(self._scale(q.shape[-1] // self.heads))
+                pair = q.unflatten(-1, (self.heads, -1)), k.unflatten(-1, (self.shared, -1))
+                q, k = (x.flatten(-2) for x in self._with_added(*pair, scores))
+            y, k, v, length = made.one(keys, values, length, q, k, v)
+            if self.span:
+                return y, k, v, length
             must_hold(self.cache, length, torch.compiler.is_compiling(), INSTEAD)
             return y, k, v, length
 
         return TokenFunction(step)
 
-    def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
+    def _scale(self, width: int) -> float:
+        return self.scale or width**-0.5
+
+    def _with_added(self, q: Tensor, k: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k with features whose products are `scores` [..., H], given a factor of all products.
+
+        A head of k serves H / G heads of q: it gets a feature for each of these, of which q reads its own.
+        """
+        import torch
+
+        each = self.heads // self.shared
+        own = torch.eye(each, dtype=q.dtype, device=q.device).repeat(self.shared, 1)
+        added = scores.to(k.dtype).unflatten(-1, (self.shared, each)) / self._scale(q.shape[-1])
+        return torch.cat([q, own.expand(*q.shape[:-1], each)], -1), torch.cat([k, added], -1)
+
+    def memory(
+        self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value, added: Value | None = None
+    ) -> Value:
         from seqblocks.workspace import attention
 
         q, k, v = self.cut_memory(tape, q, k, v)
@@ -326,16 +405,34 @@ class Attention(_Heads):
             return tape.view(attention.between(tape, q, k, v, self.window, scores), tape.out)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
+        if added and self.adds_to_keys(added):
+            each = self.heads // self.shared
+            own = tape.new((*q.shape[:-1], each), q.item)
+            numbers = tape.unary(tape.view(added, (*k.shape[:-1], each)), [])
+            q, k = tape.cat([q, own]), tape.cat([k, numbers])
         slopes = tape.new((self.heads,), 8) if self.bias == "alibi" else p.get("slopes")
         bias = attention.relative(tape, p["relative"], q.shape[1]) if self.bias == "relative" else None
+        if added and not self.adds_to_keys(added):
+            bias = tape.view(added, (self.heads, q.shape[0], q.shape[1], k.shape[1]))
         scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"), bias)
+        if self.prefix and self.prefix < q.shape[1]:
+            y = self._memory_of_all(tape, q, k, v, scores)
+            q, k, v = (tape.slice(x, (x.shape[0], self.prefix, *x.shape[2:])) for x in (q, k, v))
+            first = attention.fused(tape, q, k, v) if scores.plain else attention.explicit(tape, q, k, v, scores)
+            rest = tape.slice(y, (y.shape[0], y.shape[1] - self.prefix, *y.shape[2:]))
+            return tape.view(tape.cat([first, rest], 1), tape.out)
+        return tape.view(self._memory_of_all(tape, q, k, v, scores), tape.out)
+
+    def _memory_of_all(self, tape: Tape, q: Value, k: Value, v: Value, scores: Scores) -> Value:
+        """Record the attention of all heads [B, S, H, DV]."""
+        from seqblocks.workspace import attention
+
         if self.keep_first:
-            y = attention.with_first(tape, q, k, v, self.window, self.keep_first, scores)
-            return tape.view(y, tape.out)
+            return attention.with_first(tape, q, k, v, self.window, self.keep_first, scores)
         if self.span and self.span < q.shape[1]:
-            return tape.view(attention.windowed(tape, q, k, v, self.span, self.causal, scores), tape.out)
+            return attention.windowed(tape, q, k, v, self.span, self.causal, scores)
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=self.causal)
-        return tape.view(run(tape, q, k, v), tape.out)
+        return run(tape, q, k, v)
 
     def _relative(self, p: Mapping[str, Tensor], call: Call, q: Tensor) -> Tensor | None:
         """Return what relative positions add to the scores [H, S, S], or None. Raises RunError for another grid."""
@@ -352,8 +449,10 @@ class Attention(_Heads):
         return relative_bias(table, size)
 
     def forward(
-        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor
+        self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
         from seqblocks.kernels import attention
 
         q = q.unflatten(-1, (self.heads, -1))
@@ -361,27 +460,39 @@ class Attention(_Heads):
         state = self.in_heads(call.state) if call.state else None
         if q.shape[1] != k.shape[1]:
             return self._between(p, call, q, k, v, state)
-        out = attention(
+        bias, scale = self._relative(p, call, q), self.scale or None
+        if scores is not None and self.adds_to_keys(scores):
+            scale = self._scale(q.shape[-1])
+            q, k = self._with_added(q, k, scores)
+        elif scores is not None:
+            bias = scores.unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3)
+        run = partial(
+            attention, window=self.window or None, rotary=self.rotary or None, scale=scale,
+            soft_cap=self.soft_cap or None, slopes=self.slopes(p, q.device), sinks=p.get("sinks"),
+        )  # fmt: skip
+        out = run(
             q,
             k,
             v,
             causal=self.causal,
-            window=self.window or None,
             chunk=self.chunk or None,
             first=self.keep_first or None,
-            rotary=self.rotary or None,
-            scale=self.scale or None,
-            soft_cap=self.soft_cap or None,
-            slopes=self.slopes(p, q.device),
-            sinks=p.get("sinks"),
-            bias=self._relative(p, call, q),
+            bias=bias,
             segments=call.segments,
             state=state,
             keep=self.cache_size(),
             return_state=call.return_state,
             resets=call.resets,
         )
-        return self._finished(call, out)
+        if not self.prefix or call.state:  # a stream begins after the prefix
+            return self._finished(call, out)
+        if call.relay:
+            raise RunError(f"attention with `prefix: {self.prefix}` needs all tokens of a sequence on one device")
+        first = run(*(x[:, : self.prefix] for x in (q, k, v)), causal=False)
+        assert not isinstance(first, tuple)
+        if isinstance(out, tuple):
+            return self._finished(call, (torch.cat([first, out[0][:, self.prefix :]], 1), out[1]))
+        return self._finished(call, torch.cat([first, out[:, self.prefix :]], 1))
 
     def _between(
         self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor,

@@ -136,16 +136,16 @@ class Centaurus(Op):
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         import torch
 
-        from seqblocks.kernels.summaries import last_piece
+        from seqblocks.kernels.summaries import since_reset
 
         A_real, A_imag, dt = self.bank(p)
         _, added = self.forward(p, replace(call, state=None, return_state=True), x)
         span = x.shape[1] * dt.unsqueeze(-1)
         factor = torch.polar((span * A_real).exp(), span * A_imag)
-        piece = last_piece(call.resets)
+        since = since_reset(call.resets)
 
         def move(state: dict[str, Tensor]) -> dict[str, Tensor]:
-            before = torch.view_as_complex(piece.before(state["s"]).contiguous())
+            before = torch.view_as_complex(since.before(state["s"]).contiguous())
             return {"s": added["s"] + torch.view_as_real(factor.view(before.shape[1:]) * before)}
 
         return move

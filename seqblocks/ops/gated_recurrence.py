@@ -79,14 +79,14 @@ class GatedRecurrence(Op):
 
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor, decay: Tensor) -> Transition | None:
         from seqblocks.kernels import gated_recurrence
-        from seqblocks.kernels.summaries import Affine, last_piece
+        from seqblocks.kernels.summaries import Affine, since_reset
 
         if self.first_full:  # the state says whether this is the first token
             return None
         scaled, decay = self.scaled_input(call, x, decay)
         out: Any = gated_recurrence(scaled, decay, return_state=True, resets=call.resets)
-        piece = last_piece(call.resets)
-        summary = Affine(piece, piece.masked(decay).sum(1), out[1])
+        since = since_reset(call.resets)
+        summary = Affine(since, since.masked(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, decay: Value) -> Value:

@@ -32,6 +32,7 @@ class LearnedTokens(Op):
     )  # fmt: skip
     reads = "all"
     fixed = True
+    usual = ("features",)
     count: int = argument(..., "number of tokens", ge=1, le=2**20)
     features: int | None = argument(None, "width, D (default: that of the input)", ge=1)
     std: float = argument(0.02, "standard deviation of the initial values", ge=0)

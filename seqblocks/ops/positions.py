@@ -39,6 +39,7 @@ class PositionEmbed(Op):
     """
 
     reads = "past"  # the number of tokens before a token
+    usual = ("length",)
     length: int | None = argument(None, "number of positions, if the length of the input is not fixed", ge=1)
     rows: int | None = argument(None, "rows of the position grid of an image (default: those of the tokens)", ge=1)
     columns: int | None = argument(

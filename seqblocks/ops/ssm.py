@@ -123,16 +123,16 @@ class SSM(Op):
         from torch.nn.functional import softplus
 
         from seqblocks.kernels import selective_scan
-        from seqblocks.kernels.summaries import Affine, last_piece
+        from seqblocks.kernels.summaries import Affine, since_reset
 
         A, B, C = self.matrices(p, B, C)
         out: Any = selective_scan(
             x, dt, A, B, C, dt_softplus=self.softplus, return_state=True, resets=call.resets
         )  # fmt: skip
-        piece = last_piece(call.resets)
-        steps = piece.masked(dt.to(A.dtype))
-        steps = piece.masked(softplus(steps)) if self.softplus else steps
-        summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
+        since = since_reset(call.resets)
+        steps = since.masked(dt.to(A.dtype))
+        steps = since.masked(softplus(steps)) if self.softplus else steps
+        summary = Affine(since, steps.sum(1).unsqueeze(-1) * A, out[1])
         return lambda state: {"h": summary(state["h"])}
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, dt: Value, B: Value, C: Value, z: Value) -> Value:

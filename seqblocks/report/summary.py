@@ -29,17 +29,7 @@ from seqblocks.cost import (
     tokens_of,
 )
 from seqblocks.errors import UsageError, listing
-from seqblocks.graph import (
-    CellNode,
-    ChooseNode,
-    ExpertsNode,
-    Graph,
-    ModelSpec,
-    Node,
-    ParallelNode,
-    RepeatNode,
-    ScanNode,
-)
+from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.report.layer_wires import LayerWire, layer_wires
 from seqblocks.types import Wire
 
@@ -55,7 +45,7 @@ class Row:
     output: str
     params: int
     macs: float | None  # per token; None: unknown
-    state: int  # numbers per sequence
+    state: int  # elements per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     rate: int = 1  # tokens of the model's input for each token of the output
     lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
@@ -262,7 +252,7 @@ class _Table(NamedTuple):
         shared = self.shared.get(label, {}) if self.shared and label else self.shared
         return self._replace(path=graph.join(self.path, label), shared=shared)
 
-    def in_direction(self, node: ScanNode, name: str) -> _Table:
+    def in_direction(self, node: graph.ScanNode, name: str) -> _Table:
         """Return the table of one direction of a scan, with its own and the common parameters."""
         if not self.shared:
             return self
@@ -331,15 +321,17 @@ def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
 
 
 def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
-    if isinstance(node, ScanNode) and node.directions:
+    if isinstance(node, graph.ScanNode) and node.directions:
         return _directions(table, node, depth)
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
-    if isinstance(node, ExpertsNode):
-        experts = ((label, body) for label, body in node.bodies.items() if label)
-        each = _collapsed(_whole(table.inside(label), body, [label], "expert", depth) for label, body in experts)
+    if isinstance(node, graph.ExpertsNode):
+        kinds = {label: "branch" if label == graph.SHARED else "expert" for label in node.bodies if label}
+        each = _collapsed(
+            _whole(table.inside(label), node.bodies[label], [label], kind, depth) for label, kind in kinds.items()
+        )
         return [*_rows(table, node.bodies[""], depth), *each]
-    if not isinstance(node, RepeatNode):
+    if not isinstance(node, graph.RepeatNode):
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
     firsts = _first_layers(node)
     layers = (_whole(table.inside(label), body, [label], "layer", depth) for label, body in node.bodies.items())
@@ -382,7 +374,7 @@ def _add_wires(row: Row, like: Row) -> None:
         _add_wires(inner, other)
 
 
-def _directions(table: _Table, node: ScanNode, depth: int | None) -> list[Row]:
+def _directions(table: _Table, node: graph.ScanNode, depth: int | None) -> list[Row]:
     """Return the rows of the orders of a scan: one if each owns everything, else one each, shared parameters first."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
@@ -429,7 +421,7 @@ def _children_alike(a: list[Row], b: list[Row]) -> bool:
 
 
 def _first_input(table: _Table, node: Node) -> str:
-    wires = [table.types[value] for values in node.inputs.values() for value in values]
+    wires = [table.types[value] for value in node.at_ports]
     return str(wires[0]) if wires and wires[0] else ""
 
 
@@ -437,7 +429,7 @@ def _from_layers(table: _Table, node: Node) -> list[str]:
     """Return the wires of other layers that a step reads."""
     if not table.exports:
         return []
-    read = [table.exports[value] for values in node.inputs.values() for value in values if value in table.exports]
+    read = [table.exports[value] for value in node.at_ports if value in table.exports]
     return list(dict.fromkeys(name for wire in read if (name := wire.seen_from(table.path))))
 
 
@@ -452,16 +444,16 @@ def _choice(top: float | None, above: float | None) -> str:
 
 def _notes(node: Node) -> list[str]:
     notes: list[str] = []
-    if isinstance(node, ScanNode):
+    if isinstance(node, graph.ScanNode):
         notes += _scan_notes(node)
-    if isinstance(node, ExpertsNode):
+    if isinstance(node, graph.ExpertsNode):
         top, count = node.arguments.top, node.arguments.count
         notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
-    if isinstance(node, ParallelNode):
+    if isinstance(node, graph.ParallelNode):
         notes.append(node.arguments.merge)
-    if isinstance(node, ChooseNode):
+    if isinstance(node, graph.ChooseNode):
         notes.append(_choice(node.arguments.top, node.arguments.above))
-    if isinstance(node, CellNode):
+    if isinstance(node, graph.CellNode):
         states = [*node.bodies[""].carried]
         notes.append(f"state{'s' * (len(states) > 1)} {listing(states)}")
     if node.owner:
@@ -471,7 +463,7 @@ def _notes(node: Node) -> list[str]:
     return notes + [f"{name} tied to {target}" for name, target in node.ties.items()]
 
 
-def _scan_notes(node: ScanNode) -> list[str]:
+def _scan_notes(node: graph.ScanNode) -> list[str]:
     """Return notes on the orders of a scan and, for several, on owned parameters and the merging of results."""
     orders = node.arguments.orders
     notes = [] if node.is_forward else [" + ".join(orders)]

@@ -146,7 +146,7 @@ def totals(found: Summary, batch: int = 1) -> Iterator[tuple[str, str]]:
         yield "context", f"{macs}, once for {', '.join([*found.inputs][1:])}"
     if found.state and found.streams is None:
         many = f", {bytes_of(batch * found.state_bytes)} for {batch}" if batch > 1 else ""
-        yield "state", f"{found.state:,} numbers, {bytes_of(found.state_bytes)} per sequence{many}"
+        yield "state", f"{found.state:,} elements, {bytes_of(found.state_bytes)} per sequence{many}"
     if found.lookahead is not None:
         yield "causal", f"no: {_depend(found)}, because of {found.future}" if found.lookahead else "yes"
     if found.sample_rate and found.lookahead is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.graph import BlockNode, Graph, Node, is_context, is_prefixed
+from seqblocks.graph import BlockNode, Graph, Node, is_context, is_prefixed, spent_values
 from seqblocks.roles import may_be_matrix
 from seqblocks.runtime import fusion, long_sequences, residual_sums
 from seqblocks.runtime.call import Call
@@ -73,19 +73,6 @@ def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
         end = at + (len(found.nodes) if found else 1)
         yield Group(tuple(steps[at:end]), found)
         at = end
-
-
-def spent_values(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
-    """Return for each node the values that no later node reads."""
-    last: dict[int, int] = {}
-    for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
-        last |= dict.fromkeys((*values, *node.made), at)
-    for value in body.results:
-        last.pop(value, None)
-    spent: list[list[int]] = [[] for _ in body.nodes]
-    for value, at in last.items():
-        spent[at].append(value)
-    return spent
 
 
 class Phases(NamedTuple):

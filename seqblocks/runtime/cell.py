@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.analysis.steps.combinators.cell import STARTED, parts_of
-from seqblocks.graph import CellNode, Graph, Node
+from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
+from seqblocks.graph import CellNode, Graph, Node, spent_values
 from seqblocks.kernels import dispatch
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
-from seqblocks.runtime.body import Body, Planned, add_exports, planned, spent_values, store
+from seqblocks.runtime.body import Body, Planned, add_exports, planned, store
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.modules import Place, call_child, draws_now, is_hooked, makes
 from seqblocks.runtime.owner import Owner
@@ -52,11 +52,11 @@ class Cell(Body, Owner):
         body = node.bodies[""]
         super().__init__(body, place._replace(streams=False), node.verb)
         self._declare(node, place)
-        self._states = {name: state for name, state in node.state.items() if name != STARTED}
+        self._states = {name: state for name, state in body.states.items() if name != STARTED}
         self._old, self._new = body.ports, body.carried
         self._read = (body.input, *body.captures)
         self._chunk: int | None = node.arguments.chunk
-        self._parts = parts = parts_of(body, place.types)
+        self._parts = parts = stages_of(body, place.types)
         plan = {step.name: step._replace(spent=()) for step in self._steps(body, body.nodes, place)}
         self._all = self._steps(body, body.nodes, place)
         self._before, self._loop, self._after, self._from_states = (

@@ -16,7 +16,7 @@ from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, makes
-from seqblocks.state import States, declared, map_state, new_state
+from seqblocks.state import States, declared, map_state, new_state, reset
 from seqblocks.state_layout import State
 
 
@@ -110,7 +110,7 @@ class Choose(Body):
         part = None if call.resets is None or not x.shape[1] else call.resets.cumsum(1)
         results, after = [], before
         if part is not None and call.return_state:  # of sequences without a chosen token
-            after = self._begun_anew(before, part[:, -1] > 0)
+            after = reset(self._states, before, part[:, -1] > 0)
         for rows, places in groups:
             state = before if rows is None else map_state(lambda s: s.index_select(0, rows), before)  # noqa: B023
             first, pending = (None, None) if part is None else _resets(part, rows, places)
@@ -121,7 +121,7 @@ class Choose(Body):
             results.append(y.to(x.dtype).flatten(0, 1))
             if not call.return_state or not places.shape[1]:
                 continue
-            made = made if pending is None else self._begun_anew(made, pending)
+            made = made if pending is None else reset(self._states, made, pending)
             after = made if rows is None else _with_rows(after, rows, made)
         if not results:  # or there are no tokens
             return x.clone(), after if call.return_state else {}
@@ -140,16 +140,6 @@ class Choose(Body):
             return call.state
         kind = next((each.dtype for each in self.parameters() if each.is_floating_point()), x.dtype)
         return new_state(self._states, x.shape[0], x.device, kind)
-
-    def _begun_anew(self, state: States, begins: Tensor) -> States:
-        """Return the states with the initial ones for the sequences of which `begins` [batch] is true."""
-
-        def fresh(item: Any, given: Any) -> Any:
-            if isinstance(item, State):
-                return given.masked_fill(begins.view(-1, *[1] * (given.dim() - 1)), item.fill)
-            return {key: fresh(inner, given[key]) for key, inner in item.items()}
-
-        return {key: fresh(item, state[key]) for key, item in self._states.items()}
 
     # --- where the number of chosen tokens cannot be known ------------------------------------------------------------
 
@@ -173,7 +163,7 @@ class Choose(Body):
         state, results = self._before(x, call), [x[:, :0]]
         for t in range(x.shape[1]):
             if call.resets is not None:
-                state = self._begun_anew(state, call.resets[:, t])
+                state = reset(self._states, state, call.resets[:, t])
             inner = Call(call.training, state, True, streaming=True, directed=call.directed, routed=call.routed)
             y, made = super()._compute(*(each[:, t : t + 1] for each in inputs), call=inner)
             takes = chosen[:, t]

@@ -43,25 +43,33 @@ class Each(Body):
         wire = node.wires[0]
         assert wire
         self._known = {"size": self._size} if self._axis == "frames" else {}
+        self._whole = node.reads_whole(place.types)
         self._lanes: int = wire.features // self._size if self._axis == "features" else self._size
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        (x,) = tensors
+        x, *others = tensors
         if call.phase == "context":  # nothing in here depends on the context only
             return None, {}  # type: ignore[return-value]
         if self._axis == "windows":
-            return self._in_windows(x, call), {}
+            return self._in_windows(x, others, call), {}
         if self._axis in ("frames", "places"):
             check_tokens(x, self._size, f"each over {self._axis}")
         batch, lanes = x.shape[0], self._count(x, call)
         before, after = PATTERNS[self._axis]
         parts = rearrange(x, f"{before} -> {after}", lanes=lanes, **self._known)
-        y, states = super()._compute(parts, call=self._inner(call, lanes))
+        given = [self._given(other, at, after, before, lanes) for at, other in enumerate(others)]
+        y, states = super()._compute(parts, *given, call=self._inner(call, lanes))
         if y.dim() == 2:  # a vector of each sequence
             after = after.replace(" seq", "").replace(" size", "")
             before = "batch (lanes features)" if self._axis == "features" else "batch lanes features"
         states = map_state(lambda state: state.unflatten(0, (batch, lanes)), states) if self._carries else {}
         return rearrange(y, f"{after} -> {before}", batch=batch, lanes=lanes), states
+
+    def _given(self, x: Tensor, at: int, after: str, before: str, lanes: int) -> Tensor:
+        """Return a wire from outside for all sequences: cut like the input, or the same for each."""
+        if self._whole[at]:
+            return x.repeat_interleave(lanes, 0)
+        return rearrange(x, f"{before} -> {after}", lanes=lanes, **self._known)
 
     def _count(self, x: Tensor, call: Call) -> int:
         """Return the number of sequences that are made of one."""
@@ -83,30 +91,38 @@ class Each(Body):
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
-    def _in_windows(self, x: Tensor, call: Call) -> Tensor:
+    def _in_windows(self, x: Tensor, others: list[Tensor], call: Call) -> Tensor:
         given = self._grid_of(x, call)
         rows, columns = size = self._padded(given) if self._padded else given
         side = self._size
         if rows % side or columns % side:
             raise RunError(f"windows of {side} x {side} do not tile the {rows} rows and {columns} columns of an image")
         moved = (self._shift if rows > side else 0, self._shift if columns > side else 0)
-        before, after = WINDOWS
-        image = x.unflatten(1, given)
-        if size != given:
-            image = pad(image, (0, 0, 0, columns - given[1], 0, rows - given[0]))
-        if any(moved):
-            image = image.roll((-moved[0], -moved[1]), (1, 2))
-        windows = rearrange(image, f"{before} -> {after}", p=side, q=side)
-        del image  # so that its memory is free
+        count = rows // side * (columns // side)
+        windows = [
+            each.repeat_interleave(count, 0) if whole else self._cut(each, given, size, moved)
+            for each, whole in zip((x, *others), (False, *self._whole), strict=True)
+        ]
         segments = _segments(size, side, moved, x.device).repeat(x.shape[0], 1) if any(moved) else None
         inner = Call(call.training, grid=Grid((side, side)), directed=call.directed, routed=call.routed,
                      segments=segments)
-        y, _ = super()._compute(windows, call=inner)
+        y, _ = super()._compute(*windows, call=inner)
+        before, after = WINDOWS
         counts = {"rows": rows // side, "columns": columns // side}
         image = rearrange(y, f"{after} -> {before}", batch=x.shape[0], **counts, p=side, q=side)
         if any(moved):
             image = image.roll(moved, (1, 2))
         return image[:, : given[0], : given[1]].flatten(1, 2) if size != given else image.flatten(1, 2)
+
+    def _cut(self, x: Tensor, given: Size, size: Size, moved: Size) -> Tensor:
+        """Return the windows of tokens x [batch, seq, features], whose image is padded to a size and rolled."""
+        before, after = WINDOWS
+        image = x.unflatten(1, given)
+        if size != given:
+            image = pad(image, (0, 0, 0, size[1] - given[1], 0, size[0] - given[0]))
+        if any(moved):
+            image = image.roll((-moved[0], -moved[1]), (1, 2))
+        return rearrange(image, f"{before} -> {after}", p=self._size, q=self._size)
 
     def _grid_of(self, x: Tensor, call: Call) -> Size:
         if call.grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.graph import ExpertsNode
+from seqblocks.graph import SHARED, ExpertsNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
@@ -40,9 +41,12 @@ class Experts(StepModule):
         self._arguments, self._path, self._reads = node.arguments, place.path, node.reads
         router, *_ = node.bodies[""].nodes
         self._modules["router"] = make(router, place.at(router))
-        self.labels = [label for label in node.bodies if label]
+        self.labels = [label for label in node.bodies if label not in ("", SHARED)]
         self._captures = node.bodies["0"].captures
-        for label in self.labels:
+        self._captures_of_shared = node.bodies[SHARED].captures if SHARED in node.bodies else None
+        for label in node.bodies:
+            if not label:
+                continue
             self._modules[label] = Body(node.bodies[label], place.inside(label), "steps")
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -52,6 +56,7 @@ class Experts(StepModule):
         scores, weights, chosen = self.route(logits, call)
         if call.routed is not None:
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
+        chosen = self.within_capacity(chosen, call)
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
         # These cases do not support sizes that depend on values.
         exported = torch.compiler.is_exporting() and dispatch.requested() == "reference"
@@ -61,8 +66,12 @@ class Experts(StepModule):
         else:
             each = call.training or inner.compiling or self.needs_each
             experts = [partial(self._expert, label, call=inner, axes=x.ndim) for label in self.labels]
-            y = on_routed(experts, flat, weights, chosen, each)
-        return y.unflatten(0, x.shape[:-1]), {}
+            y = on_routed(experts, flat, weights, chosen, each, self._arguments.capacity is not None)
+        y = y.unflatten(0, x.shape[:-1])
+        if self._captures_of_shared is None:
+            return y, {}
+        read = [x, *(values[v] for v in self._captures_of_shared)]
+        return y + call_child(self._modules[SHARED], read, inner, SHARED)[0], {}
 
     @property
     def needs_each(self) -> bool:
@@ -85,7 +94,20 @@ class Experts(StepModule):
         weights, chosen = self._choose(scores, call)
         if self._arguments.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + self._arguments.eps)
-        return scores, weights, chosen
+        factor = self._arguments.factor
+        return scores, weights if factor == 1.0 else factor * weights, chosen
+
+    def within_capacity(self, chosen: Tensor, call: Call) -> Tensor:
+        """Return the chosen experts [tokens, top], with the number of experts in place of those that are full."""
+        limit = self._arguments.capacity
+        if limit is None or not call.training or call.streaming:
+            return chosen
+        count, (tokens, top) = len(self.labels), chosen.shape
+        most = math.ceil(limit * tokens * top / count)
+        by_rank = chosen.t().flatten()  # first choices before second ones
+        sent = by_rank.unsqueeze(-1) == torch.arange(count, device=chosen.device)
+        place = (sent.cumsum(0) * sent).sum(-1)
+        return by_rank.masked_fill(place > most, count).unflatten(0, (top, tokens)).t()
 
     @property
     def _router(self) -> Primitive:
@@ -143,19 +165,23 @@ class Experts(StepModule):
 
 
 def on_routed(
-    experts: Sequence[Callable[..., Tensor]], flat: list[Tensor], weights: Tensor, chosen: Tensor, each: bool
+    experts: Sequence[Callable[..., Tensor]], flat: list[Tensor], weights: Tensor, chosen: Tensor, each: bool,
+    limited: bool = False,
 ) -> Tensor:
     """Return weighted sums [tokens, …] of the chosen experts' outputs. Each expert is called at most once.
 
     The tokens are sorted by expert, so that sums do not depend on the order of threads. each: also call experts that
-    have no tokens.
+    have no tokens. limited: whether there may be choices of the number after the last expert, which add 0.
     """
-    top = chosen.shape[1]
+    top, count = chosen.shape[1], len(experts)
     order = chosen.flatten().argsort(stable=True)
-    sizes = torch.nn.functional.one_hot(chosen, len(experts)).sum((0, 1)).tolist()
+    sizes = torch.nn.functional.one_hot(chosen, count + limited).sum((0, 1)).tolist()
     sent = [x.repeat_interleave(top, 0)[order].split(sizes) for x in flat]
-    used = [at for at in range(len(experts)) if each or not order.numel() or sizes[at]]
-    y = torch.cat([experts[at](*(x[at] for x in sent)) for at in used])[order.argsort()].unflatten(0, chosen.shape)
+    used = [at for at in range(count) if each or not order.numel() or sizes[at]]
+    results = [experts[at](*(x[at] for x in sent)) for at in used]
+    if limited:
+        results.append(results[0].new_zeros(sizes[count], *results[0].shape[1:]))
+    y = torch.cat(results)[order.argsort()].unflatten(0, chosen.shape)
     return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import seqblocks.kernels  # noqa: F401  - its ops register themselves
-from seqblocks.graph import BlockNode, ExpertsNode, Graph, ModelSpec, Node, RepeatNode
+from seqblocks.graph import BlockNode, ExpertsNode, Graph, ModelSpec, Node, OpNode, RepeatNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
 from seqblocks.kernels.products import by_tokens
@@ -103,7 +103,6 @@ def product_uses(model: ModelSpec, device: str, dtype: torch.dtype) -> list[Prod
     """
     found: dict[Any, ProductUse] = {}
     for path, node, _ in _walk(model.graph, model.types, (), with_all=True):
-        assert node.op is not None
         for parameter in node.op.matrix_names if node.macs else ():  # an embedding only selects rows
             labels = (*path, (parameter, False)) if parameter != "weight" else path
             rows, columns = node.parameters[parameter].shape
@@ -121,13 +120,13 @@ Path = tuple[tuple[str, bool], ...]  # labels, and for each whether it is the in
 
 def _walk(
     body: Graph, types: dict[int, Wire | None], path: Path, following: Fused | None = None, with_all: bool = False
-) -> Iterator[tuple[Path, Node, Fused | None]]:
+) -> Iterator[tuple[Path, OpNode, Fused | None]]:
     """Yield the nodes that use a kernel, or all with an op. following: the steps fused with the body's last step."""
     found = find(body, types)
     for at, node in enumerate(body.nodes):
         own_path = (*path, (node.name, False))
         fused = found.get(at) or (following if at == len(body.nodes) - 1 else None)
-        if kernel_of(node) or (with_all and node.op):
+        if isinstance(node, OpNode) and (with_all or kernel_of(node)):
             yield own_path, node, fused
         for label, inner in node.bodies.items():
             inside = (*own_path, (label, isinstance(node, RepeatNode | ExpertsNode))) if label else own_path

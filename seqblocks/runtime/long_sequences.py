@@ -105,5 +105,4 @@ def _carries(node: Node) -> bool:
 
 def _draws(node: Node) -> bool:
     """Return whether a primitive may draw random numbers in training mode; for a user's primitive it is unknown."""
-    assert node.op
-    return node.op.random or not node.op.builtin
+    return node.op is None or node.op.random or not node.op.builtin

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import RunError
-from seqblocks.graph import Node, is_context, is_prefix_join
+from seqblocks.graph import Node, OpNode, is_context, is_prefix_join
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.roles import joins_tokens, makes_grid
 from seqblocks.runtime.call import NO_VALUE, Call, Grid, Gridded
@@ -221,7 +221,7 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None, call: Call) -> Sequenc
     """Return the arguments of a replacement: an op's inputs, each joined; all inputs of a block; a layer's first."""
     if node is None:
         return tensors[:1]
-    if node.op is None:
+    if not isinstance(node, OpNode):
         return tensors
     vectors = vectors_of(node)
     rest = iter(broadcast(tensors, vectors) if vectors else tensors)
@@ -236,9 +236,8 @@ def present(part: Sequence[Any], call: Call) -> list[Tensor]:
     return [*part[-1:]] if call.phase == "stream" else [x for x in part if x is not None]
 
 
-def joining_axis(node: Node) -> int:
+def joining_axis(node: OpNode) -> int:
     """Return the axis along which an op's inputs are joined, that of the features or of the tokens."""
-    assert node.op is not None
     if joins_tokens(node.op):
         return 1
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
@@ -252,11 +251,10 @@ class Vectors(NamedTuple):
     longer: int
 
 
-def vectors_of(node: Node) -> Vectors | None:
+def vectors_of(node: OpNode) -> Vectors | None:
     """Return the indices of vectors that apply to each token of an op's other inputs, or None if there are none."""
     if not node.vectors:
         return None
-    assert node.op is not None
     words = {port.name: port.length for port in node.op.ports}
     read = [(value, words[port]) for port, values in node.inputs.items() for value in values]
     longer = next(at for at, (value, word) in enumerate(read) if value not in node.vectors and not word)

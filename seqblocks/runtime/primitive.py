@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
-from seqblocks.graph import Node
+from seqblocks.graph import Node, OpNode
 from seqblocks.kernels import dispatch, products
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
@@ -40,9 +40,8 @@ from seqblocks.state import States, compact
 class Primitive(StepModule, Owner):
     """Hold the parameters that an op declares, and call the op."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         nn.Module.__init__(self)  # a subclass may have a class of torch among its bases
-        assert node.op is not None
         self.op = node.op
         self._draws = node.op.random or not node.op.builtin  # plug-ins may, without saying so
         self._drops_samples = f"{node.name} ({node.span})" if drops_samples(node.op) else ""

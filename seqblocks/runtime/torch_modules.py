@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from seqblocks import graph
-from seqblocks.graph import Node, OpNode
+from seqblocks.graph import OpNode
 from seqblocks.op import Op
 from seqblocks.ops import activations
 from seqblocks.ops.batch_norm import BatchNorm as BatchNormOp
@@ -41,7 +41,7 @@ from seqblocks.state import States
 class _WithParameters(Primitive):
     """Base of the steps with a weight and a bias, either of which may be None."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         self._declared = node.parameters
         for name in ("weight", "bias"):
@@ -58,13 +58,13 @@ class _WithParameters(Primitive):
 class Linear(_WithParameters, nn.Linear):
     """A linear map that needs more than torch's class has, such as a matrix in 8 bits. Others are exactly torch's."""
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         self.out_features, self.in_features = self.weight.shape
 
 
 class Embedding(_WithParameters, nn.Embedding):
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
@@ -72,7 +72,7 @@ class Embedding(_WithParameters, nn.Embedding):
 
 
 class _Norm(_WithParameters):
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         op: Any = node.op
         width = node.wires[0].features if node.wires and node.wires[0] else 0
@@ -88,7 +88,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
 
 class Conv1d(_WithParameters, nn.Conv1d):
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         self.out_channels, width, taps = self.weight.shape
         op: Any = node.op
@@ -99,7 +99,7 @@ class Conv1d(_WithParameters, nn.Conv1d):
 
 
 class Conv2d(_WithParameters, nn.Conv2d):
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, Conv2dOp)
         op = node.op
@@ -112,7 +112,7 @@ class Conv2d(_WithParameters, nn.Conv2d):
 
 
 class ConvTranspose2d(_WithParameters, nn.ConvTranspose2d):  # type: ignore[misc]  # torch's takes an output size
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, ConvTranspose2dOp)
         op = node.op
@@ -125,7 +125,7 @@ class ConvTranspose2d(_WithParameters, nn.ConvTranspose2d):  # type: ignore[misc
 class MaxPool2d(Primitive, nn.MaxPool2d):
     dilation, return_indices, ceil_mode = 1, False, False
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, Pool2dOp)
         self.kernel_size, self.stride, self.padding = node.op.kernel, node.op.step, node.op.padding
@@ -134,7 +134,7 @@ class MaxPool2d(Primitive, nn.MaxPool2d):
 class AvgPool2d(Primitive, nn.AvgPool2d):
     ceil_mode, count_include_pad, divisor_override = False, True, None
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, Pool2dOp)
         self.kernel_size, self.stride, self.padding = node.op.kernel, node.op.step, node.op.padding
@@ -143,7 +143,7 @@ class AvgPool2d(Primitive, nn.AvgPool2d):
 class BatchNorm2d(_WithParameters, nn.BatchNorm2d):
     track_running_stats = True
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, BatchNormOp)
         self.num_features = self.running_mean.shape[0] if self.running_mean is not None else 0
@@ -164,7 +164,7 @@ class BatchNorm2d(_WithParameters, nn.BatchNorm2d):
 class Upsample(Primitive, nn.Upsample):
     recompute_scale_factor, name = None, "Upsample"
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, ResizeOp)
         op = node.op
@@ -174,7 +174,7 @@ class Upsample(Primitive, nn.Upsample):
 
 
 class Dropout(Primitive, nn.Dropout):
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, DropoutOp)
         self.p, self.inplace = node.op.p, False
@@ -203,7 +203,7 @@ class ReLU(Primitive, nn.ReLU):
 class LeakyReLU(Primitive, nn.LeakyReLU):
     inplace = False
 
-    def __init__(self, node: Node, place: Place) -> None:
+    def __init__(self, node: OpNode, place: Place) -> None:
         super().__init__(node, place)
         assert isinstance(node.op, activations.LeakyRelu)
         self.negative_slope = node.op.slope
@@ -289,7 +289,7 @@ def _class_of(op: Op | None) -> type[Primitive]:
     return CLASSES.get(type(op), Primitive) if op is not None else Primitive
 
 
-def _is_torchs(node: Node) -> bool:
+def _is_torchs(node: OpNode) -> bool:
     """Return whether torch's module of the same name computes what a step does, apart from the gain `one_plus`."""
     op = node.op
     if isinstance(op, RMSNormOp):

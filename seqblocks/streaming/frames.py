@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node, frame_size
+from seqblocks.graph import Graph, Node, OpNode, frame_size
 from seqblocks.streaming.source import Several
 from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.token_function import TokenFunction
@@ -66,25 +66,24 @@ class Frames:
         """Return whether a prompt x [batch, seq] is read faster by a planned function than by the modules."""
         return not self.have_several_tokens and x.numel() <= PROMPT_MAX_ROWS
 
-    def is_rowwise(self, node: Node) -> bool:
+    def is_rowwise(self, node: OpNode) -> bool:
         """Return whether tokens are computed as independent rows, as if each were a sequence of its own.
 
         So is every step without a state, in a stream of single tokens.
         """
-        assert node.op is not None
         if self._of_rows or (self.have_several_tokens and self.tokens(node) == {1}):
             return True
         return not node.state and (
             not self.have_several_tokens or (node.op.reads == "token" and self._is_uniform(node))
         )
 
-    def runs(self, node: Node, run: TokenFunction | None) -> bool:
+    def runs(self, node: OpNode, run: TokenFunction | None) -> bool:
         """Return whether a function of tokens is used at all."""
         if run is None:
             return False
         return not self.have_several_tokens or self.is_rowwise(node) or self._when(node, run) != ""
 
-    def several(self, node: Node, run: TokenFunction, whole: str) -> Several | None:
+    def several(self, node: OpNode, run: TokenFunction, whole: str) -> Several | None:
         """Return how a function of one token is called for several, or None if they are rows.
 
         run: the function. whole: the name of another function of several tokens, which runs `forward`, or "".

@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, Node, OpNode
 from seqblocks.token_function import TokenFunction
 
 
 class Reader(NamedTuple):
     """A step whose inputs are all maps that nothing else reads, one for each port."""
 
-    node: Node
-    maps: list[Node]
+    node: OpNode
+    maps: list[OpNode]
 
     @property
     def sources(self) -> list[int]:
         """The values that the maps read, each once."""
         return [*dict.fromkeys(value for node in self.maps for value in node.reads)]
 
-    def prepare(self, function: Callable[[Node], TokenFunction | None]) -> TokenFunction | None:
+    def prepare(self, function: Callable[[OpNode], TokenFunction | None]) -> TokenFunction | None:
         """Return a function for one token of the step and its maps, of the step's state and `sources`, or None.
 
         function: returns that of a node.
@@ -52,20 +52,21 @@ class Reader(NamedTuple):
         return several
 
 
-def readers(body: Graph, nodes: Sequence[Node], is_plain: Callable[[Node], bool]) -> Iterator[Reader]:
+def readers(body: Graph, nodes: Sequence[Node], is_plain: Callable[[OpNode], bool]) -> Iterator[Reader]:
     """Yield the steps among the nodes of a body that may compute their inputs.
 
     is_plain: whether the module of a step is neither replaced nor observed.
     """
     used = Counter(value for node in body.nodes for value in node.reads) + Counter(body.results)
-    made = {node.outputs[0]: node for node in nodes if used[node.outputs[0]] == 1 and _may_be_map(node)}
-    for node in nodes:
-        if node.op is None or not node.state or node.split or len(node.reads) < len(node.op.ports):
+    ops = [node for node in nodes if isinstance(node, OpNode) and not node.split]
+    made = {node.outputs[0]: node for node in ops if used[node.outputs[0]] == 1 and _may_be_map(node)}
+    for node in ops:
+        if not node.state or len(node.reads) < len(node.op.ports):
             continue
         maps = [made[value] for value in node.reads if value in made]
         if len(maps) == len(node.reads) == len(node.op.ports) and all(map(is_plain, [node, *maps])):
             yield Reader(node, maps)
 
 
-def _may_be_map(node: Node) -> bool:
-    return node.op is not None and not node.split and not node.state and len(node.reads) == 1 and bool(node.parameters)
+def _may_be_map(node: OpNode) -> bool:
+    return not node.state and len(node.reads) == 1 and bool(node.parameters)

@@ -25,23 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqblocks import graph
 from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
-from seqblocks.graph import (
-    BlockNode,
-    CellNode,
-    ExpertsNode,
-    Graph,
-    ModelSpec,
-    Node,
-    OpNode,
-    ParallelNode,
-    RepeatNode,
-    ResidualNode,
-    ScanNode,
-    begins,
-    is_context,
-)
+from seqblocks.graph import SHARED, Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.op import Op
@@ -58,7 +45,6 @@ from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.shared_parameters import NONE
 from seqblocks.runtime.torch_modules import PRIMITIVES, is_built
 from seqblocks.state import States
-from seqblocks.state_layout import State
 from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard, Updates
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
@@ -241,7 +227,7 @@ class TokenPlan:
         parts = self._source.split(y, node.split) if node.split else [y]
         return dict(zip(node.outputs if node.split else node.outputs[:1], parts, strict=True))
 
-    def _at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
+    def _at_ports(self, node: graph.OpNode, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port, with vectors repeated for each token of a frame."""
         if many := self._frames.vector_repeats(node):
             pairs = zip(node.reads, inputs, strict=True)
@@ -277,7 +263,8 @@ class TokenPlan:
         self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
     ) -> dict[int, str] | None:
         """Compute linear maps of the same input in one product. Return the variables of their outputs by value."""
-        found = [(node, matrix) for node in nodes if (matrix := self._matrix(module._modules[node.name], node))]
+        ops = [node for node in nodes if isinstance(node, graph.OpNode)]
+        found = [(node, matrix) for node in ops if (matrix := self._matrix(module._modules[node.name], node))]
         if len(found) < 2 or found[0][0] is not nodes[0]:
             return None
         children, call = [(self._child(module, node.name), node) for node, _ in found], self._call
@@ -292,7 +279,7 @@ class TokenPlan:
 
         run = self._source.prepared(prepare)
         assert run is not None
-        y = self._source.call(run, self._at_ports(nodes[0], inputs), (), [])
+        y = self._source.call(run, self._at_ports(found[0][0], inputs), (), [])
         widths = tuple(matrix.weight.shape[0] for _, matrix in found)
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
@@ -302,8 +289,7 @@ class TokenPlan:
         modules: dict[str, Any] = module._modules
         call = self._call  # a function that referred to the plan would be a cycle
 
-        def function(node: Node) -> TokenFunction | None:
-            assert node.op
+        def function(node: graph.OpNode) -> TokenFunction | None:
             return node.op.prepare_token(parameters_of(modules[node.name], call))
 
         def is_simple(node: Node) -> bool:
@@ -328,12 +314,14 @@ class TokenPlan:
 
         Return the variables of their outputs by value.
         """
-        op, tokens = nodes[0].op, self._frames.tokens(nodes[0])
-        if op is None or not op.joins_features:
+        first = nodes[0]
+        if not isinstance(first, graph.OpNode) or not first.op.joins_features:
             return None
-        alike = [node for node in nodes if node.op == op and self._frames.tokens(node) == tokens]
+        op, tokens = first.op, self._frames.tokens(first)
+        alike = (node for node in nodes if isinstance(node, graph.OpNode) and node.op == op)
+        alike = (node for node in alike if self._frames.tokens(node) == tokens)
         found = [node for node in alike if self._can_join(module._modules[node.name], node, values)]
-        if len(found) < 2 or found[0] is not nodes[0]:
+        if len(found) < 2 or found[0] is not first:
             return None
         steps: list[Any] = [module._modules[node.name] for node in found]
         widths, call = [node.type.features for node in found if node.type], self._call
@@ -342,7 +330,7 @@ class TokenPlan:
             return prepare_joined_steps(op, [parameters_of(step, call) for step in steps], widths)
 
         joined = prepare()
-        run = self._source.prepared(prepare, joined) if self._frames.runs(nodes[0], joined) else None
+        run = self._source.prepared(prepare, joined) if self._frames.runs(first, joined) else None
         if joined is None or run is None:
             return None
         for node, step in zip(found, steps, strict=True):
@@ -351,12 +339,11 @@ class TokenPlan:
             self._note_parameters(step, derived=True)
         inputs = [self._at_ports(node, [values[value] for value in node.reads]) for node in found]
         wholes = [self._of_sequences(*each) for each in zip(steps, found, strict=True)]
-        several = self._frames.several(nodes[0], joined, self._whole(in_turn, wholes))
+        several = self._frames.several(first, joined, self._whole(in_turn, wholes))
         made = self._source.call_joined(run, inputs, [(*path, node.name) for node in found], [*found[0].state], several)
         return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
 
-    def _can_join(self, module: nn.Module | None, node: Node, values: dict[int, str]) -> bool:
-        assert node.op is not None
+    def _can_join(self, module: nn.Module | None, node: graph.OpNode, values: dict[int, str]) -> bool:
         ready = all(value in values for value in node.reads) and node.outputs[0] not in values and not node.split
         complete = len(node.inputs) == len(node.op.ports)
         return ready and complete and is_plain(module, node)
@@ -419,10 +406,10 @@ class TokenPlan:
             self._exports |= zip(exports, more, strict=True)
         return y
 
-    def _primitive(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
+    def _primitive(self, module: Primitive, node: graph.OpNode, inputs: Sequence[str], path: Path) -> str | None:
         return self._op(module, node, inputs, path) if _as_declared(module, node) else None
 
-    def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
+    def _op(self, module: Primitive, node: graph.OpNode, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
         op, parameters = module.op, parameters_of(module, self._call)
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
@@ -448,11 +435,10 @@ class TokenPlan:
         self._source.splits &= several is None or several.is_possible
         return self._source.call(run, self._at_ports(node, inputs), path, [*node.state], several)
 
-    def _of_sequences(self, module: Any, node: Node) -> TokenFunction | None:
+    def _of_sequences(self, module: Any, node: graph.OpNode) -> TokenFunction | None:
         """Return a function that runs a primitive's `forward`, or None if the module must run."""
         if not takes_plain_tokens(module) or (node.vectors and not self._frames.have_several_tokens):
             return None
-        assert node.op is not None
         parameters = parameters_of(module, self._call)
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
         timed = [value is not None and (has_tokens(self._types[value]) or value in node.vectors) for value in first]
@@ -477,14 +463,14 @@ class TokenPlan:
 
         return TokenFunction(run, several, math.inf)
 
-    def _block(self, module: Block, node: BlockNode, inputs: Sequence[str], path: Path) -> str:
+    def _block(self, module: Block, node: graph.BlockNode, inputs: Sequence[str], path: Path) -> str:
         return self._body(module, node.bodies[""], inputs, path)
 
-    def _scan(self, module: Scan, node: ScanNode, inputs: Sequence[str], path: Path) -> str | None:
+    def _scan(self, module: Scan, node: graph.ScanNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run a scan in token order as a block; other scans are not supported."""
         return self._body(module, node.bodies[""], inputs, path) if node.is_forward else None
 
-    def _cell(self, module: Cell, node: CellNode, inputs: Sequence[str], path: Path) -> str | None:
+    def _cell(self, module: Cell, node: graph.CellNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the steps of a cell on one token, with its states as variables."""
         if self._frames.have_several_tokens:
             return None
@@ -500,9 +486,13 @@ class TokenPlan:
             source.keep((*path, STARTED), f"{source.constant(torch.ones_like)}({source.given((*path, STARTED))})")
         read = dict(zip(node.reads, inputs, strict=True))
         values = [inputs[0], *before.values(), *(read[value] for value in body.captures)]
-        return self._body(module, body, values, path)
+        phase, self._phase = self._phase, None  # the steps of a cell are those of one token in any case
+        try:
+            return self._body(module, body, values, path)
+        finally:
+            self._phase = phase
 
-    def _experts(self, module: Experts, node: ExpertsNode, inputs: Sequence[str], path: Path) -> str | None:
+    def _experts(self, module: Experts, node: graph.ExpertsNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
         router, labels = module._modules["router"], module.labels
         if not is_built(router) or is_hooked(router) or module.needs_each:
@@ -524,7 +514,10 @@ class TokenPlan:
             return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
         run_name = self._source.constant(TokenFunction(run))
-        return self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        y = self._source.call(run_name, [f"({', '.join(experts)},)", logits, *read], path, [])
+        if SHARED not in node.bodies:
+            return y
+        return self._source.assign(f"{y} + {self._layer(module, SHARED, node.bodies[SHARED], inputs[0], values, path)}")
 
     def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
         """Write the function of an expert with `count` inputs and return its name."""
@@ -533,18 +526,18 @@ class TokenPlan:
         with self._frames.as_rows():
             return self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
 
-    def _residual(self, module: Residual, node: ResidualNode, inputs: Sequence[str], path: Path) -> str:
+    def _residual(self, module: Residual, node: graph.ResidualNode, inputs: Sequence[str], path: Path) -> str:
         y = self._body(module, node.bodies[""], inputs, path)
         return self._source.assign(f"{inputs[0]} + {y}")
 
-    def _repeat(self, module: Repeat, node: RepeatNode, inputs: Sequence[str], path: Path) -> str:
+    def _repeat(self, module: Repeat, node: graph.RepeatNode, inputs: Sequence[str], path: Path) -> str:
         x, values = inputs[0], dict(zip(node.reads, inputs, strict=True))
         for label, body in node.bodies.items():
             x = self._layer(module, label, body, x, values, path)
             values |= {value: self._exports[value] for value in body.exports}
         return x
 
-    def _parallel(self, module: Parallel, node: ParallelNode, inputs: Sequence[str], path: Path) -> str:
+    def _parallel(self, module: Parallel, node: graph.ParallelNode, inputs: Sequence[str], path: Path) -> str:
         values = dict(zip(node.reads, inputs, strict=True))
         made = [self._layer(module, *item, inputs[0], values, path) for item in node.bodies.items()]
         merge = self._source.constant(TokenFunction(lambda *results: merged([*results], node.arguments.merge)))
@@ -609,7 +602,7 @@ def _prepared(op: Op, parameters: dict[str, Any]) -> TokenFunction | None:
 def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
     matrix = op.matrix(parameters) if type(op).prepare_token is Op.prepare_token else None
-    own = {id(x) for x in (None, *parameters.values())}
+    own = {id(x) for x in (None, *parameters.values()) if not isinstance(x, Int8Matrix)}
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 
@@ -635,14 +628,3 @@ def is_pointwise(op: Op) -> bool:
     """Return whether `forward` accepts a token without a time axis, because it also takes vectors or token ids."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
-
-
-def reset(declared: States, state: States, resets: Tensor) -> States:
-    """Return the state with the initial values for sequences where `resets` [batch] is True."""
-
-    def fresh(item: Any, given: Any) -> Any:
-        if isinstance(item, State):
-            return given if item.context else given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
-        return {key: fresh(inner, given[key]) for key, inner in item.items()}
-
-    return {key: fresh(item, state[key]) for key, item in declared.items()}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.graph import Node, is_prefix_join
+from seqblocks.graph import OpNode, is_prefix_join
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
 from seqblocks.streaming.token_rows import as_rows, over_tokens
@@ -167,9 +167,8 @@ class PlanSource:
         """Set a part of the returned state."""
         self._made[path] = self.assign(expression)
 
-    def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
+    def at_ports(self, node: OpNode, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port: several wires are concatenated, a port without wires gets None."""
-        assert node.op is not None
         arguments = []
         at = 0
         for port in node.op.ports:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from seqblocks.graph import ModelSpec, Node
+from seqblocks.graph import ModelSpec, Node, OpNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
@@ -71,7 +71,7 @@ class TracedPlan(TokenPlan):
     def _joined_steps(self, *_: Any) -> dict[int, str] | None:
         return None  # so would concatenating other parameters
 
-    def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+    def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source
         prepared = type(op).prepare_token is not Op.prepare_token
         prepared = prepared and op.prepare_token(parameters_of(module, self._call)) is not None

@@ -14,7 +14,7 @@ BLOCK = 512  # queries whose weights are computed at once
 
 
 class Scores(NamedTuple):
-    """What weights are computed from, besides products; `slopes` and `sinks` [H], `bias` [H, S, T]."""
+    """What weights are computed from, besides products; `slopes` and `sinks` [H], `bias` [H, S, T] or [H, B, S, T]."""
 
     capped: bool = False
     slopes: Value | None = None
@@ -96,16 +96,18 @@ def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
         slopes = tape.cast(tape.view(scores.slopes, (x.shape[0], 1, 1, 1)), x.item)
         x = tape.add(x, tape.multiply(slopes, distance))
     if scores.bias is not None:
-        some = (x.shape[0], 1, *x.shape[2:])
-        bias = scores.bias if scores.bias.shape[1] == some[2] else tape.slice(scores.bias, (x.shape[0], *some[2:]))
+        some = (x.shape[0], x.shape[1] if len(scores.bias.shape) == 4 else 1, *x.shape[2:])
+        part = (*scores.bias.shape[:-2], *some[2:])
+        bias = scores.bias if scores.bias.shape[-2] == some[2] else tape.slice(scores.bias, part)
         x = tape.add(x, tape.cast(tape.view(bias, some, dense=False), x.item))
     y = tape.new(x.shape, x.item)
     tape.function([x], [y], [mask])
+    del x
     if scores.sinks is None:
         return tape.unary(y, ["output"])
     each = (*y.shape[:-1], 1)
     odds = tape.unary(tape.unary(y, []), ["output"])
-    sink = tape.expand(tape.view(scores.sinks, (x.shape[0], 1, 1, 1)), each)
+    sink = tape.expand(tape.view(scores.sinks, (y.shape[0], 1, 1, 1)), each)
     total = tape.add(tape.sum(odds, each), tape.unary(sink, ["output"]))
     found = tape.new(odds.shape, odds.item)
     tape.function([odds, total], [found], [odds, total], 3 * odds.bytes)

@@ -494,10 +494,11 @@ def cases(
     rest: str = "slow", interpreted: str | None = "slow", quick_for: Sequence[str] = (), **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrise over `subject` and the axes: for each kernel and implementation there are cases with every value,
-    and, marked `rest`, cases that cover all pairs of values. On a GPU all of them run. `variants`: the implementations
-    for which the variant is also an axis; the others use the default one. `interpreted`: the mark of the first cases in
-    Triton's interpreter, which is slow; None for the property that implies most others. `quick_for`: the kernels whose
-    first cases are not marked slow, where others take the same way; by default all."""
+    and, marked `rest`, cases that cover all pairs of values, long for the reference. On a GPU all of them run.
+    `variants`: the implementations for which the variant is also an axis; the others use the default one.
+    `interpreted`: the mark of the first cases in Triton's interpreter, which is slow; None for the property that
+    implies most others. `quick_for`: the kernels whose first cases are not marked slow, where others take the same way;
+    by default all."""
     out = []
     for kernel in kernels:
         for name in on:
@@ -512,8 +513,8 @@ def cases(
                 if quick_for and kernel.name not in quick_for:
                     first = "slow"
                 mark = first if quick or name in ("gpu", "device") else rest
-                if name == "triton" and mark == rest == "slow" and not quick:
-                    mark = kernel.pairs_interpreted
+                if mark == rest == "slow" and not quick:
+                    mark = {"triton": kernel.pairs_interpreted, "reference": "long"}.get(name, mark)
                 marks = [*found.marks, *([getattr(pytest.mark, mark)] if mark else [])]
                 subject = Subject(kernel, variant, found)
                 label = "-".join([str(subject), *(label_of(*x) for x in zip(axes, others, strict=True))])

@@ -23,6 +23,7 @@ from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import MAX_DIAGNOSTICS, Diagnostic, Span, SpecError
 from seqblocks.language.files import bundled, locate
+from tests.sampled import sampled
 
 FAULTS = Path(__file__).parent.parent / "golden" / "faults"
 CASES = sorted(path.stem for path in FAULTS.glob("*.yaml") if path.stem != "yaml_not_utf8")  # has no text
@@ -131,7 +132,7 @@ def edited(text: str, edits: list[tuple[Span, str]]) -> str:
     return "".join(lines)
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sampled(TEXTS))
 def test_bundled_specs(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
     found = analysed(name)
@@ -148,7 +149,7 @@ def test_bundled_specs(name: str) -> None:
         assert sum(step.times for step in found.steps) == nodes
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sampled(TEXTS))
 def test_renamed_wires_give_an_equal_model(name: str) -> None:
     """Every wire with a name is renamed by its references alone. Steps named by `as:` keep their names by `name:`."""
     found = analysed(name)

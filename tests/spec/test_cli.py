@@ -336,6 +336,7 @@ def test_ctrl_c_within_main(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.main(["list"]) == 130
 
 
+@pytest.mark.slow
 def test_list_names_every_bundled_spec(run_main: Run) -> None:
     printed = run_main("list").stdout
     assert all(name in printed for name in bundled())

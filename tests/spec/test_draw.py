@@ -23,6 +23,7 @@ from seqblocks.picture.drawing import Drawing
 from seqblocks.picture.svg import GAP, LANE, Placed, place
 from seqblocks.report.summary import Row, summarise
 from tests.compose import compose
+from tests.sampled import sampled
 
 MODELS = [name for name, path in bundled().items() if path.parent.name == "models"]
 FAULTS = Path(__file__).parent.parent / "golden" / "faults"
@@ -39,7 +40,7 @@ def all_boxes(boxes: list[Box]) -> list[Box]:
     return [box for each in boxes for box in each.inside()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS))
 def test_a_box_for_each_row_of_the_summary(name: str) -> None:
     """With its shape and its counts; the line of a step is that of its verb, or of its formula. No two boxes overlap.
     """

@@ -27,6 +27,7 @@ from seqblocks.editor.symbols import Symbol, symbols
 from seqblocks.errors import Diagnostic, Report, Source, Span
 from seqblocks.language.document import parse
 from seqblocks.language.files import bundled
+from tests.sampled import sampled
 
 SOME = ("jamba_small", "captioner", "vil", "transformer")
 FAULTS = sorted((Path(__file__).parents[1] / "golden" / "faults").glob("*.yaml"))
@@ -164,7 +165,7 @@ def ends(span: Span) -> tuple[int, int]:
     return span.end_line, span.end_column
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sampled(sorted(bundled())))
 def test_everything_is_known_of_bundled_files(name: str) -> None:
     path = bundled()[name]
     found = opened(path.read_text("utf-8"), path)
@@ -255,7 +256,8 @@ def labels(tail: str, head: str = HEAD) -> list[str]:
         ("    - linear: {from: [x, |]}", ["x", "input"], ["dim"]),
         ("    - gate: {by: x, activation: |", ["silu"], ["dim"]),
         ("    - linear: {features: 3, bias: |", ["true", "false"], ["dim"]),
-        ("    - linear: {features: 3, share: |", ["first"], ["x"]),
+        ("    - linear: {from: input, features: wide, share: |", ["first"], ["x"]),
+        ("    - linear: {features: 3, share: |", [], ["first"]),
         ("    - linear: {features: 3, init: {|", ["weight", "bias"], ["features"]),
         ("    - linear: {features: 3, init: {weight: |", ["zeros"], ["weight"]),
         ("    - linear: {features: 3, as: {a: |", ["dim", "wide"], ["x"]),
@@ -268,14 +270,17 @@ def labels(tail: str, head: str = HEAD) -> list[str]:
         ("    - silu\nexpect: {|", ["params"], ["model"]),
         ("    - silu\nexpect:\n  |", ["params"], ["model"]),
         ("    - silu\n|", ["about", "needs"], ["model", "use"]),
-        ("    - silu\n  outputs: {a: |", ["x", "input"], ["dim"]),
+        ("    - silu\n  outputs: [|", ["x"], ["dim", "input"]),
+        ("    - silu\n  outputs: {a: |", [], ["x"]),
+        ("    - dropout: |", [], ["dim", "wide"]),
+        ("    - mine: {width: 8, |}", ["other", "inner"], ["share"]),
         ("    - # |", [], ["linear"]),
     ],
 )
 def test_completion_knows_what_may_be_written(tail: str, first: list[str], never: list[str]) -> None:
     found = labels(tail)
     assert [label for label in found if label in first] == [label for label in first if label != "act"]
-    assert found[:1] == first[:1]
+    assert found[:1] == first[:1] or not first
     assert not {*found} & {*never}
 
 
@@ -369,7 +374,7 @@ def test_wires_of_layers(here: bool, word: str, expected: str, never: str) -> No
         ("calc: {y: x, learned: {lam: |}}", ["zeros", "dim"], ["first"]),
         ("cell: {state: {s: |}, steps: [identity]}", ["dim"], ["s"]),
         ("cell: {state: {s: 8}, steps: [{calc: {s: |}}]}", ["s", "x"], []),
-        ("each: {axis: features, steps: [{silu: {from: |}}]}", ["input"], ["first"]),
+        ("each: {axis: features, steps: [{silu: {from: |}}]}", ["input", "first"], ["a"]),
         ("parallel: {branches: [{a: [silu]}, {b: [{silu: {from: |}}]}]}", ["first", "input"], ["a"]),
     ],
 )
@@ -579,6 +584,41 @@ def test_a_clash_of_names_and_a_wrong_number_have_fixes() -> None:
     best = applied(better, fix.edits)
     assert "expect: {params: 20_736}" in best
     assert opened(best).analysis.ok
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("linear: {bias: false}", ["features: dim, bias: false", "features: wide, bias: false"]),
+        ("{linear: {}}", ["{linear: {features: dim}}", "{linear: {features: wide}}"]),
+        ("linear", ["linear: {features: dim}", "linear: {features: wide}"]),
+        ("gate: {activation: silu}", ["{by: input", "{by: x"]),
+        ("residual:", ["residual: {steps: [identity]}"]),
+        ("dropout: {p: 1.5}", ["p: 0"]),
+        ("linear: {features: 0}", ["features: 1"]),
+        ("linear: {features: 8 - dim}", ["features: 1"]),
+        ("causal_conv: {kernel: -1}", ["kernel: 1"]),
+        ("unembed", ["unembed: {vocabulary: dim}", "unembed: {vocabulary: wide}"]),
+    ],
+)
+def test_missing_and_invalid_values_have_fixes(step: str, expected: list[str]) -> None:
+    text = f"{HEAD}    - {step}\n"
+    found = opened(text)
+    done = [applied(text, fix.edits) for fix in all_fixes(found)]
+    assert len(done) == len(expected)
+    for each, part in zip(sorted(done), sorted(expected), strict=True):
+        assert part in each
+        codes = {diagnostic.code for diagnostic in opened(each).analysis.diagnostics}
+        assert not codes & {"E202", "E209", "E203", "E302"}
+
+
+def test_a_second_step_of_a_verb_gets_a_name() -> None:
+    head = f"{HEAD}    - linear: 8\n    - rms_norm\n    - silu\n    - mine: {{width: 8, other: x, inner: [silu]}}\n"
+    found = {item.label: item.text for item in items("    - |", head)}
+    assert found["linear"] == "linear: {name: linear_2, features: $1}"
+    assert found["rms_norm"] == "rms_norm: {name: rms_norm_2}"
+    assert found["mine"] == "mine: {name: mine_2, width: $1, other: $2, inner: [$3]}"
+    assert found["silu"] == "silu"  # it has no parameters
 
 
 def test_the_lens_shows_the_totals_of_a_valid_model() -> None:

@@ -200,12 +200,12 @@ def test_completion_with_and_without_snippets(client: Client, tmp_path: Path) ->
         return next(each for each in found["items"] if each["label"] == "linear")
 
     plain = linear(client)
-    assert plain["textEdit"]["newText"] == "linear: {features: }"
+    assert plain["textEdit"]["newText"] == "linear: {name: linear_2, features: }"
     assert plain["textEdit"]["range"] == {"start": {"line": 9, "character": 6}, "end": {"line": 9, "character": 8}}
     able = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
     other = Client(COMMAND, tmp_path, {}, able)
     other.open(uri, text)
-    assert linear(other)["textEdit"]["newText"] == "linear: {features: $1}"
+    assert linear(other)["textEdit"]["newText"] == "linear: {name: linear_2, features: $1}"
     other.close()
 
 
@@ -440,7 +440,8 @@ def test_check_loads_no_part_of_the_server() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-@pytest.mark.skipif(executable() is None, reason="needs yaml-language-server")
+@pytest.mark.slow
+@pytest.mark.yaml_server
 def test_beside_the_server_for_all_yaml(client: Client, tmp_path: Path) -> None:
     """An editor may run yaml-language-server too. Without a schema for the file nothing is offered or shown twice."""
     text = (ROOT / "README.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0]

@@ -13,6 +13,7 @@ from seqblocks.errors import Report, Source
 from seqblocks.language.document import parse, plain
 from seqblocks.language.files import bundled
 from seqblocks.report.schema import schema
+from tests.sampled import sampled
 from tests.spec import language_server
 
 NAMES = sorted(bundled())
@@ -110,7 +111,7 @@ def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
     jsonschema.Draft7Validator.check_schema(general_schema)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES))
 def test_bundled_specs_satisfy_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load_spec(name)
     for made in (general_schema, schema(file)):
@@ -194,12 +195,6 @@ def test_mistakes_about_inputs_and_outputs_are_flagged(
 
 # --- with the real server -------------------------------------------------------------------------------------------
 
-needs_server = pytest.mark.skipif(
-    not language_server.executable(),
-    reason=f"no yaml-language-server on the path or in {language_server.VARIABLE} (npm install yaml-language-server)",
-)
-
-
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server.Client]:
     path = tmp_path_factory.mktemp("schema") / "schema.json"
@@ -219,13 +214,13 @@ def general(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_serve
     client.close()
 
 
-@needs_server
+@pytest.mark.yaml_server
 @pytest.mark.parametrize("name", NAMES)
 def test_the_server_reports_nothing_for_bundled_specs(name: str, general: language_server.Client) -> None:
     assert general.open(f"file:///specs/{name}.yaml", bundled()[name].read_text(encoding="utf-8")) == []
 
 
-@needs_server
+@pytest.mark.yaml_server
 @pytest.mark.parametrize("word", ["no", "No", "yes", "OFF", "tRUE", "'false'"])
 def test_the_server_says_what_to_write_for_a_truth_value(word: str, general: language_server.Client) -> None:
     text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{linear: {{features: 8, bias: {word}}}}}]}}\n"
@@ -233,7 +228,7 @@ def test_the_server_says_what_to_write_for_a_truth_value(word: str, general: lan
     assert alarm["message"] == "YAML 1.2 has only true and false: write true or false"
 
 
-@needs_server
+@pytest.mark.yaml_server
 def test_the_server_reports_nothing_for_a_file_with_everything(
     client: language_server.Client, general: language_server.Client
 ) -> None:
@@ -242,7 +237,7 @@ def test_the_server_reports_nothing_for_a_file_with_everything(
     assert general.open("file:///several.yaml", SEVERAL) == []
 
 
-@needs_server
+@pytest.mark.yaml_server
 @pytest.mark.parametrize("right", TYPOS)
 def test_the_server_flags_typos_at_their_position(right: str, client: language_server.Client) -> None:
     wrong = TYPOS[right][0]
@@ -255,7 +250,7 @@ def test_the_server_flags_typos_at_their_position(right: str, client: language_s
     assert min(abs(alarm["range"]["start"]["character"] - column) for alarm in alarms) <= len(wrong)
 
 
-@needs_server
+@pytest.mark.yaml_server
 @pytest.mark.parametrize(
     ("ending", "offered"),
     [

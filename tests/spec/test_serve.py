@@ -21,6 +21,7 @@ import seqblocks
 from seqblocks.errors import UsageError
 from seqblocks.language.files import bundled
 from seqblocks.serve.server import REQUEST_MAX_BYTES, Server, serve
+from tests.sampled import sampled
 
 TEXT = "seqblocks: 1\nlet: {dim: 64, kind: silu}\nmodel: {input: {features: dim}, steps: [kind, {linear: 2 * dim}]}\n"
 TEXT = TEXT.replace("[kind", "[silu").replace("linear: 2 * dim", "linear: {features: 2 * dim}")
@@ -84,7 +85,7 @@ def test_what_is_shown_of_a_text(server: Server) -> None:
     assert none["problems"]
 
 
-@pytest.mark.parametrize("name", [*bundled()])
+@pytest.mark.parametrize("name", sampled([*bundled()]))
 def test_all_bundled_specs(name: str) -> None:
     """Files of blocks have no picture."""
     served = serve(bundled()[name])

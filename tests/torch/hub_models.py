@@ -381,13 +381,17 @@ def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
     name, drawn, _ = DRAWN[family]
     torch.manual_seed(seed)
     config = getattr(library, CONFIGS.get(name, f"{name}Config"))(**{**drawn(random.Random(seed)), **more})
-    model = getattr(library, f"{name}ForCausalLM")(config)
+    return with_noise(getattr(library, f"{name}ForCausalLM")(config)).to(dtype).eval()
+
+
+def with_noise(model: Any) -> Any:
+    """Return a transformers model after adding noise to all weights and corrections."""
     model.config._experts_implementation = "eager"  # the default implementation does not support float64
     with torch.no_grad():
         corrections = [b for name, b in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
         for tensor in (*model.parameters(), *corrections):
             tensor.add_(0.2 * torch.randn_like(tensor))
-    return model.to(dtype).eval()
+    return model
 
 
 class InFloat64:

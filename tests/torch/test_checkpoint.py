@@ -435,7 +435,7 @@ def test_a_part_that_does_not_fit_is_reported() -> None:
         "{slice: v, start: 3}": "have 2 from 3",
         "{split: v, parts: 3, part: 0}": r"be \[6, 2\] or \[3, 2, 2\] or \[12\]",
         "{transpose: v}": r"be \[2, 2\]",
-        "{reshape: v}": "hold 2 x 2 numbers",
+        "{reshape: v}": "hold 2 x 2 elements",
     }.items():
         message = rf"for linear\.weight the official v must {words}, and is \[4, 2\] of torch\.float32"
         with pytest.raises(seqblocks.RunError, match=message):

@@ -166,6 +166,7 @@ def test_costs_are_those_of_the_chosen_tokens() -> None:
     assert cost.input_macs(graph, 8) == macs("top: 0.25", 8) == 8 * (cost.macs(graph, 8) or 0)
 
 
+@pytest.mark.slow
 def test_compiled_and_exported() -> None:
     """A whole sequence is one program if `top` says how many tokens are chosen, and so is a token of a stream."""
     x, best, above = given(2, 12, 6), build("top: 0.25"), build("above: 0.1")

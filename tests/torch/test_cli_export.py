@@ -23,6 +23,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_onnx_with_the_weights_of_a_folder(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model is given by a spec and `--weights`, or by the folder itself."""
     model = seqblocks.build(spec, seed=7)

@@ -22,6 +22,10 @@ STREAMS = {
     "{attention: {q: q, k: q, v: q, heads: 2, cache: 40}}]}",
     "merged_tokens": "{axis: features, size: 3, steps: [{downsample: 2}, causal_conv, {upsample: 2}]}",
     "places": "{axis: places, size: 3, steps: [causal_conv, {linear: 3}]}",
+    "a_cell": "{axis: features, size: 3, steps: [{cell: {state: {s: {features: 3, start: 1, learned: true}}, steps: "
+    "[{calc: {s: tanh(s) + input}}]}}]}",
+    "a_linear_cell": "{axis: places, size: 3, steps: [{cell: {state: {s: 6}, steps: [{calc: {s: 0.9 * s + input}}]}}]}",
+    "a_cell_in_frames": "{axis: frames, size: 3, steps: [{cell: {state: {s: 6}, steps: [{calc: {s: tanh(s + x)}}]}}]}",
     "nested": "{axis: places, size: 3, steps: [{each: {axis: features, size: 3, steps: [causal_conv]}}]}",
     "frames": "{axis: frames, size: 3, steps: [{linear: {features: 4, as: q}}, "
     "{attention: {q: q, k: q, v: q, heads: 2, causal: false, bias: relative}}]}",
@@ -56,12 +60,15 @@ PARTS = {
 }  # fmt: skip
 
 
+CELL = "[{linear: 5}, {cell: {state: {s: {features: 5, start: 1, learned: true}}, steps: [{calc: {s: tanh(s) + x}}]}}]"
+
+
+@pytest.mark.parametrize("steps", ["[{ssm: {x: input, dt: input, state: 2}}, {linear: 5}]", CELL], ids=["ssm", "cell"])
 @pytest.mark.parametrize("axis", PARTS)
-def test_each_part_is_computed_like_a_sequence_of_its_own(axis: str) -> None:
+def test_each_part_is_computed_like_a_sequence_of_its_own(axis: str, steps: str) -> None:
     """The parts [batch, parts, tokens, features] are cut by torch here, and run one by one."""
     given, size, cut = PARTS[axis]
     more = f", {size}" if size else ""
-    steps = "[{ssm: {x: input, dt: input, state: 2}}, {linear: 5}]"
     whole = built(f"{{each: {{axis: {axis}{more}, steps: {steps}}}}}", given)
     x = draw(2, 24, 6 if axis == "features" else 4)
     parts = cut(x)
@@ -151,6 +158,69 @@ def test_images_of_other_sizes_and_windows_that_do_not_tile_them() -> None:
     assert model(draw(1, 3, 12, 8)).shape == (1, 24, 4)
     with pytest.raises(RunError, match="windows of 2 x 2 do not tile the 3 rows and 4 columns"):
         model(draw(1, 3, 6, 8))
+
+
+OUTSIDE = """
+seqblocks: 1
+model:
+  input: INPUT
+  steps:
+    - linear: {features: 5, as: u, name: outer}
+    - each:
+        from: input
+        axis: AXIS
+        steps:
+          - causal_conv: {as: c, name: conv}
+          - linear: {from: [c, u], features: 3, name: out}
+"""
+
+
+@pytest.mark.parametrize("axis", PARTS)
+def test_steps_read_the_same_tokens_of_other_wires(axis: str) -> None:
+    """Over features, each sequence reads all of the wire. Sums of ten products have errors of 1e-15."""
+    given, size, cut = PARTS[axis]
+    text = OUTSIDE.replace("INPUT", given).replace("AXIS", f"{axis}\n        {size}" if size else axis)
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    check_shapes(model)
+    p, x = dict(model.named_parameters()), draw(2, 24, 6 if axis == "features" else 4)
+    u = x @ p["outer.weight"].T + p["outer.bias"]
+    parts = cut(x)
+    conv = built("{causal_conv: {name: conv}}", f"{{features: {parts.shape[-1]}}}")
+    conv.load_state_dict({f"conv.{name}": p[f"each.conv.{name}"] for name in ("weight", "bias")})
+    c = torch.stack([conv(part) for part in parts.unbind(1)], 1)
+    whole = axis == "features"
+    same = u.unsqueeze(1).expand(-1, 3, -1, -1) if whole else cut(u)
+    expected = torch.cat([c, same], -1) @ p["each.out.weight"].T + p["each.out.bias"]
+    found = model(x).unflatten(2, (3, 3)).movedim(2, 1) if whole else cut(model(x))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    if axis in ("features", "frames", "places"):
+        check_law(model, seq=5, resets=((0, 4), (1, 2)) if whole else ())
+
+
+@pytest.mark.parametrize("axis", ["features, size: 2", "frames, size: 3", "places, size: 3"])
+def test_steps_read_a_context(axis: str) -> None:
+    """Each sequence reads all of it; a stream computes it once."""
+    model = seqblocks.build_text(f"""
+seqblocks: 1
+model:
+  inputs: {{x: {{features: 6}}, notes: {{features: 4}}, kind: {{vector: 3}}}}
+  steps:
+    - linear: {{from: kind, features: 4, as: w}}
+    - linear: {{from: notes, features: 8, as: [k, v], name: kv}}
+    - each:
+        from: x
+        axis: {axis.replace(", ", chr(10) + "        ")}
+        steps:
+          - linear: {{features: 4, as: q}}
+          - cross_attention: {{q: q, k: k, v: v, heads: 2}}
+          - multiply: {{by: w}}
+          - causal_conv
+""", dtype=torch.float64)
+    check_law(model, seq=5)
+    x, notes, kind = draw(1, 6, 6), draw(1, 4, 4), draw(1, 3)
+    y = model(x=x, notes=notes, kind=kind)
+    assert not torch.equal(y, model(x=x, notes=notes.flip(2), kind=kind))
+    assert not torch.equal(y, model(x=x, notes=notes, kind=-kind))
 
 
 def test_reasons_why_it_does_not_stream() -> None:

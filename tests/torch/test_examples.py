@@ -38,11 +38,10 @@ def test_quickstart(root: Path) -> None:
     assert "did you mean 'rms_norm'?" in printed
 
 
-def digits(root: Path, out: Path, *options: str, timeout: float = 120) -> float:
+def digits(root: Path, out: Path, *options: str, timeout: float = 120, threads: str = "1") -> float:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    # two threads: the long run does not share the machine (marker `timing`)
-    printed = run(root, "examples/digits.py", "--out", str(out), *options, timeout=timeout, threads="2")
+    printed = run(root, "examples/digits.py", "--out", str(out), *options, timeout=timeout, threads=threads)
     assert (out / "digits" / "model.safetensors").stat().st_size > 100_000
     assert (out / "digits.png").stat().st_size > 10_000
     assert sorted(p.name for p in out.iterdir()) == ["digits", "digits.png"]
@@ -129,7 +128,7 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
 @pytest.mark.timing
 def test_digits_are_learned(root: Path, tmp_path: Path) -> None:
     """It takes 77 s on two idle cores (docs/measurements.md), and longer on a busy machine."""
-    assert digits(root, tmp_path / "out", timeout=1200) >= 97
+    assert digits(root, tmp_path / "out", timeout=1200, threads="2") >= 97
 
 
 def language(root: Path, out: Path, *options: str) -> tuple[str, dict[str, float]]:

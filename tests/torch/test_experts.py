@@ -1,6 +1,7 @@
 """experts: values and gradients against a loop over all experts and tokens, the losses, and execution."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -34,6 +35,9 @@ ROUTES = [
     "count: 6, top: 3, groups: 3, top_groups: 2",
     "count: 8, top: 3, groups: 2, score: sigmoid, corrected: true",
     "count: 4, top: 2, groups: 4, top_groups: 2, score: sigmoid, corrected: true",
+    "count: 5, top: 2, capacity: 0.8",
+    "count: 3, top: 1, capacity: 0.5, factor: 2.5",
+    "count: 6, top: 3, score: sigmoid, capacity: 1.25, shared: [{linear: {features: 6, name: all}}]",
 ]
 STEPS = "[{linear: {features: 7, name: up}}, silu, {linear: {features: 6, name: down}}]"
 
@@ -56,24 +60,43 @@ def in_groups(ranked: list[float], arguments: Any) -> list[int]:
     return [each for group in best[: arguments.top_groups] for each in group]
 
 
+def choice(model: SequenceModel, token: Tensor, arguments: Any) -> list[int]:
+    """Return the experts of a token, the best one first."""
+    weights = dict(model.named_parameters())
+    logits = weights["experts.router.weight"] @ token + weights.get("experts.router.bias", 0)
+    scores = logits.softmax(0) if arguments.score == "softmax" else logits.sigmoid()
+    ranked = (scores + weights.get("experts.router.correction", 0)).tolist()
+    return sorted(in_groups(ranked, arguments), key=lambda each: -ranked[each])[: arguments.top]
+
+
 def by_loops(model: SequenceModel, x: Tensor, arguments: Any) -> Tensor:
     """Apply every expert to every token, by the definition."""
     top, score, normalize = arguments.top, arguments.score, arguments.normalizes
     weights = dict(model.named_parameters())
-    rows = []
-    for token in x.flatten(0, -2):
+    rows, tokens = [], x.flatten(0, -2)
+    choices = [choice(model, token, arguments) for token in tokens]
+    limit = arguments.capacity if model.training and arguments.capacity else math.inf
+    most = limit if limit == math.inf else math.ceil(limit * len(tokens) * top / arguments.count)
+    room, kept = dict.fromkeys(range(arguments.count), most), set()
+    for rank in range(top):  # first choices before second ones
+        for at, chosen in enumerate(choices):
+            if room[chosen[rank]] > 0:
+                room[chosen[rank]] -= 1
+                kept.add((at, chosen[rank]))
+    for at, token in enumerate(tokens):
         logits = weights["experts.router.weight"] @ token + weights.get("experts.router.bias", 0)
         scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
-        ranked = (scores + weights.get("experts.router.correction", 0)).detach()
-        allowed = in_groups(ranked.tolist(), arguments)
-        chosen = sorted(allowed, key=lambda each, ranked=ranked: -float(ranked[each]))[:top]
+        chosen = choices[at]
         total = sum(scores[each] for each in chosen) if normalize else 1.0
         made: Any = 0
         for each in range(len(scores)):
             hidden = weights[f"experts.{each}.up.weight"] @ token + weights[f"experts.{each}.up.bias"]
             hidden = nn.functional.silu(hidden)
             y = weights[f"experts.{each}.down.weight"] @ hidden + weights[f"experts.{each}.down.bias"]
-            made = made + (scores[each] / (total + arguments.eps * normalize) * y if each in chosen else 0 * y)
+            weight = arguments.factor * scores[each] / (total + arguments.eps * normalize)
+            made = made + (weight * y if (at, each) in kept else 0 * y)
+        if "experts.shared.all.weight" in weights:
+            made = made + weights["experts.shared.all.weight"] @ token + weights["experts.shared.all.bias"]
         rows.append(made)
     return torch.stack(rows).unflatten(0, x.shape[:-1])
 
@@ -116,7 +139,45 @@ def test_values_and_gradients(route: str, training: bool) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_law(route: str) -> None:
-    check_law(build(route))
+    check_law(build(route).eval())  # there is no capacity in evaluation mode
+
+
+def test_a_full_expert_drops_tokens_in_training_only() -> None:
+    """All tokens prefer expert 0, of 2, which computes half of them: the first ones of the batch."""
+    limited = build("count: 2, top: 1, capacity: 1")
+    free = build("count: 2, top: 1")
+    free.load_state_dict(limited.state_dict())
+    for model in (limited, free):
+        nn.init.zeros_(model.experts.router.weight)  # of equal scores, the first expert is taken
+    x = torch.randn(2, 4, 4, dtype=torch.float64)
+    found, expected = limited(x), free(x)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-14)
+    assert not found[1].any()
+    assert expected[1].any()
+    assert limited.auxiliary_losses() == free.auxiliary_losses()  # of the choices, before the limit
+    torch.testing.assert_close(limited.eval()(x), free.eval()(x), rtol=1e-12, atol=1e-14)
+
+
+def test_shared_steps_are_those_of_a_branch_beside_the_experts() -> None:
+    """They read wires around them, stream by a planned step, and count for each token."""
+    around = "{linear: {features: 5, name: up}}, {linear: {features: 4, name: down}}, {add: {with: v}}"
+    first = f"{{linear: {{features: 4, as: v}}}}, {{experts: {{count: 4, top: 2, steps: [silu], shared: [{around}]}}}}"
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{first}]}}\n"
+    model = seqblocks.build_text(text, dtype=torch.float64).eval()
+    check_law(model)
+    branches = f"branches: [{{sent: [{{experts: {{count: 4, top: 2, steps: [silu]}}}}]}}, {{all: [{around}]}}]"
+    steps = f"[{{linear: {{features: 4, as: v}}}}, parallel: {{{branches}}}]"
+    plain = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n"
+    other = seqblocks.build_text(plain, dtype=torch.float64).eval()
+    names = [name.replace("experts.shared", "parallel.all") for name in model.state_dict()]
+    names = [name.replace("experts.", "parallel.sent.experts.") for name in names]
+    other.load_state_dict(dict(zip(names, model.state_dict().values(), strict=True)))
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-14)
+    mine, theirs = summarise(model), summarise(other)
+    assert (mine.params, mine.active_params) == (theirs.params, theirs.active_params)
+    assert mine.macs_per_token == theirs.macs_per_token
+    assert [row.names for row in mine.rows[1].rows] == [["router"], ["0", "1", "2", "3"], ["shared"]]
 
 
 def test_groups_of_deepseek_v3() -> None:

@@ -17,6 +17,7 @@ import seqblocks
 from seqblocks.analysis import check, layers
 from seqblocks.errors import RunError, SeqblocksError, SpecError, UsageError
 from seqblocks.testing import check_law
+from tests.sampled import sampled
 
 MIXER: dict[str, Any] = {"dim": 16, "heads": 2, "head": 8}
 OWN = """
@@ -79,7 +80,7 @@ def small(name: str, **more: Any) -> Any:
     return seqblocks.block(name, **dim, **SMALL.get(name, {}), **more)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sampled(BLOCKS))
 def test_each_bundled_block_is_a_layer(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

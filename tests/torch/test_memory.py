@@ -73,6 +73,7 @@ def check(name: str, batch: int, length: int, **options: str) -> None:
     assert found.undeclared == ()
 
 
+@pytest.mark.slow
 def test_all_small_models_are_here() -> None:
     assert small_models() == SMALL_MODELS, "name the others above"
 

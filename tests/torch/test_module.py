@@ -342,6 +342,7 @@ def test_the_graph_counts_the_parameters_of_the_module(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph)
 
 
+@pytest.mark.slow
 def test_torch_compile_and_export_see_one_graph() -> None:
     model = seqblocks.build_text(STREAM).eval()
     x = torch.randn(2, 7, 8)

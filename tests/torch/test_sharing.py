@@ -299,6 +299,7 @@ def test_export(model: SequenceModel, strict: bool) -> None:
     torch.testing.assert_close(exported(X), model(X), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compile(model: SequenceModel) -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)

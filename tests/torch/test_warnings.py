@@ -136,6 +136,7 @@ def planted(text: str, seed: int) -> str:
     return json.dumps(data)
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_bundled_model_gets_a_gradient() -> None:
     """Of large models, and those of images, the blocks are tested instead."""
     models = {name: seqblocks.load_model(name) for name, path in bundled().items() if path.parent.name == "models"}

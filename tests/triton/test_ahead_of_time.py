@@ -152,18 +152,35 @@ def compiled_for(op: str) -> list[tuple[str, str]]:
     return [*zip(TYPICAL[op], itertools.cycle(ARCHS), strict=False)]
 
 
-@pytest.mark.parametrize("op", [op if op == "head_norm" else pytest.param(op, marks=pytest.mark.slow) for op in OPS])
-def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+TOGETHER = (  # by one process: importing torch and Triton takes as long as compiling some ops
+    ("head_norm",),
+    ("selective_scan", "causal_conv", "headwise_linear", "residual_norm", "slstm", "centaurus"),
+    ("mlstm",), ("linear_attention",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ops", [TOGETHER[0], *(pytest.param(ops, marks=pytest.mark.slow) for ops in TOGETHER[1:])])
+def test_typical(ops: tuple[str, ...], root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.markexpr == "":
         pytest.skip("test_all, which `-m ''` runs too, compiles these kernels")
-    pairs = compiled_for(op)
+    pairs = [pair for op in ops for pair in compiled_for(op)]
     lines = table([" | ".join(pair) for pair in pairs], root, tmp_path)
     hold(lines)
+    for op in ops:
+        compare_typical(op, [line for line in lines if op == line.split(" ", 1)[0] or line == lines[0]], root)
+
+
+def compare_typical(op: str, lines: list[str], root: Path) -> None:
+    pairs = compiled_for(op)
     first, *recorded = golden(root, op, lines[0])
     cells = [(line, [cell.strip() for cell in line.split("|")]) for line in recorded]
     compare(lines, [first, *(line for line, (name, _, arch, *_) in cells if (name, arch) in pairs)])
     of_resets = SHARED_KERNELS if op == "linear_attention" else set()
     assert kernels(lines) == kernels([first, *recorded]) - of_resets
+
+
+def test_every_op_is_compiled() -> None:
+    assert sorted(op for ops in TOGETHER for op in ops) == sorted(OPS)
 
 
 @pytest.mark.long

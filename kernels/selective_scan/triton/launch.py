@@ -134,7 +134,7 @@ def _segments_for(
     return segments(batch * groups * ceil_div(width, tile["BE"]) * tile["num_warps"], length, backward)
 
 
-class _Cut:
+class _Segments:
     """The segments of a launch: their number K per sequence, their length L, and the grid."""
 
     def __init__(
@@ -191,7 +191,7 @@ def _op(
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
     tile = tiles(N, W, False, common.arch(u))
     with common.on(u):
-        cut = _Cut(u, A, groups, W, tile, False)
+        cut = _Segments(u, A, groups, W, tile, False)
         if cut.K > 1:
             starts: Tensor | None = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
         else:
@@ -211,7 +211,7 @@ def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, for_back
 
 
 def _ends_of_segments(
-    cut: _Cut, groups: int, W: int, dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, C: Tensor,
+    cut: _Segments, groups: int, W: int, dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, C: Tensor,
     z: Tensor | None, bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> Tensor | None:
     """Return the gradient of the state after each segment, [B K, N, E]; None for zeros."""
@@ -219,7 +219,7 @@ def _ends_of_segments(
         return None if dlast is None else dlast.transpose(1, 2).contiguous()
     # This scan is like the forward pass, and is launched with the same tiles.
     forward = tiles(A.shape[1], W, False, common.arch(u))
-    ahead = _Cut(u, A, groups, W, forward, True, cut.K)
+    ahead = _Segments(u, A, groups, W, forward, True, cut.K)
     return ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
 
 
@@ -255,7 +255,7 @@ def _op_backward(
     kept = ceil_div(S, chunk(N)) * E * N  # elements of a sequence
     tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
-        cut = _Cut(u, A, groups, W, tile, True)
+        cut = _Segments(u, A, groups, W, tile, True)
         ends = _ends_of_segments(cut, groups, W, dy, dlast, u, dt, A, C, z, bias, resets, softplus, reverse)
         transposed = A.t().contiguous()
         K, programs = cut.K, cut.grid[1]

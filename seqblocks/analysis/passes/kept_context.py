@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from seqblocks.graph import (
-    BlockNode,
-    ChooseNode,
-    EachNode,
-    Graph,
-    ModelSpec,
-    Node,
-    ResidualNode,
-    is_context,
-    is_prefix_join,
-)
+from seqblocks import graph
+from seqblocks.graph import Graph, ModelSpec, Node, is_context, is_prefix_join
 from seqblocks.state_layout import kept_state
 
 
@@ -61,13 +52,13 @@ class _Reads:
         if is_prefix_join(node):
             return {node.inputs["x"][-1]}
         at_ports = {*node.at_ports}
-        if not node.bodies or isinstance(node, ChooseNode):
+        if not node.bodies or isinstance(node, graph.ChooseNode):
             return at_ports
-        if isinstance(node, BlockNode):
+        if isinstance(node, graph.BlockNode):
             body = node.bodies[""]
             read = self.of_body(body, body.exports)  # other uses of the block may need them
             return {value for value, number in node.links if number in read}
         inside = set[int]()
         for body in reversed(node.bodies.values()):
             inside |= self.of_body(body, {*later, *inside})
-        return inside | (at_ports if isinstance(node, ResidualNode | EachNode) else set())
+        return inside | (at_ports if isinstance(node, graph.ResidualNode | graph.EachNode) else set())

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from seqblocks import graph
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.graph import BlockNode, ChooseNode, EachNode, Graph, Node, OpNode, RepeatNode, ResidualNode, UnknownNode
+from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.record import Record
 from seqblocks.types import Wire
@@ -67,7 +67,7 @@ def without_gradient(node: Node, body: Graph) -> Fault:
     """Return the fault of a step that receives no gradient because of a constant output after it."""
     message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
     for each in graph.walk(body):
-        if isinstance(each, ChooseNode) and each.inputs["by"][0] in node.outputs:
+        if isinstance(each, graph.ChooseNode) and each.inputs["by"][0] in node.outputs:
             notes = [Note(f"{_shown(each)} reads it as scores, and a choice has no gradient", each.span)]
             return Fault("W902", message, notes=notes, hint="multiply by it in the steps there: `calc: r * y`")
     constant, notes = _constant_after(node, body), []
@@ -101,7 +101,7 @@ def _constant_after(node: Node, body: Graph) -> Node | None:
 
 
 def _is_constant(node: Node) -> bool:
-    return isinstance(node, OpNode) and node.type is not None and node.type.facts.is_constant
+    return isinstance(node, graph.OpNode) and node.type is not None and node.type.facts.is_constant
 
 
 class _Liveness:
@@ -161,22 +161,22 @@ class _Liveness:
 
         later: the values that steps after it read.
         """
-        if isinstance(node, OpNode):
+        if isinstance(node, graph.PrimitiveNode):
             sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
             return {v for port, each in node.inputs.items() if port not in sizes for v in each}
-        if isinstance(node, RepeatNode):
+        if isinstance(node, graph.RepeatNode):
             return self._layers(node, idle, later)
-        if isinstance(node, BlockNode | ChooseNode | EachNode):  # their bodies number their inputs separately
+        if isinstance(node, graph.SeparateNode):
             inside = self.body(node.bodies[""])
             found = {value for value, number in node.links if number in inside.used}
-            if isinstance(node, BlockNode):
+            if isinstance(node, graph.BlockNode):
                 return found
             _add(idle, inside)
-            if isinstance(node, ChooseNode):
+            if isinstance(node, graph.ChooseNode):
                 found.update(node.inputs["x"])
                 found.update(() if self.by_gradient else node.inputs["by"])  # the choice has no gradient
             return found
-        read = {*node.at_ports} if isinstance(node, ResidualNode) else set[int]()
+        read = {*node.at_ports} if isinstance(node, graph.ResidualNode) else set[int]()
         for body in node.bodies.values():
             inside = self.body(body, later)
             read |= inside.used
@@ -236,7 +236,7 @@ def _is_complete(body: Graph, known: dict[int, bool]) -> bool:
         return True
     if id(body) not in known:
         inside = all(_is_complete(inner, known) for node in body.nodes for inner in node.bodies.values())
-        known[id(body)] = inside and not any(isinstance(node, UnknownNode) for node in body.nodes)
+        known[id(body)] = inside and not any(isinstance(node, graph.UnknownNode) for node in body.nodes)
     return known[id(body)]
 
 
@@ -255,7 +255,7 @@ def _may_own(node: Node) -> bool:
         return False
     if any(name not in node.ties for name, parameter in node.parameters.items() if parameter.trained):
         return True
-    if not isinstance(node, OpNode):
+    if not isinstance(node, graph.PrimitiveNode):
         return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)
     if node.op is None:  # its arguments are unknown too
         return PRIMITIVES[node.verb].parameters is not Op.parameters

@@ -162,7 +162,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     if isinstance(node, graph.ScanNode):
         return _scan(node, known, path, walk)
     if isinstance(node, graph.EachNode):
-        return _each(node, read[0], path, walk)
+        return _each(node, {inside: known[value] for value, inside in node.links}, path, walk)
     if isinstance(node, graph.ChooseNode):
         return _choose(node, known, path, walk)
     if isinstance(node, graph.RepeatNode):
@@ -203,7 +203,6 @@ def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _W
 
 def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, backwards: bool) -> Ahead:
     """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
-    assert node.op is not None
     most = _most(read)
     made = node.type.rate if node.type else 1
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
@@ -235,7 +234,6 @@ def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
     """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
 
     """
-    assert node.op
     assert node.type
     rate, found = node.type.rate, []
     for port, wire in zip(node.op.ports, node.wires, strict=True):
@@ -272,13 +270,15 @@ def _scan(node: graph.ScanNode, known: dict[int, Ahead], path: str, walk: _Walk)
     return result._replace(mixes=mixes)
 
 
-def _each(node: graph.EachNode, read: Ahead, path: str, walk: _Walk) -> Ahead:
+def _each(node: graph.EachNode, inner: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
     """Return the lookahead of an `each`, whose steps may read later tokens of their windows, rows or frames."""
     (body,), arguments, wire = node.bodies.values(), node.arguments, node.wires[0]
     assert wire
     if arguments.carries and not (walk.backwards and arguments.in_frames):
-        return _run(body, {body.input: read}, path, walk)
-    inside = _run(body, {body.input: read._replace(mixes=False)}, path, walk._replace(backwards=False))
+        return _run(body, inner, path, walk)
+    read = _most([*inner.values()])
+    inner = {number: ahead if ahead.context else read._replace(mixes=False) for number, ahead in inner.items()}
+    inside = _run(body, inner, path, walk._replace(backwards=False))
     mixes, later = read.mixes or inside.mixes, inside.bound > read.bound
     whole_frame = node.type is not None and node.type.rate > wire.rate  # of which a vector is made
     if not (inside.mixes or later or whole_frame):

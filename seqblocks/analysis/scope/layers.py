@@ -144,9 +144,7 @@ def _find(ctx: Context, given: LayerWire) -> Layers | None:
         raise Fault("E324", f"the repeat {quote(word)} is left out: its condition is false", hint=then)
     hint: str | None
     if verb := _hides_layers(ctx.body):
-        hint = "the steps of `each` read parts of their input, and no wires from outside"
-        if verb == "choose":
-            hint = f"name the wire above `choose`, `{_named_above(given)}`, and read `other`"
+        hint = f"name the wire above `{verb}`, `{_named_above(given)}`, and read `other`"
     elif ctx.callers and not known:
         hint = "a block reads a wire of a layer by an argument of type `wire`, which its step is given"
     elif _is_below(ctx, word):

@@ -63,7 +63,7 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
 
 def _inherit(ctx: Context, cls: type[BaseModel], values: dict[str, Any]) -> None:
     """Add the defaults that come from around the step: the size of the model's input, and `depth`."""
-    for key, source in _inheriting(cls):
+    for key, source in inheriting(cls):
         if key in values:
             continue
         if source == ctx.run.input_kind:
@@ -73,7 +73,7 @@ def _inherit(ctx: Context, cls: type[BaseModel], values: dict[str, Any]) -> None
 
 
 @lru_cache(maxsize=1024)
-def _inheriting(cls: type[BaseModel]) -> list[tuple[str, str]]:
+def inheriting(cls: type[BaseModel]) -> list[tuple[str, str]]:
     """Return the arguments that inherit their default, each with what from: a kind of the model's input, or `depth`."""
     extras = ((key, info.json_schema_extra) for key, info in field_infos(cls).items())
     return [(key, str(extra["inherit"])) for key, extra in extras if isinstance(extra, dict) and "inherit" in extra]

@@ -148,8 +148,7 @@ def _no_wire(ctx: Context, name: str) -> Fault:
         return _wire_outside_argument(name, ctx.run.makers.get(place.wires[name]))
     if found := _hidden(ctx.body, name):
         verb, value = found
-        describe = _wire_outside_choose if verb == "choose" else _wire_outside_each
-        return describe(name, ctx.run.types[value], ctx.run.makers.get(value))
+        return _wire_of_other_tokens(verb, name, ctx.run.types[value], ctx.run.makers.get(value))
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     message = f"there is no wire {quote(name)} at this point"
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
@@ -164,21 +163,12 @@ def _wire_outside_argument(name: str, maker: Origin | None) -> Fault:
     return Fault("E302", f"there is no wire {quote(name)} at this point", expected=expected, notes=notes, hint=hint)
 
 
-def _wire_outside_each(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
-    """Return the fault of a wire that is whole, while the steps of an `each` read parts of their input."""
-    notes = [Note(f"`{name}` is defined here, outside `each`", maker.span)] if maker and maker.span else []
-    width = wire.features if wire else "…"
-    hint = f"join it to the input, `concat: {{from: [{name}, …]}}`, and split it off inside: as: {{{name}: {width}, …}}"
-    expected = "`input`, or a wire that these steps define"
-    message = f"the steps of `each` cannot read {quote(name)}, which is whole"
-    return Fault("E302", message, expected=expected, notes=notes, hint=hint)
-
-
-def _wire_outside_choose(name: str, wire: Wire | None, maker: Origin | None) -> Fault:
-    """Return the fault of a wire with other tokens than those among which a `choose` chooses."""
-    notes = [Note(f"`{name}` is defined here, outside `choose`", maker.span)] if maker and maker.span else []
-    message = f"the steps of `choose` cannot read {quote(name)}, whose tokens are not those of its input"
-    expected, hint = "a wire with the same tokens as the input", "combine it with the input in a step above `choose`"
+def _wire_of_other_tokens(verb: str, name: str, wire: Wire | None, maker: Origin | None) -> Fault:
+    """Return the fault of a wire with other tokens than the input of an `each` or a `choose` around the step."""
+    notes = [Note(f"`{name}` is defined here, outside `{verb}`", maker.span)] if maker and maker.span else []
+    message = f"the steps of `{verb}` cannot read {quote(name)}, whose tokens are not those of its input"
+    expected = f"a wire with the same tokens as the input{', or a context' if verb == 'each' else ''}"
+    hint = f"combine it with the input in a step above `{verb}`"
     return Fault("E302", message, expected=expected, found=f"{wire}" if wire else None, notes=notes, hint=hint)
 
 

@@ -140,7 +140,7 @@ def _may_own(node: graph.Node) -> bool:
     """Return whether a node may have parameters, also where its arguments are UNKNOWN."""
     if node.parameters or isinstance(node, graph.ExpertsNode):
         return True
-    if isinstance(node, graph.OpNode) and node.type is None:
+    if isinstance(node, graph.PrimitiveNode) and node.type is None:
         op = find_primitive(node.verb)
         return op is None or op.parameters is not Op.parameters
     return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)

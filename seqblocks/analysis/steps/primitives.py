@@ -22,7 +22,7 @@ from seqblocks.record import Record
 from seqblocks.state_layout import State
 from seqblocks.types import UNBOUNDED, Wire
 
-MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
+MAX_STATE = 10**12  # limit on the state of one step, in elements per sequence
 
 
 @lowers(Op)
@@ -65,9 +65,10 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node | None:
         ctx.report(fault, step)
     if not declared.fits:
         return None
+    of_op = {"op": op, "macs": declared.macs} if op else {}
     return make_node(
-        ctx, step, graph.OpNode, inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state),
-        ties=ties, macs=declared.macs, wires=tuple(wires), vectors=vectors,
+        ctx, step, graph.OpNode if op else graph.PrimitiveNode, inputs, declared.type, parameters=parameters,
+        state=dict(declared.state), ties=ties, wires=tuple(wires), vectors=vectors, **of_op,
     )  # fmt: skip
 
 
@@ -101,11 +102,11 @@ def _declare(ctx: Context, step: Step, op: Op, wires: list[Wire | None]) -> _Dec
             check_declared(cls, made, parameters, states, macs, facts)
         for name, parameter in parameters.items():
             if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
-                message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
+                message = f"{name} of {step.verb} is too large: {numbers:.0e} elements"
                 raise Fault("E504", message, expected="at most 10^18")
         for name, state in states.items():
             if (numbers := math.prod(state.shape)) > MAX_STATE:
-                message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers per sequence"
+                message = f"the state {name} of {step.verb} is too large: {numbers:.0e} elements per sequence"
                 raise Fault("E504", message, expected="at most 10^12")
         if made.facts is not facts:
             made = made.with_facts(facts)

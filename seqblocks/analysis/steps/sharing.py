@@ -50,7 +50,8 @@ def share_parameters(ctx: Context, step: Step, node: graph.Node, written: str) -
 
 def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     """Raise Fault (E312, E320 to E322)."""
-    for key in {graph.OpNode: ("init", "tie"), graph.ScanNode: ("init",)}.get(type(node), ()):  # others have neither
+    is_primitive, is_scan = isinstance(node, graph.PrimitiveNode), isinstance(node, graph.ScanNode)
+    for key in ("init", "tie") if is_primitive else ("init",) if is_scan else ():  # other steps have neither
         if key in step.common:
             message = f"a step with `share` has no parameters to {key}"
             hint = f"move `{key}` to the step that owns the parameters, or remove `share`"
@@ -285,7 +286,7 @@ def owner_of(name: str, shared: Table) -> str | None:
 
 def name_the_owner(name: str, owner: str) -> str:
     """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
-    return f"{name} uses the parameters of another step: name their owner ({owner})"
+    return f"{name} uses the parameters of another step: name the one that has them ({owner})"
 
 
 def _named_by(

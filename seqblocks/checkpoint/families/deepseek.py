@@ -9,6 +9,8 @@ from seqblocks.checkpoint.families.rope import rope, scaling_of
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
+    check_choice,
     depth_of,
     flag,
     number,
@@ -48,7 +50,7 @@ def _deepseek(
     """usual: the experts, the shared ones, the width of one, the factor of their sum, and the dense layers at first."""
     require(config, hidden_act="silu")
     count, shared, each, factor, first = usual
-    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
+    eps, depth = above_0(config, "rms_norm_eps", 1e-6), depth_of(config)
     width = whole(config, "moe_intermediate_size", each)
     dense = whole(config, "first_k_dense_replace", first, least=0)
     layers = ["dense" if at < dense else "sparse" for at in range(depth)]
@@ -57,7 +59,8 @@ def _deepseek(
         "hidden": width, "shared": width * whole(config, "n_shared_experts", shared),
         "factor": number(config, "routed_scaling_factor", factor), "std": std_of(config), **experts,
     }  # fmt: skip
-    mixer = _attention(config, eps)
+    check_choice(sparse, "experts")
+    mixer = _attention(config)
     kinds = used(
         {
             "dense": decoder(mixer, gated_network(config), eps),
@@ -73,14 +76,15 @@ def _deepseek(
     return model.text(layers, kinds, names)
 
 
-def _attention(config: Config, eps: float) -> str:
+def _attention(config: Config) -> str:
+    """Return the mixer. transformers gives its two norms the default epsilon, whatever the config says."""
     head, common = whole(config, "qk_nope_head_dim", 128), whole(config, "qk_rope_head_dim", 64)
     q_rank = config.get("q_lora_rank", 1536)
     arguments = {
         "heads": whole(config, "num_attention_heads"), "head": head, "common": common,
         "value": whole_or(config, "v_head_dim", 128), "rank": whole(config, "kv_lora_rank", 512),
         "q_rank": 0 if q_rank is None else whole(config, "q_lora_rank", 1536), "rotary": rope(config, common).base,
-        "bias": flag(config, "attention_bias", False), "eps": eps, "std": std_of(config), "compressed": True,
+        "bias": flag(config, "attention_bias", False), "std": std_of(config), "compressed": True,
     }  # fmt: skip
     scaling = scaling_of(config)
     text = written(arguments)

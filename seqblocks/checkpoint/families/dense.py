@@ -15,15 +15,16 @@ from seqblocks.checkpoint.families.rope import Rope, rope
 from seqblocks.checkpoint.families.text import language, network_init, normal, scaled
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
-    number,
     numbers,
     require,
     scalar,
     std_of,
     whole,
     whole_or,
+    window_of,
     words,
 )
 from seqblocks.errors import UsageError
@@ -229,7 +230,7 @@ def decoder(config: Config, kv_default: int = 0, head_default: int = 0, eps: flo
     return Decoder(
         dim, heads, whole_or(config, "num_key_value_heads", kv_default or heads),
         whole_or(config, "head_dim", head_default or dim // heads), whole(config, "intermediate_size"),
-        number(config, "rms_norm_eps", eps), std_of(config),
+        above_0(config, "rms_norm_eps", eps), std_of(config),
     )  # fmt: skip
 
 
@@ -258,9 +259,7 @@ def llama(config: Config) -> str:
 def mistral(config: Config) -> str:
     """Write a Mistral language model (arXiv:2310.06825)."""
     require(config, hidden_act="silu")
-    window = config.get("sliding_window", 4096)
-    seen = 0 if window is None else whole(config, "sliding_window", 4096)
-    return _uniform(config, "Mistral language model", decoder(config, 8), seen)
+    return _uniform(config, "Mistral language model", decoder(config, 8), window_of(config, 4096))
 
 
 def qwen2(config: Config) -> str:
@@ -307,7 +306,7 @@ def mixtral(config: Config) -> str:
     count, top = whole(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2)
     network = Experts(count, top, parts.hidden, True)
     rotary = rope(config, parts.head, 1000000.0)
-    layer = parts.layer(rotary, whole_or(config, "sliding_window", 0), network)
+    layer = parts.layer(rotary, window_of(config), network)
     model = language(config, "Mixtral language model", [], parts.eps)
     return model.text(["full"] * depth_of(config), {"full": layer}, parts.names(dense=False, experts=True))
 
@@ -360,13 +359,13 @@ def phi3(config: Config) -> str:
     """Write a Phi-3 language model (arXiv:2404.14219). longrope has the angles of short sequences."""
     require(config, hidden_act="silu", resid_pdrop=(0.0, 0, None), embd_pdrop=(0.0, 0, None))
     parts = decoder(config, eps=1e-5)._replace(joined=True)
-    return _uniform(config, "Phi-3 language model", parts, whole_or(config, "sliding_window", 0))
+    return _uniform(config, "Phi-3 language model", parts, window_of(config))
 
 
 def gemma2(config: Config) -> str:
     """Write a Gemma 2 language model (arXiv:2408.00118)."""
     name = "attn_logit_softcapping"
-    soft_cap = 0.0 if config.get(name, 50.0) is None else number(config, name, 50.0)
+    soft_cap = 0.0 if config.get(name, 50.0) is None else above_0(config, name, 50.0)
     usual = [(SLIDING, FULL)[at % 2] for at in range(depth_of(config))]
     return _gemma(config, "Gemma 2 language model", usual, soft_cap, 30.0)
 
@@ -392,13 +391,14 @@ def _gemma(
     bias, dim = flag(config, "attention_bias", False), whole(config, "hidden_size")
     parts = decoder(config, 4, 256)._replace(
         bias=bias, bias_out=bias, each_head=rotary is not None, gain="one_plus", activation="gelu_tanh",
-        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5, soft_cap=soft_cap,
+        scale=above_0(config, "query_pre_attn_scalar", 256) ** -0.5, soft_cap=soft_cap,
         before=("input_layernorm", "pre_feedforward_layernorm"),
         after=("post_attention_layernorm", "post_feedforward_layernorm"),
     )  # fmt: skip
     window = whole(config, "sliding_window", 4096)
-    cap = config.get("final_logit_softcapping", last_cap)
-    after = f"- soft_cap: {{cap: {scalar(number(config, 'final_logit_softcapping', last_cap))}}}" if cap else ""
+    name = "final_logit_softcapping"
+    capped = config.get(name, last_cap) is not None
+    after = f"- soft_cap: {{cap: {scalar(above_0(config, name, last_cap or 0.0))}}}" if capped else ""
     before = f"- scale: {{by: {in_float32(math.sqrt(dim))}, name: embedded}}"
     windows = {FULL: 0, SLIDING: window}
     return _mixed(config, about, parts, usual, windows, tied=True, before=before, after=after, rotary=rotary)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from seqblocks.checkpoint.families.text import Language, language, network_init, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     number,
@@ -152,7 +153,7 @@ def _delta(config: Config, heads: int, head: int, expand_v: float) -> dict[str, 
 
 
 def _eps(config: Config) -> float:
-    return number(config, "norm_eps", 1e-6)
+    return above_0(config, "norm_eps", 1e-6)
 
 
 def _hidden(config: Config, ratio: float, share: float = 2 / 3, multiple: int = 256) -> int:
@@ -222,7 +223,7 @@ def rwkv7(config: Config) -> str:
         found = config["value_dim"]
         raise UsageError(f"config.json: value_dim is {found!r}, but seqblocks only supports {dim}")
     head = whole_or(config, "head_dim", 0) or dim // whole(config, "num_heads")
-    eps = number(config, "norm_eps", 1e-5)
+    eps = above_0(config, "norm_eps", 1e-5)
     mixer = {
         "head": head,
         "decay_rank": whole(config, "decay_low_rank_dim", 64),

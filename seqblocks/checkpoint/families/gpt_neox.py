@@ -5,7 +5,18 @@ from __future__ import annotations
 from seqblocks.checkpoint.families.dense import residual
 from seqblocks.checkpoint.families.rope import rope
 from seqblocks.checkpoint.families.text import language, normal
-from seqblocks.checkpoint.families.values import Config, depth_of, flag, head_of, number, require, scalar, std_of, whole
+from seqblocks.checkpoint.families.values import (
+    Config,
+    above_0,
+    depth_of,
+    flag,
+    head_of,
+    number,
+    require,
+    scalar,
+    std_of,
+    whole,
+)
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
                "relu": "relu", "silu": "silu"}  # fmt: skip
@@ -16,7 +27,7 @@ def gpt_neox(config: Config) -> str:
     """Write a GPT-NeoX language model (arXiv:2204.06745): attention and network in parallel, or in sequence."""
     require(config, hidden_act=(*ACTIVATIONS, None), attention_dropout=(0.0, 0, None), hidden_dropout=(0.0, 0, None))
     require(config, attention_dropout_prob=(0.0, 0, None), hidden_dropout_prob=(0.0, 0, None))  # their older names
-    eps, std, bias = number(config, "layer_norm_eps", 1e-5), std_of(config), flag(config, "attention_bias", True)
+    eps, std, bias = above_0(config, "layer_norm_eps", 1e-5), std_of(config), flag(config, "attention_bias", True)
     heads, head, hidden = whole(config, "num_attention_heads"), head_of(config), whole(config, "intermediate_size")
     share = number(config, "rotary_pct", 0.25)
     rotary = rope(config, head, number(config, "rotary_emb_base", 10000), part=share).text

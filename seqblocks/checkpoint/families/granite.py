@@ -32,7 +32,7 @@ GATE, UP = 0, 1  # halves of a joined matrix
 def granitemoehybrid(config: Config) -> str:
     """Write a Granite 4 language model."""
     require(config, hidden_act="silu", position_embedding_type=("rope", "nope", None), normalization_function="rmsnorm")
-    depth, eps = depth_of(config), number(config, "rms_norm_eps", 1e-6)
+    depth, eps = depth_of(config), above_0(config, "rms_norm_eps", 1e-6)
     types = [MEMORY] * depth if config.get("layer_types") is None else words(config, "layer_types", WORDS)
     if len(types) != depth:
         raise UsageError(f"config.json: layer_types has {len(types)} entries, but num_hidden_layers is {depth}")

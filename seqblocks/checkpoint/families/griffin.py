@@ -9,6 +9,7 @@ from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     head_of,
@@ -16,6 +17,7 @@ from seqblocks.checkpoint.families.values import (
     number,
     require,
     rotary,
+    rotated,
     scalar,
     whole,
     whole_or,
@@ -32,7 +34,7 @@ def recurrent_gemma(config: Config) -> str:
     require(config, hidden_activation=("gelu_pytorch_tanh", None))
     require(config, embeddings_scale_by_sqrt_dim=True)
     dim, heads, head = whole(config, "hidden_size"), whole(config, "num_attention_heads"), head_of(config)
-    eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
+    eps, (base, part) = above_0(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
     depth = depth_of(config)
     width, kernel = whole_or(config, "lru_width", dim), whole(config, "conv1d_width", 4)
     variance = initial(config, "w_init_variance_scale", 0.01)
@@ -52,7 +54,7 @@ def recurrent_gemma(config: Config) -> str:
         "kv_heads": whole_or(config, "num_key_value_heads", heads),
         "window": whole(config, "attention_window_size", 2048),
         "rotary": base,
-        "turned": int(head * part),
+        "turned": rotated(head, part),
         "bias": flag(config, "attention_bias", False),
         "bias_out": True,
         "std": 1 / math.sqrt(dim),

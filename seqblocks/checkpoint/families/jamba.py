@@ -7,6 +7,7 @@ from seqblocks.checkpoint.families.mamba import limits
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     follows,
@@ -16,6 +17,7 @@ from seqblocks.checkpoint.families.values import (
     rank,
     require,
     rotary,
+    rotated,
     std_of,
     whole,
     whole_or,
@@ -30,7 +32,7 @@ NAMES = ("model.embed_tokens", "model.final_layernorm")
 def jamba(config: Config) -> str:
     """Write a Jamba language model: Mamba and attention, with dense or mixture-of-experts networks."""
     require(config, use_mambapy=(False, True, None), mamba_inner_layernorms=True)
-    eps, count = number(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
+    eps, count = above_0(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
     mixers = {"mamba": _mamba(config, eps), "attention": _attention(config)}
     layers = [
         ("attention" if _is_of_kind(config, "attn", at, 8, 4) else "mamba")
@@ -63,7 +65,7 @@ def _mamba(config: Config, eps: float) -> str:
         "state": whole(config, "mamba_d_state", 16),
         "expand": number(config, "mamba_expand", 2),
         "kernel": whole(config, "mamba_d_conv", 4),
-        "rank": rank(config.get("mamba_dt_rank", "auto")),
+        "rank": rank(config, "mamba_dt_rank"),
         "bias": flag(config, "mamba_proj_bias", False),
         "conv_bias": flag(config, "mamba_conv_bias", True),
         "norms": True,
@@ -84,8 +86,8 @@ def _attention(config: Config, **more: float) -> str:
 
 def bamba(config: Config) -> str:
     """Write a Bamba language model: Mamba-2 and attention, a dense network after each."""
-    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), rotary(config, 0.5, share_at_the_top=False)
-    bias, turned = flag(config, "attention_bias", False), int(head_of(config) * part)
+    eps, (base, part) = above_0(config, "rms_norm_eps", 1e-5), rotary(config, 0.5, share_at_the_top=False)
+    bias, turned = flag(config, "attention_bias", False), rotated(head_of(config), part)
     follows(config, "attn_rotary_emb", turned, "the features of a head that are rotated")
     attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
     listed = numbers(config, "attn_layer_indices")

@@ -6,6 +6,7 @@ from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, 
 from seqblocks.checkpoint.families.text import language, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     follows,
@@ -31,7 +32,7 @@ def kimi_linear(config: Config) -> str:
     """
     require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None), mla_use_nope=True)
     require(config, moe_router_activation_func="sigmoid", moe_layer_freq=1, topk_method="noaux_tc")
-    eps, linear = number(config, "rms_norm_eps", 1e-5), mapping(config, "linear_attn_config")
+    eps, linear = above_0(config, "rms_norm_eps", 1e-5), mapping(config, "linear_attn_config")
     layers = [
         ("memory" if kind == TYPES[0] else "attention") + ("_experts" if network == "sparse" else "")
         for kind, network in zip(_types(config, linear), _networks(config), strict=True)

@@ -8,6 +8,7 @@ from seqblocks.checkpoint.families.rope import rope
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     number,
@@ -64,7 +65,7 @@ def _decoder(config: Config, hidden: int) -> Decoder:
     dim, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
     return Decoder(
         dim, heads, whole_or(config, "num_key_value_heads", 8), whole_or(config, "head_dim", dim // heads), hidden,
-        number(config, "norm_eps", 1e-5), std_of(config), each_head=True, before=("operator_norm", "ffn_norm"),
+        above_0(config, "norm_eps", 1e-5), std_of(config), each_head=True, before=("operator_norm", "ffn_norm"),
         official=NAMES,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import math
 from seqblocks.checkpoint.families.text import normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     expansion,
     flag,
@@ -39,10 +40,10 @@ def mamba(config: Config) -> str:
         state=whole(config, "state_size", 16),
         expand=expansion(config),
         kernel=whole(config, "conv_kernel", 4),
-        rank=rank(config.get("time_step_rank", "auto")),
+        rank=rank(config, "time_step_rank"),
         bias=flag(config, "use_bias", False),
         conv_bias=flag(config, "use_conv_bias", True),
-        eps=number(config, "layer_norm_epsilon", 1e-5),
+        eps=above_0(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", True),
         std=std_of(config, RANGE),
         rescaled=bool(config.get("rescale_prenorm_residual")),
@@ -79,7 +80,7 @@ def mamba_ssm(config: Config) -> str:
         kernel=whole(inner, "d_conv", 4),
         bias=flag(inner, "bias", False),
         conv_bias=flag(inner, "conv_bias", True),
-        eps=number(config, "norm_epsilon", 1e-5),
+        eps=above_0(config, "norm_epsilon", 1e-5),
         tied=flag(config, "tie_embeddings", True),
         std=0.0,
         rescaled=True,
@@ -89,7 +90,7 @@ def mamba_ssm(config: Config) -> str:
 
 def _first(inner: Config) -> dict[str, float | str]:
     """Return the arguments that only Mamba has, and those for initial step sizes, from `ssm_cfg`."""
-    return {"rank": rank(inner.get("dt_rank", "auto")), **_steps(inner, "dt_", "init_floor", "init")}
+    return {"rank": rank(inner, "dt_rank"), **_steps(inner, "dt_", "init_floor", "init")}
 
 
 def _second(inner: Config) -> dict[str, float | str]:
@@ -125,7 +126,7 @@ def mamba2(config: Config) -> str:
         kernel=whole(config, "conv_kernel", 4),
         bias=flag(config, "use_bias", False),
         conv_bias=flag(config, "use_conv_bias", True),
-        eps=number(config, "layer_norm_epsilon", 1e-5),
+        eps=above_0(config, "layer_norm_epsilon", 1e-5),
         tied=flag(config, "tie_word_embeddings", False),
         std=std_of(config, RANGE),
         rescaled=bool(config.get("rescale_prenorm_residual")),
@@ -139,7 +140,7 @@ def limits(config: Config) -> dict[str, float]:
     """Return the limits of the step sizes, `dt_least` and `dt_most`, if a config has any."""
     found = config.get("time_step_limit") or [0.0, math.inf]
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in found] if isinstance(found, list) else []
-    if len(ends) != 2 or not all(type(end) in (int, float) and end >= 0 for end in ends):
+    if len(ends) != 2 or not all(type(end) in (int, float) and end >= 0 for end in ends) or ends[0] == math.inf:
         raise UsageError(f"config.json: time_step_limit (dt_limit) must be two numbers of at least 0, not {found!r}")
     names = {"dt_least": 0.0, "dt_most": math.inf}
     return {name: end for (name, usual), end in zip(names.items(), ends, strict=True) if end != usual}
@@ -194,11 +195,11 @@ checkpoint:
 def falcon_mamba(config: Config) -> str:
     """Write a FalconMamba language model: Mamba with norms (without gains) on dt, B and C."""
     require(config, hidden_act="silu", use_mambapy=(False, True, None))
-    dim, low = whole(config, "hidden_size"), rank(config.get("time_step_rank", "auto"))
+    dim, low = whole(config, "hidden_size"), rank(config, "time_step_rank")
     inner = whole_or(config, "intermediate_size", int(number(config, "expand", 2) * dim))  # whatever `expand` says
     bias = scalar(flag(config, "use_bias", False))
     norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
-    eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
+    eps = scalar(above_0(config, "layer_norm_epsilon", 1e-5))
     conv_bias, weights = scalar(flag(config, "use_conv_bias", True)), normal(std_of(config, RANGE))
     residuals = "depth * inner" if config.get("rescale_prenorm_residual") else "inner"
     steps = {"dt_min": 0.001, "dt_max": 0.1, "dt_floor": 1e-4, "dt_scale": 1.0, "dt_random": True, **_steps(config)}

@@ -17,7 +17,7 @@ from seqblocks.checkpoint.families.values import (
     require,
     scalar,
     whole,
-    whole_or,
+    window_of,
 )
 
 WORDS = {TYPES[0]: "lightning", TYPES[1]: "full"}
@@ -47,7 +47,7 @@ def _layer(config: Config, parts: Decoder, kind: str) -> str:
     """Return the steps of a layer as YAML."""
     full = kind == TYPES[1]
     prefix = "full_attn" if full else "linear_attn"
-    window = whole_or(config, "sliding_window", 0)
+    window = window_of(config)
     mixer = parts.attention_steps(rope(config, parts.head, 1000000.0), window) if full else _lightning(parts)
     count, top = limited(config, "num_local_experts", 8), whole(config, "num_experts_per_tok", 2)
     router, drawn = f'init: {{router.weight: "{normal(parts.std)}"}}', network_init(parts.std)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from seqblocks.checkpoint.families.dense import residual
 from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
+    check_choice,
     flag,
     follows,
     number,
@@ -36,7 +39,7 @@ def nemotron_h(config: Config) -> str:
     """
     require(config, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, sliding_window=(None,))
     require(config, hidden_dropout=(0.0, 0, None))
-    eps, layers = number(config, "layer_norm_epsilon", 1e-5), _layers(config)
+    eps, layers = above_0(config, "layer_norm_epsilon", 1e-5), _layers(config)
     steps = {
         "memory": lambda: [f"- {_memory(config, eps)}"],
         "attention": lambda: [f"- {_attention(config)}"],
@@ -44,15 +47,10 @@ def nemotron_h(config: Config) -> str:
         "experts": lambda: _experts(config),
     }
     norm = f"rms_norm: {{eps: {scalar(eps)}, name: norm}}"
-    kinds = {word: _residual(word, [f"- {norm}", *steps[word]()]) for word in dict.fromkeys(layers)}
+    kinds = {word: residual(word, [f"- {norm}", *steps[word]()]) for word in dict.fromkeys(layers)}
     model = language(config, "Nemotron-H language model", ["mamba2", "attention"], eps)
     model = model._replace(names=("backbone.embeddings", "backbone.norm_f"))
     return model.text(layers, used(kinds, layers), "\n".join(_names(config, layers)) + "\n")
-
-
-def _residual(name: str, steps: list[str]) -> str:
-    lines = "\n".join(f"      {step}" for step in steps)
-    return f"- residual:\n    name: {name}\n    steps:\n{lines}"
 
 
 def _layers(config: Config) -> list[str]:
@@ -116,6 +114,7 @@ def _experts(config: Config) -> list[str]:
         "score": "sigmoid", "corrected": True, "normalize": flag(config, "norm_topk_prob", True), "groups": groups,
         "top_groups": whole_or(config, "topk_group", 1),
     }  # fmt: skip
+    check_choice(arguments, "count")
     low = "from: low, " if latent is not None else ""  # the router reads the tokens at full width
     up, down = _linear(config, hidden, "up_proj", False, low), _linear(config, width, "down_proj", False)
     inner = [up, "- squared_relu", down]

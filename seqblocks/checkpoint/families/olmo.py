@@ -6,12 +6,12 @@ from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, 
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     head_of,
     initial,
     mapping,
-    number,
     require,
     rotary,
     std_of,
@@ -29,7 +29,7 @@ LAYOUT = """layouts:
 
 def olmo_hybrid(config: Config) -> str:
     """Write an OLMo hybrid language model: Gated DeltaNet, and attention followed by norms."""
-    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
+    eps, depth = above_0(config, "rms_norm_eps", 1e-6), depth_of(config)
     usual = [TYPES[at % 4 == 3] for at in range(depth)]
     types = layer_types(config, usual if TYPES[1] in usual else [*usual[:-1], TYPES[1]])
     layers = ["memory" if kind == TYPES[0] else "attention" for kind in types]

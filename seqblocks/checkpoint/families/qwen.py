@@ -6,12 +6,13 @@ from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, 
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
-    number,
     numbers,
     require,
     rotary,
+    rotated,
     std_of,
     whole,
     whole_or,
@@ -48,7 +49,7 @@ def _mixers(config: Config) -> list[str]:
 
 
 def _written(config: Config, about: str, layers: list[str]) -> str:
-    eps = number(config, "rms_norm_eps", 1e-6)
+    eps = above_0(config, "rms_norm_eps", 1e-6)
     kinds = {word: _layer(config, word, eps) for word in dict.fromkeys(layers)}
     names = layer_map(
         kinds,
@@ -94,7 +95,7 @@ def _attention(config: Config, eps: float) -> str:
         "heads": whole(config, "num_attention_heads"),
         "kv_heads": whole(config, "num_key_value_heads"),
         "head": head,
-        "turned": int(head * part),
+        "turned": rotated(head, part),
         "rotary": base,
         "eps": eps,
         "std": std_of(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from seqblocks.checkpoint.families.values import Config, mapping, number, scalar, whole
+from seqblocks.checkpoint.families.values import Config, base_of, mapping, number, rotated, scalar, whole
 from seqblocks.errors import UsageError, listing
 
 # Names of entries in transformers and in `scaling:`
@@ -48,12 +48,12 @@ def rope(
     if kind and kind in found:
         found = mapping(found, kind)
     scaled = scaling_of(config, found, base_name == "rope_theta")
-    theta = number(found if "rope_theta" in found else {"rope_theta": config.get(base_name, base)}, "rope_theta")
+    theta = base_of(found if "rope_theta" in found else {"rope_theta": config.get(base_name, base)}, "rope_theta")
     name = "partial_rotary_factor"
     share = number(found if name in found else config, name, part)
     parts = [f"base: {scalar(theta)}"]
     if share != 1.0:
-        parts.append(f"features: {int(head * share)}")
+        parts.append(f"features: {rotated(head, share)}")
     if scaled:
         parts.append(f"scaling: {scaled.text}")
     return Rope(", ".join(parts), theta)

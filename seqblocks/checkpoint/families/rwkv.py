@@ -6,7 +6,7 @@ import math
 
 from seqblocks.checkpoint.families.dense import residual
 from seqblocks.checkpoint.families.text import Language
-from seqblocks.checkpoint.families.values import Config, depth_of, flag, number, scalar, whole, whole_or
+from seqblocks.checkpoint.families.values import Config, above_0, depth_of, flag, scalar, whole, whole_or
 
 OURS, OFFICIAL = "layers.{layer}", "rwkv.blocks.{layer}"
 LATE = "layer / max(layers - 1, 1)"  # from 0 to 1
@@ -39,7 +39,7 @@ def rwkv(config: Config) -> str:
     Like transformers, it halves the features after every few layers, and the results of the layers after these.
     """
     dim, depth = whole(config, "hidden_size"), depth_of(config)
-    eps, every = number(config, "layer_norm_epsilon", 1e-5), whole(config, "rescale_every", 6, least=-(10**9))
+    eps, every = above_0(config, "layer_norm_epsilon", 1e-5), whole(config, "rescale_every", 6, least=-(10**9))
     halved = 0 < every <= depth
     steps = [
         residual("attention", _attention(config, dim, eps, every if halved else 0)),

@@ -130,6 +130,12 @@ def whole_or(config: Config, key: str, default: int) -> int:
     return default if config.get(key) is None else whole(config, key, least=min(default, 1))
 
 
+def window_of(config: Config, default: int | None = None) -> int:
+    """Return the tokens that attention sees, 0 for all of them: the entry is null, or absent without a default."""
+    key = "sliding_window"
+    return 0 if config.get(key, default) is None else whole(config, key, default)
+
+
 def number(config: Config, key: str, default: float | None = None) -> float:
     found = float(_value(config, key, (int, float), "a number", default))
     if not math.isfinite(found):
@@ -184,6 +190,32 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return bool(_value(config, key, (bool,), "true or false", default))
 
 
+def base_of(config: Config, key: str, default: float | None = None) -> float:
+    """Return the base of rotary positions, at least 1."""
+    found = number(config, key, default)
+    if found < 1:
+        raise UsageError(f"config.json: {key} must be at least 1, not {found}")
+    return found
+
+
+def rotated(head: int, share: float) -> int:
+    """Return how many of a head's features rotate. Raises UsageError unless they are pairs."""
+    found = int(head * share)
+    if found % 2 or not 2 <= found <= head:
+        what = f"which rotates {found} of {head} features"
+        raise UsageError(f"config.json: partial_rotary_factor is {share}, {what}, but seqblocks only supports pairs")
+    return found
+
+
+def check_choice(arguments: Mapping[str, Any], count: str) -> None:
+    """Raise UsageError if a token goes to more experts than its groups have. count: the key of all experts."""
+    groups, chosen = (int(arguments.get(name, 1)) for name in ("groups", "top_groups"))
+    most = chosen * (int(arguments[count]) // groups)
+    if arguments["top"] > most:
+        has = f"but topk_group, n_group and the number of experts give a token {most}"
+        raise UsageError(f"config.json: num_experts_per_tok is {arguments['top']}, {has}")
+
+
 def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
     """Return a list of words, each of which is allowed."""
     found = _value(config, key, (list,), "a list", None)
@@ -194,9 +226,9 @@ def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def rank(value: Any) -> int:
+def rank(config: Config, key: str) -> int:
     """Return the rank of dt; 0 means the default, a sixteenth of the width."""
-    return 0 if value == "auto" else whole({"time_step_rank": value}, "time_step_rank")
+    return 0 if config.get(key, "auto") == "auto" else whole(config, key)
 
 
 def expansion(config: Config) -> float:
@@ -231,6 +263,6 @@ def rotary(
     require(config, rope_scaling=(None,))
     share, theta = "partial_rotary_factor", "rope_theta"
     outer = config if share_at_the_top else {}
-    return number(found if theta in found else config, theta, base), number(
+    return base_of(found if theta in found else config, theta, base), number(
         found if share in found else outer, share, part
     )

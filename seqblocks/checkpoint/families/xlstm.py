@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqblocks.checkpoint.families.values import Config, flag, number, require, scalar, whole, written
+from seqblocks.checkpoint.families.values import Config, above_0, flag, number, require, scalar, whole, written
 
 
 def xlstm(config: Config) -> str:
@@ -15,7 +15,7 @@ def xlstm(config: Config) -> str:
         "multiple": whole(config, "ffn_round_up_to_multiple_of", 64),
         "gate_cap": number(config, "gate_soft_cap", 15.0),
         "bias": flag(config, "use_bias", False),
-        "eps": number(config, "norm_eps", 1e-6),
+        "eps": above_0(config, "norm_eps", 1e-6),
         "cell_eps": number(config, "eps", 1e-6),
         "zero_gate": True,
     }

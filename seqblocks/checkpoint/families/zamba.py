@@ -10,6 +10,7 @@ from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language, normal
 from seqblocks.checkpoint.families.values import (
     Config,
+    above_0,
     depth_of,
     flag,
     follows,
@@ -55,7 +56,7 @@ def zamba2(config: Config) -> str:
     follows(config, "hybrid_layer_ids", hybrids, "the hybrid layers of layers_block_type")
     layers = [f"shared{hybrids.index(at) % blocks}" if at in hybrids else "mamba" for at in range(len(types))]
     mixer, block, weights = _mamba2(config), _block(config), normal(std_of(config))
-    eps = number(config, "rms_norm_eps", 1e-5)
+    eps = above_0(config, "rms_norm_eps", 1e-5)
     norm = f"rms_norm: {{eps: {scalar(eps)}, name: norm}}"
     kinds = {"mamba": f"- residual: {{name: mamba, steps: [{{{norm}}}, {{{mixer}}}]}}"}
     for at in range(min(blocks, len(hybrids))):
@@ -114,7 +115,7 @@ def _block(config: Config) -> str:
         "adapted": flag(config, "use_shared_attention_adapter", False),
         "rotary": rotary(config)[0] if flag(config, "use_mem_rope", False) else 0,
         "bias": flag(config, "add_bias_linear", False),
-        "eps": number(config, "rms_norm_eps", 1e-5),
+        "eps": above_0(config, "rms_norm_eps", 1e-5),
         "std": std_of(config),
     }
     return f"zamba2_block: {{dim: dim, embedded: embedded, cache: cache, {written(arguments)}, name: block}}"
@@ -172,7 +173,7 @@ def zamba(config: Config) -> str:
     """
     require(config, hidden_act=("gelu", None), hidden_mamba_act=("silu", None), tie_word_embeddings=(True, None))
     kinds_of = [("mamba", "shared")[kind == "hybrid"] for kind in _first_types(config)]
-    eps, sizes = number(config, "rms_norm_eps", 1e-5), _heads(config)
+    eps, sizes = above_0(config, "rms_norm_eps", 1e-5), _heads(config)
     norm, mixer = f"- rms_norm: {{eps: {scalar(eps)}, name: norm}}", _mixer(config, sizes)
     steps = {"mamba": [norm, *mixer], "shared": [*_first_block(config, eps), norm, *mixer]}
     kinds = {word: residual(word, steps[word]) for word in dict.fromkeys(kinds_of)}
@@ -205,7 +206,7 @@ def _heads(config: Config) -> _Heads:
     inner, heads = whole(config, "mamba_expand", 2) * dim, whole(config, "n_mamba_heads", 2)
     if inner % heads:
         raise UsageError(f"config.json: n_mamba_heads is {heads}, which does not divide mamba_expand * hidden_size")
-    low = rank(config.get("mamba_dt_rank", "auto")) or -(-dim // 16)
+    low = rank(config, "mamba_dt_rank") or -(-dim // 16)
     return _Heads(heads, inner // heads, whole(config, "mamba_d_state", 16), low)
 
 

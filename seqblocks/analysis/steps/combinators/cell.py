@@ -72,9 +72,10 @@ def lower_cell(ctx: Context, step: Step, arguments: Cell, x: int) -> graph.Node 
     made = _result(ctx, step, body, wire, declared)
     if incomplete or not all(each.is_known for each in declared.values()):
         return None
+    body.states = _states(declared)
     return make_node(
         ctx, step, graph.CellNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments,
-        parameters=_parameters(ctx, body, declared), state=_states(declared),
+        parameters=_parameters(ctx, body, declared), state=dict(body.states),
     )  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def _result(
 # --- how it is computed -----------------------------------------------------------------------------------------------
 
 
-class Parts(NamedTuple):
+class Stages(NamedTuple):
     """The steps of a cell: those on all tokens before the loop, those in the loop, and those on all tokens after it.
 
     groups: the states that read each other, if all states are set by linear formulas; the loop is then a scan, and
@@ -240,7 +241,7 @@ class Parts(NamedTuple):
         return tokens if self.groups or tokens <= KEPT_MAX_TOKENS else math.isqrt(tokens - 1) + 1
 
 
-def parts_of(body: graph.Graph, types: dict[int, Wire | None]) -> Parts:
+def stages_of(body: graph.Graph, types: dict[int, Wire | None]) -> Stages:
     """Divide the steps of a cell."""
     states = {*body.ports.values()}
     reading = set(states)
@@ -257,7 +258,7 @@ def parts_of(body: graph.Graph, types: dict[int, Wire | None]) -> Parts:
     made = {value for node in loop for value in node.made} | states
     read = {value for node in loop for value in node.reads} | {*body.carried.values()}
     later = {value for node in after for value in node.reads} | {body.result}
-    return Parts(
+    return Stages(
         [node for node in body.nodes if reading.isdisjoint(node.made)], loop, after,
         _groups(body, loop, types), _from_states(body, dependent), sorted(read - made), sorted(later & made),
     )  # fmt: skip

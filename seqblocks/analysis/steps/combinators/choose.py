@@ -7,6 +7,7 @@ from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies, has_same_tokens
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.choose import Choose
@@ -29,14 +30,20 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
         _check_scores(scores, wire, run.labels[by])
     chosen = _chosen(arguments, wire)._replace(origin=Origin(step.verb, step.span)) if wire else None
     inner = run.value(chosen, "input")
-    copies = _copies(ctx, x, inner, chosen)
+
+    def copy(outer: Wire) -> Wire | None:
+        assert wire
+        assert chosen
+        return outer._replace(length=chosen.length, grid=None) if has_same_tokens(outer, wire) else None
+
+    copies = copies_of(ctx, {x: inner}, copy, is_known=chosen is not None)
     outside = ctx.body._replace(wires=copies, layers={}, hidden=ctx.body.wires)
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if run.full:  # already reported
         return None
     run.has_constants = True  # the scores have no gradient by the choice
     run.may_look_ahead |= not arguments.is_causal
-    inputs = {"x": (x,), "by": (by,), **_give_copies(ctx, body, copies)}
+    inputs = {"x": (x,), "by": (by,), **give_copies(ctx, body, copies, ("x", "by"))}
     if not (wire and chosen and _check_steps(ctx, step, body, chosen)):
         return None
     result = run.types[body.result]
@@ -74,44 +81,6 @@ def _chosen(arguments: Choose, x: Wire) -> Wire:
     if isinstance(x.length, int) and arguments.top is not None and arguments.above is None:
         return x._replace(length=arguments.count(x.length), grid=None)
     return x._replace(length=CHOSEN if x.rate == 1 else f"{CHOSEN}/{x.rate}", grid=None)
-
-
-def _copies(ctx: Context, x: int, inner: int, chosen: Wire | None) -> dict[str, int]:
-    """Return the wires that the steps can read, by name: the chosen tokens of those with the tokens of the input."""
-    run, found = ctx.run, dict[str, int]()
-    wire, known = run.types[x], {x: inner}
-    for name, value in ctx.body.wires.items():
-        outer = run.types[value]
-        if outer and wire and chosen and not _has_same_tokens(outer, wire):
-            continue
-        if value not in known:
-            kind = outer and chosen and outer._replace(length=chosen.length, grid=None)
-            known[value] = run.value(kind, name)
-            if value in run.makers:
-                run.makers[known[value]] = run.makers[value]
-        found[name] = known[value]
-        if run.references is not None and (place := run.references.places.get((value, name))):
-            run.references.define([known[value]], [(name, place)])
-    return found
-
-
-def _has_same_tokens(wire: Wire, x: Wire) -> bool:
-    if wire.kind not in ("sequence", "tokens"):
-        return False
-    return all(getattr(wire, name) == getattr(x, name) for name in ("places", "rate", "context", "prefix", "lanes"))
-
-
-def _give_copies(ctx: Context, body: graph.Graph, copies: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Make the wires that a body reads its ports. Return the wires outside, by port."""
-    names = {value: name for name, value in reversed(copies.items())}
-    read = [value for value in body.captures if value in names]
-    body.ports = {_port(names[value]): value for value in read}
-    body.captures = tuple(value for value in body.captures if value not in names)  # unknown ones, after a fault
-    return {_port(names[value]): (ctx.body.wires[names[value]],) for value in read}
-
-
-def _port(name: str) -> str:
-    return f"{name}_" if name in ("x", "by") else name
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.steps.combinators.common import combines
+from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies, has_same_tokens
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.each import Each
@@ -24,16 +25,25 @@ def lower_each(ctx: Context, step: Step, arguments: Each, x: int) -> graph.Node 
     folded = _folded(arguments, wire) if wire else None
     inner = ctx.run.value(folded, "input")
     ctx.run.may_look_ahead = True
-    outside = ctx.body._replace(wires={}, layers={}, hidden=ctx.body.wires)
+
+    def copy(outer: Wire) -> Wire | None:
+        assert wire
+        assert folded
+        return _copied(arguments, outer, wire, folded)
+
+    own = {} if arguments.axis == "features" else {x: inner}  # over features, `input` is a part of this wire
+    copies = copies_of(ctx, own, copy, is_known=folded is not None)
+    outside = ctx.body._replace(wires=copies, layers={}, hidden=ctx.body.wires)
     body = lower_inside(ctx._replace(body=outside), arguments.steps, inner)
     if ctx.run.full:  # already reported
         return None
+    inputs = {"x": (x,), **give_copies(ctx, body, copies, ("x",))}
     if not (wire and folded and _check_steps(ctx, step, arguments, body, folded)):
         return None
     result = ctx.run.types[body.result]
     made = _restored(arguments, wire, folded, result) if result else None
     return make_node(
-        ctx, step, graph.EachNode, {"x": (x,)}, made, bodies={"": body}, arguments=arguments, wires=(wire,)
+        ctx, step, graph.EachNode, inputs, made, bodies={"": body}, arguments=arguments, wires=(wire,)
     )  # fmt: skip
 
 
@@ -86,13 +96,28 @@ def _folded(arguments: Each, x: Wire) -> Wire:
     return x._replace(length=size * size, grid=(size, size), lanes=lanes, origin=None)
 
 
+def _copied(arguments: Each, outer: Wire, x: Wire, folded: Wire) -> Wire | None:
+    """Return the type of a wire from outside, or None if the steps cannot read it.
+
+    A wire with the tokens of the input is cut like the input, except over features, where each sequence reads all of
+    it, as it does a context.
+    """
+    if not (outer.kind == "sequence" and has_same_tokens(outer, x) and outer.grid == x.grid):
+        return outer._replace(lanes=folded.lanes) if outer.context and outer.lanes == x.lanes else None
+    if arguments.axis == "features":
+        return outer._replace(lanes=folded.lanes)
+    facts = outer.facts.or_zero() if arguments.pad else outer.facts
+    return folded._replace(features=outer.features, facts=facts, origin=outer.origin)
+
+
 # --- the steps --------------------------------------------------------------------------------------------------------
 
 
 def _check_steps(ctx: Context, step: Step, arguments: Each, body: graph.Graph, x: Wire) -> bool:
     """Report the first step that cannot run on the sequences (E420). Return whether all can."""
     for node in graph.walk(body):
-        if why := _does_not_fit(node, arguments, x):
+        mixes = any((wire := ctx.run.types[value]) and not wire.context for value in node.whole_inputs)
+        if why := _does_not_fit(node, arguments, x, mixes):
             notes = [Note("it is in this `each`", step.span)]
             instead = "remove `shift:`, or use attention with `causal: false`"
             hint = instead if arguments.shift else "move it before `each`"
@@ -101,16 +126,16 @@ def _check_steps(ctx: Context, step: Step, arguments: Each, body: graph.Graph, x
     return True
 
 
-def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
-    """Return why a step cannot run on the sequences, or None."""
+def _does_not_fit(node: graph.Node, arguments: Each, x: Wire, mixes: bool) -> str | None:
+    """Return why a step cannot run on the sequences, or None. mixes: whether it reads all tokens of a sequence."""
     if node.type and (node.type.context and not x.context):
         return "does not depend on the tokens of `each`"
     if node.type and node.type.prefix:
         return "puts tokens before the sequences of `each`, which a stream would read only once"
-    if isinstance(node, graph.CellNode):
-        return "has states whose width does not yet include the sequences of `each`"
     if not (arguments.shift and node.type):
         return None
+    if isinstance(node, graph.CellNode):
+        return "carries a state from token to token, but shifted windows may hold tokens of two edges of the image"
     if isinstance(node, graph.ChooseNode):
         return "chooses among tokens, but shifted windows may hold tokens of two edges of the image"
     if isinstance(node, graph.EachNode) or (isinstance(node, graph.ScanNode) and not node.is_forward):
@@ -118,7 +143,7 @@ def _does_not_fit(node: graph.Node, arguments: Each, x: Wire) -> str | None:
     op, wires = node.op, node.wires
     if op is None or keeps_apart(op, wires):
         return None
-    if op.reads == "token" and not (node.whole_inputs or op.looks_ahead(*wires) or node.type.kind == "vector"):
+    if op.reads == "token" and not (mixes or op.looks_ahead(*wires) or node.type.kind == "vector"):
         return None
     return "reads other tokens, but shifted windows may hold tokens of two edges of the image, which it mixes"
 

@@ -28,13 +28,18 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
     bodies = _bodies(ctx, arguments, x)
     if ctx.run.full:  # already reported
         return None
+    shared = {} if arguments.shared is None else {graph.SHARED: lower_inside(ctx, arguments.shared, x, graph.SHARED)}
     if wire:
         hint = "move the step out of the experts, which process tokens one by one"
         check_by_token(ctx, step, bodies["0"], wire, "an expert", "the experts are here", hint)
+        if shared:
+            check_by_token(ctx, step, shared[graph.SHARED], wire, "the shared expert", "the experts are here", hint)
     result = ctx.run.types[bodies["0"].result]
+    if shared and result and (added := ctx.run.types[shared[graph.SHARED].result]):
+        _check_width(added, result)
     result = wire.with_features(result.features) if wire and result else None
     return make_node(
-        ctx, step, graph.ExpertsNode, {"x": (x,)}, result, bodies={"": router, **bodies}, arguments=arguments
+        ctx, step, graph.ExpertsNode, {"x": (x,)}, result, bodies={"": router, **bodies, **shared}, arguments=arguments
     )  # fmt: skip
 
 
@@ -53,6 +58,14 @@ def _check_choice(arguments: Experts) -> None:
         message = "a token cannot go to more experts than its groups have"
         expected = f"at most {most}: {chosen} of {groups} groups of {count // groups}"
         raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+
+
+def _check_width(added: Wire, result: Wire) -> None:
+    """Raise Fault (E404) unless the shared expert's output can be added to that of the experts."""
+    if added.features != result.features:
+        message = "the output of `shared` is added to that of the experts, so their widths must match"
+        expected, found = f"{result.features} features", str(added.features)
+        raise Fault("E404", message, at="shared", expected=expected, found=found)
 
 
 def _untrained(arguments: Experts) -> Fault | None:
