@@ -30,7 +30,7 @@ ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads 
 ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
 BLOCK_ROWS = 128
 WHOLE_BLOCKS_MAX_TOKENS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
-MIN_CONVERTED = 16  # tokens: for fewer, converting the matrix takes longer than the slow product
+MIN_CONVERTED = 8  # tokens: for fewer, converting the matrix takes longer than the slow product
 NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 

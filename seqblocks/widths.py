@@ -21,13 +21,16 @@ def must_have_grid(
     if x.grid is not None:
         return
     source = "an input that is an image or has a `grid: [rows, columns]` (after class_token there is none)"
+    hint = f"use {instead}, or {source}" if instead else f"start from {source}"
+    if x.origin and x.origin.verb == "choose":
+        hint = "the chosen tokens are a sequence without rows and columns: move the step before `choose`"
     raise Fault(
         "E407",
         f"{who} needs the tokens of an image",
         at=at,
         entry=entry,
         found=f"{x} without rows and columns",
-        hint=f"use {instead}, or {source}" if instead else f"start from {source}",
+        hint=hint,
     )
 
 

@@ -21,11 +21,12 @@ from seqblocks.errors import (
     SpecError,
     SpecWarning,
     UsageError,
+    listing,
     quote,
     user_stacklevel,
 )
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import locate
+from seqblocks.language.files import bundled, locate
 from seqblocks.language.spec import SpecFile
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -148,5 +149,9 @@ def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
         arguments = [each.name for each in block.args.values() if each.default is None]
         given = ", ".join(f"{name}: …" for name in arguments)
         hint = f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{given}}}]}}"
+        own = Path(block.span.source.name.removeprefix("<bundled ").removesuffix(">")).stem
+        models = [name for name, path in bundled().items() if path.parent.name == "models" and own in name.split("_")]
+        if models:
+            hint = f"{hint}, or a bundled model: {listing(models, 4)}"
         raise SpecError([Fault("E206", "the file defines blocks but no model", hint=hint).as_diagnostic(block.span)])
     return model

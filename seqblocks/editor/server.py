@@ -220,8 +220,19 @@ def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Pa
             logging.basicConfig(filename=log, encoding="utf-8", level=logging.INFO, format=LOG_LINE)
         except OSError as error:
             raise UnavailableError(f"{log} cannot be written: {error.strerror}") from None
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_without_refusals)
         logging.info("seqblocks %s", __version__)
     server(allow_use).start_io(reading, writing)
+
+
+def _without_refusals(record: logging.LogRecord) -> bool:
+    """Log a refused request as one line: its traceback would look like a fault of the server."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, JsonRpcException) and error.code == REFUSED:
+        record.msg, record.args, record.exc_info, record.exc_text = "refused: %s", (str(error.message),), None, None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
 
 
 def _changes(server: Server) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import Op, argument, primitive
-from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
+from seqblocks.ops.rate import MORE, check_tokens, makes_more, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
@@ -211,7 +211,8 @@ class ConvTranspose1d(_Conv):
     """Transposed convolution, `stride` output tokens per input token. Weight [D, O / G, K], as torch's ConvTranspose1d.
 
     Tap k of token j is added to output token j stride + k, so that each output depends on its own input token and on
-    earlier ones. Outputs after the last frame are cropped. `causal: false` crops the same number at both ends.
+    earlier ones. Outputs after the last frame are cropped. `causal: false` crops the same number at both ends. Of a
+    fixed number of tokens, it may make more than the model's input has; such a model does not stream.
     A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
     """
 
@@ -234,8 +235,11 @@ class ConvTranspose1d(_Conv):
     def macs(self, x: Wire) -> int:
         return x.features * (self.features // self.groups) * self.kernel // self.stride
 
-    def looks_ahead(self, x: Wire) -> int:
-        return self.later() * (x.rate // self.stride)
+    def looks_ahead(self, x: Wire) -> int | float:
+        return math.inf if makes_more(x, self.stride) else self.later() * (x.rate // self.stride)
+
+    def cannot_stream(self, x: Wire) -> str | None:
+        return MORE if makes_more(x, self.stride) else super().cannot_stream(x)
 
     def ignores_resets(self, x: Wire) -> str | None:
         return "a token contributes to several outputs"

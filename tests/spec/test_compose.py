@@ -42,6 +42,7 @@ def test_every_verb_and_key_is_written() -> None:
     assert not missing, f"add {', '.join(sorted(missing))} to tests/compose.py"
 
 
+@pytest.mark.slow
 def test_most_are_accepted() -> None:
     """A few specs in a hundred may be rejected."""
     accepted = 0

@@ -321,6 +321,8 @@ def test_a_log(tmp_path: Path) -> None:
     log = tmp_path / "lsp.log"
     client = Client([*COMMAND, "--log", str(log)], tmp_path, {})
     client.open("file:///a.yaml", TEXT)
+    with pytest.raises(ServerError):
+        client.request("textDocument/prepareRename", at("file:///a.yaml", TEXT, "linear"))
     client.request("shutdown", None)
     client.notify("exit", None)
     assert client.process.wait(timeout=20) == 0
@@ -328,6 +330,8 @@ def test_a_log(tmp_path: Path) -> None:
     text = log.read_text("utf-8")
     assert f"seqblocks {seqblocks.__version__}" in text
     assert "pygls" in text
+    assert "refused: 'linear' is a verb of the language" in text
+    assert "Traceback" not in text
     command = [*COMMAND, "--log", str(tmp_path / "none" / "lsp.log")]
     done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 4

@@ -15,6 +15,7 @@ from seqblocks import graph
 from seqblocks.bench import clocks, floors, measure
 from seqblocks.errors import UsageError
 from seqblocks.report.summary import summarise
+from tests.sampled import sampled
 
 RATE = 1e13  # of the machine in these tests: higher than any, so that no step takes less than its floor
 TEXT = """seqblocks: 1
@@ -161,7 +162,7 @@ def test_the_fastest_pass_counts() -> None:
     assert clocks.fastest(found) is found[1]
 
 
-@pytest.mark.parametrize("mode", measure.MODES)
+@pytest.mark.parametrize("mode", sampled(measure.MODES, every=3))
 def test_the_steps_add_up_to_the_whole(mode: str) -> None:
     """Within a half, on a busy machine too; `benchmarks/bench_bounds.py` has the bounds of a quiet one."""
     threads = torch.get_num_threads()

@@ -27,6 +27,7 @@ def run(root: Path, *command: str, timeout: float = 120, threads: str | None = N
     return done.stdout
 
 
+@pytest.mark.slow
 def test_quickstart(root: Path) -> None:
     printed = run(root, "examples/quickstart.py", "3")
     assert re.search(r"1\. A model of [\d,]+ parameters, untrained, writes:\n\n    The .{160}\n", printed)

@@ -30,6 +30,7 @@ def obeys(chance: random.Random, seed: int, length: int) -> None:
     judge(text, seed, length)
 
 
+@pytest.mark.slow
 @settings(GENERAL, max_examples=50)
 @given(chance=CHANCES, seed=st.integers(0, 1000), length=st.integers(1, 9))
 def test_whole_is_chunks_is_steps(chance: random.Random, seed: int, length: int) -> None:

@@ -18,6 +18,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead
+from tests.sampled import sampled
 from tests.torch import test_context_models
 
 SMALL = {
@@ -122,7 +123,7 @@ def law_holds(
     check_law(made, seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, every=2))
 @settings(max_examples=2)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start

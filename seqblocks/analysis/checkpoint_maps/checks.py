@@ -287,6 +287,8 @@ def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places)
         return is_renamed(part, names) if names else did_you_mean(part, places.words())
 
     message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
+    if before and part not in entry.span.text:  # the name of a layout stands for several entries
+        message = f"the layout maps {quote(entry.ours)}, but there is no {quote(part)} in {before}"
     ctx.report(Fault("E312", message, expected=expected, hint=hint), span)
 
 

@@ -112,7 +112,8 @@ def _hidden(config: Config) -> int:
     if factor is not None:
         hidden = -(-int(number(config, "block_ffn_dim_multiplier", 1.0) * hidden) // multiple) * multiple
     if hidden < 1:
-        raise UsageError(f"config.json: the networks have {hidden} features")
+        entries = "intermediate_size, block_ffn_dim_multiplier"
+        raise UsageError(f"config.json: the networks have {hidden} features ({entries})")
     return hidden
 
 
