@@ -235,3 +235,10 @@ def divisors_near(width: int, target: int) -> str:
     divisors = {*small, *(width // d for d in small)}
     near = sorted(sorted(divisors, key=lambda d: (abs(d - target), d))[:4])
     return f"divisors of {width} near {target}: {', '.join(map(str, near))}"
+
+
+def has_same_tokens(wire: Wire, x: Wire) -> bool:
+    """Return whether a wire has a token for each token of the input x."""
+    if wire.kind not in ("sequence", "tokens"):
+        return False
+    return all(getattr(wire, name) == getattr(x, name) for name in ("places", "rate", "context", "prefix", "lanes"))

@@ -13,7 +13,7 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
 from seqblocks.roles import joins_tokens
 from seqblocks.state_layout import State
-from seqblocks.types import Wire
+from seqblocks.types import Wire, has_same_tokens
 
 if TYPE_CHECKING:  # a combinator is imported when a spec uses it
     from seqblocks.combinators.cell import Cell
@@ -342,6 +342,11 @@ class ChooseNode(SeparateNode):
     kind = "choose"
     arguments: Choose = field(kw_only=True)
     wires: tuple[Wire | None, ...] = ()
+
+    def reads_whole(self, types: Mapping[int, Wire | None]) -> list[bool]:
+        """Return for each wire from outside that the steps read whether they read all of it, a context."""
+        outside, x = (types[value] for value, _ in self.links[1:]), self.wires[0]
+        return [bool(wire and x and not has_same_tokens(wire, x)) for wire in outside]
 
     def cannot_stream(self, orders: Container[str] = ("forward",)) -> str | None:
         if self.arguments.is_causal:

@@ -40,6 +40,7 @@ class Choose(Body):
         self._arguments, self._path = node.arguments, place.path
         wire = node.wires[0]
         self._states = _without_lanes(declared(body), len(wire.lanes) if wire else 0)
+        self._whole = (False, *node.reads_whole(place.types))
         self._by_tokens = not any(map(_reads_whole, graph.walk(body)))
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -105,7 +106,7 @@ class Choose(Body):
     def _on_rows(self, groups: Sequence[Rows], inputs: list[Tensor], call: Call) -> tuple[Tensor, States]:
         """Run the steps on the chosen tokens, for all sequences with equally many of them at once."""
         x = inputs[0]
-        flat = [each.flatten(0, 1) for each in inputs]
+        flat = [each if whole else each.flatten(0, 1) for each, whole in zip(inputs, self._whole, strict=True)]
         before = self._before(x, call) if call.streaming and (call.state or call.return_state) else {}
         part = None if call.resets is None or not x.shape[1] else call.resets.cumsum(1)
         results, after = [], before
@@ -116,7 +117,10 @@ class Choose(Body):
             first, pending = (None, None) if part is None else _resets(part, rows, places)
             inner = self._inner(call, state if call.state else None, first)
             index = places.flatten()
-            given = [each.index_select(0, index).unflatten(0, places.shape) for each in flat]
+            given = [
+                _of_rows(each, rows) if whole else each.index_select(0, index).unflatten(0, places.shape)
+                for each, whole in zip(flat, self._whole, strict=True)
+            ]
             y, made = super()._compute(*given, call=inner)
             results.append(y.to(x.dtype).flatten(0, 1))
             if not call.return_state or not places.shape[1]:
@@ -165,7 +169,8 @@ class Choose(Body):
             if call.resets is not None:
                 state = reset(self._states, state, call.resets[:, t])
             inner = Call(call.training, state, True, streaming=True, directed=call.directed, routed=call.routed)
-            y, made = super()._compute(*(each[:, t : t + 1] for each in inputs), call=inner)
+            given = (each if whole else each[:, t : t + 1] for each, whole in zip(inputs, self._whole, strict=True))
+            y, made = super()._compute(*given, call=inner)
             takes = chosen[:, t]
             results.append(torch.where(takes[:, None, None], y.to(x.dtype), x[:, t : t + 1]))
             state = _where(takes, made, state)
@@ -198,6 +203,10 @@ def _resets(part: Tensor, rows: Tensor | None, places: Tensor) -> tuple[Tensor, 
     last = part[:, -1] if rows is None else part[rows, -1]
     before = torch.cat([torch.zeros_like(at[:, :1]), at], 1) if at.shape[1] else torch.zeros_like(last).unsqueeze(1)
     return at != before[:, :-1], last != before[:, -1]
+
+
+def _of_rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _with_rows(state: States, rows: Tensor, new: States) -> States:

@@ -182,3 +182,68 @@ def test_compiled_and_exported() -> None:
         torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
     with pytest.raises(RunError, match="can only be exported for a fixed number of tokens"):
         trace(above, "forward")
+
+
+CONTEXT = """
+seqblocks: 1
+model:
+  inputs: {x: {features: 6}, notes: {features: 5}}
+  steps:
+    - linear: {from: notes, features: 6, as: memory}
+    - pool: {mode: mean, as: mean}
+    - linear: {from: x, features: 6, as: h}
+    - linear: {features: 1, as: r}
+    - choose:
+        from: h
+        by: r
+        CHOICE
+        steps:
+          - linear: {features: 6, as: q}
+          - cross_attention: {q: q, k: memory, v: memory, heads: 2, as: read}
+          - calc: {y: input + r * (read + mean)}
+          - conv1d: {features: 6, kernel: 2, bias: false, name: conv}
+"""
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_steps_read_a_context(choice: str) -> None:
+    """Each chosen token reads all of the context, computed token by token. Sums have errors of 1e-15."""
+    model, x, notes = build(choice, text=CONTEXT), given(3, 11, 6).requires_grad_(), given(3, 7, 5).requires_grad_()
+    p, rows = dict(model.named_parameters()), []
+    for tokens, read in zip(x, notes, strict=True):
+        memory = read @ p["memory.weight"].T + p["memory.bias"]
+        h = tokens @ p["h.weight"].T + p["h.bias"]
+        r = (h @ p["r.weight"].T + p["r.bias"])[:, 0]
+        top, above = CHOICES[choice]
+        order = r.argsort(descending=True).tolist()
+        count = 0 if top is None else int(top) if top >= 1 else max(1, math.floor(11 * top))
+        chosen = sorted(order[:count]) if top else [t for t in range(11) if r[t] > (above or 0)]
+        out, before = list(h), torch.zeros(6, dtype=torch.float64)
+        for t in chosen:
+            q = h[t] @ p["choose.q.weight"].T + p["choose.q.bias"]
+            halves = zip(memory.split(3, 1), q.split(3), strict=True)
+            heads = [(part @ own / math.sqrt(3)).softmax(0) @ part for part, own in halves]
+            y = h[t] + r[t] * (torch.cat(heads) + memory.mean(0))
+            weight = p["choose.conv.weight"]
+            out[t], before = weight[..., 0] @ before + weight[..., 1] @ y, y
+        rows.append(torch.stack(out))
+    y, expected = model(x=x, notes=notes), torch.stack(rows)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    leaves, weights = [x, notes, *p.values()], torch.randn_like(y)
+    found = torch.autograd.grad((y * weights).sum(), leaves)
+    for mine, theirs in zip(found, torch.autograd.grad((expected * weights).sum(), leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
+
+
+def test_a_threshold_streams_beside_a_context() -> None:
+    model, x, notes = build("above: 0.1", text=CONTEXT), given(3, 11, 6), given(3, 7, 5)
+    check_law(model)
+    check_law(model, resets=[(0, 0), (0, 5), (1, 11), (1, 22)])
+    y = model(x=x, notes=notes)
+    with dispatch.use_backend("reference"):
+        torch.testing.assert_close(model(x=x, notes=notes), y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_choice_at_another_rate_streams() -> None:
+    slow = SPEC.replace("    - linear: {features: 6, as: h}", "    - downsample: 2\n    - linear: {features: 6, as: h}")
+    check_law(build("above: 0.1", text=f"{slow}    - upsample: 2\n"))

@@ -167,7 +167,7 @@ def _wire_of_other_tokens(verb: str, name: str, wire: Wire | None, maker: Origin
     """Return the fault of a wire with other tokens than the input of an `each` or a `choose` around the step."""
     notes = [Note(f"`{name}` is defined here, outside `{verb}`", maker.span)] if maker and maker.span else []
     message = f"the steps of `{verb}` cannot read {quote(name)}, whose tokens are not those of its input"
-    expected = f"a wire with the same tokens as the input{', or a context' if verb == 'each' else ''}"
+    expected = "a wire with the same tokens as the input, or a context"
     hint = f"combine it with the input in a step above `{verb}`"
     return Fault("E302", message, expected=expected, found=f"{wire}" if wire else None, notes=notes, hint=hint)
 

@@ -7,12 +7,12 @@ from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.combinators.common import combines
-from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies, has_same_tokens
+from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.choose import Choose
 from seqblocks.errors import Fault, Note
-from seqblocks.types import Facts, Origin, Wire
+from seqblocks.types import Facts, Origin, Wire, has_same_tokens
 
 CHOSEN = "chosen"  # the length of the chosen tokens, if their number is known only in a call
 
@@ -25,7 +25,8 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     (by,) = read_wires(ctx, arguments.by)
     if wire and wire.prefix:
         hint = "put the tokens before the sequence after `choose`, or remove them first with `slice`"
-        raise Fault("E419", "tokens before a stream cannot be chosen", found=f"{wire}", hint=hint)
+        message = "tokens before a stream cannot be chosen: only a call would know how many of them are left"
+        raise Fault("E419", message, found=f"{wire}", hint=hint)
     if wire and (scores := run.types[by]):
         _check_scores(scores, wire, run.labels[by])
     chosen = _chosen(arguments, wire)._replace(origin=Origin(step.verb, step.span)) if wire else None
@@ -34,7 +35,9 @@ def lower_choose(ctx: Context, step: Step, arguments: Choose, x: int) -> graph.N
     def copy(outer: Wire) -> Wire | None:
         assert wire
         assert chosen
-        return outer._replace(length=chosen.length, grid=None) if has_same_tokens(outer, wire) else None
+        if has_same_tokens(outer, wire):
+            return outer._replace(length=chosen.length, grid=None)
+        return outer if outer.context and outer.lanes == wire.lanes else None
 
     copies = copies_of(ctx, {x: inner}, copy, is_known=chosen is not None)
     outside = ctx.body._replace(wires=copies, layers={}, hidden=ctx.body.wires)

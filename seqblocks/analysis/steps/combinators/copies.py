@@ -49,10 +49,3 @@ def give_copies(
     body.ports = {port: value for value, port in ports.items()}
     body.captures = tuple(value for value in body.captures if value not in names)  # unknown ones, after a fault
     return {port: (ctx.body.wires[names[value]],) for value, port in ports.items()}
-
-
-def has_same_tokens(wire: Wire, x: Wire) -> bool:
-    """Return whether a wire has a token for each token of the input x."""
-    if wire.kind not in ("sequence", "tokens"):
-        return False
-    return all(getattr(wire, name) == getattr(x, name) for name in ("places", "rate", "context", "prefix", "lanes"))

@@ -6,14 +6,14 @@ from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.steps.combinators.common import combines
-from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies, has_same_tokens
+from seqblocks.analysis.steps.combinators.copies import copies_of, give_copies
 from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.each import Each
 from seqblocks.errors import Fault, Note
 from seqblocks.ops.rate import merged_tokens
 from seqblocks.roles import keeps_apart
-from seqblocks.types import Wire
+from seqblocks.types import Wire, has_same_tokens
 from seqblocks.widths import must_divide, must_have_grid
 
 
