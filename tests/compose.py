@@ -276,6 +276,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         wires = {name: replace(kind, length=None, grid=None) for name, kind in body.wires.items()
                  if kind.name in ("sequence", "tokens") and (kind.length, kind.rate) == (now.length, now.rate)
                  and not kind.prefix and name not in self.alongside}
+        wires |= {name: kind for name, kind in body.wires.items() if kind.name in ("context", "note")}
         place = replace(body, now=replace(now, length=None, grid=None), chosen=True, columns=False)
         inside = self.inner(place, chance.randint(1, 2), width=width, wires=wires, linears=[], owners=[])
         formula = {"calc": {"y": f"{scores} * {self.named(inside)}"}}

@@ -35,6 +35,9 @@ class Contexts(Writer):
         now, source = body.now, self.named(body)
         found = {name: kind for name, kind in body.wires.items() if kind.name in ("context", "note")}
         name, kind = self.chance.choice(list(found.items()))
+        if body.chosen:
+            self.read_by_chosen(body, source, now, name)
+            return
         if kind.name == "context" and self.maybe(0.3):
             name, kind = self.encoded(body, name, kind)
         if kind.name == "context" and now.name == "sequence" and self.maybe(0.7):
@@ -45,6 +48,16 @@ class Contexts(Writer):
             mode = self.chance.choice(["mean", "last", "max"])
             name = self.mapped(body, "pool", kind, **{"from": name, "mode": mode})
         self.meet(body, source, now, name)
+
+    def read_by_chosen(self, body: Body, source: str, now: Kind, name: str) -> None:
+        """Read a context from the steps of `choose`, where no step may read only that."""
+        width = body.wires[name].width
+        if body.wires[name].name == "note":
+            made = self.width()
+            self.add(body, "linear", replace(now, width=made), **{"from": [source, name], "features": made})
+            return
+        q = self.features(body, source, now, width)
+        self.add(body, "cross_attention", replace(now, width=width), q=q, k=name, v=name, heads=1)
 
     def mapped(self, body: Body, verb: str, kind: Kind, **arguments: Any) -> str:
         """Append a step on the context, and name its output."""

@@ -41,7 +41,10 @@ class Choose(Body):
         wire = node.wires[0]
         self._states = _without_lanes(declared(body), len(wire.lanes) if wire else 0)
         self._whole = (False, *node.reads_whole(place.types))
-        self._by_tokens = not any(map(_reads_whole, graph.walk(body)))
+        contexts = frozenset[int]()
+        if wire and not wire.context:
+            contexts = frozenset(value for value, each in place.types.items() if each and each.context)
+        self._by_tokens = not any(_reads_whole(each, contexts) for each in graph.walk(body))
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         if any(x is None for x in tensors):  # in the first phase of a stream with context
@@ -189,9 +192,9 @@ def _without_lanes(states: States, count: int) -> States:
     }
 
 
-def _reads_whole(node: Node) -> bool:
-    """Return whether a step reads all of the chosen tokens at once."""
-    return bool(node.cannot_stream() or node.whole_inputs)
+def _reads_whole(node: Node, contexts: frozenset[int]) -> bool:
+    """Return whether a step reads all of the chosen tokens at once. contexts: values that do not depend on them."""
+    return bool(node.cannot_stream() or not contexts.issuperset(node.whole_inputs))
 
 
 def _resets(part: Tensor, rows: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:

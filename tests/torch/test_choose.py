@@ -244,6 +244,17 @@ def test_a_threshold_streams_beside_a_context() -> None:
         torch.testing.assert_close(model(x=x, notes=notes), y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_step_beside_a_context_is_exported() -> None:
+    model, x, notes = build("above: 0.1", text=CONTEXT).eval(), given(3, 11, 6), given(3, 7, 5)
+    step = trace(model, "step").program.module()
+    state = other = model.init_state(3, notes=notes)
+    for t in range(11):
+        y, state = step(x[:, t], state)
+        z, other = model.step(x[:, t], other)
+        torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+
+
 def test_a_choice_at_another_rate_streams() -> None:
     slow = SPEC.replace("    - linear: {features: 6, as: h}", "    - downsample: 2\n    - linear: {features: 6, as: h}")
     check_law(build("above: 0.1", text=f"{slow}    - upsample: 2\n"))

@@ -37,6 +37,8 @@ def check_by_token(
     for node in graph.walk(body):
         if why := _mixes_tokens(node, x, fixed):
             notes = [Note(note, step.span)]
+            if isinstance(node, graph.CellNode) and what == "a cell":
+                hint = "give the outer cell the states of both, and write the steps of the inner one there"
             ctx.report(Fault("E417", f"{node.name} in {what} {why}", notes=notes, hint=hint), node.span)
             return
 
