@@ -11,10 +11,10 @@ from seqblocks import graph
 from seqblocks.analysis.steps.combinators.cell import Stages, stages_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.language import linear_forms
 from seqblocks.language.keys import namespace_of
 from seqblocks.op import Op
-from seqblocks.ops import linear_forms
-from seqblocks.ops.calc import Calc, computed, program_of, recorded
+from seqblocks.ops.calc import Calc, applied, computed, program_of, recorded
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
@@ -342,7 +342,9 @@ class Replay:
         size = parts.chunk(tokens, node.arguments.chunk)
         states = self._starts_of(node, batch, paths)
         if size >= tokens:
-            return self._part_of_cell(node, parts, inputs, states, paths)[0]
+            y, _ = self._part_of_cell(node, parts, inputs, states, paths)
+            tape.step = paths[-1]
+            return tape.cast(y, self.item) if self.item <= 2 else y
         results = []
         sizes = [min(size, tokens - at) for at in range(0, tokens, size)]
         divided = [tape.split(x, sizes, 1) if len(x.shape) == 3 else [x] * len(sizes) for x in inputs]
@@ -352,7 +354,8 @@ class Replay:
             results.append(y)
             del own, run, y
         tape.step = paths[-1]
-        return tape.cat(results, 1)
+        y = tape.cat(results, 1)
+        return tape.cast(y, self.item) if self.item <= 2 else y
 
     def _starts_of(self, node: graph.CellNode, batch: int, paths: tuple[str, ...]) -> dict[str, Value]:
         """Return the states [batch, features] of a cell before the first token."""
@@ -404,7 +407,7 @@ class Replay:
         """Record the associative scan of states that are set by linear formulas. Returns those of the last token."""
         tape, tokens = self.tape, values[body.input].shape[1]
         forms: dict[int, Any] = {number: linear_forms.Form({name: 1.0}, None) for name, number in body.ports.items()}
-        apply = partial(linear_forms.apply, partial(recorded, tape))
+        apply = partial(linear_forms.apply, partial(_in_formula, tape))
         for node in parts.loop:
             op, tape.step = node.op, graph.join(paths[-1], node.name)
             assert isinstance(op, Calc)
@@ -489,6 +492,13 @@ class Replay:
             return False
         width, tokens = x.shape[-1], math.prod(x.shape[:-1])
         return tokens * sum(node.split) >= SPLIT_MIN_ELEMENTS and min(node.split) >= int(width)
+
+
+def _in_formula(tape: Tape, name: str, *operands: Any) -> Any:
+    """Record an operator or a function of a formula, or compute one of numbers."""
+    if any(isinstance(each, Value) for each in operands):
+        return recorded(tape, name, *operands)
+    return applied(name, *operands)
 
 
 Axes = list[tuple[str, int]]

@@ -266,10 +266,8 @@ def _higher(a: Any, b: Any) -> Any:
     return a.clamp(min=b) if isinstance(b, int | float) else a.maximum(b)
 
 
-def recorded(tape: Tape, name: str, a: Any, *others: Any) -> Any:
-    """Record what an operator or a function keeps for the backward pass. Those of numbers are computed."""
-    if not any(isinstance(each, Value) for each in (a, *others)):
-        return applied(name, a, *others)
+def recorded(tape: Tape, name: str, a: Value, *others: Any) -> Value:
+    """Record what an operator or a function keeps for the backward pass."""
     if name in ("min", "max") and len(others) > 1:
         return reduce(partial(recorded, tape, name), others, a)
     b = others[0] if others else None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.associative_scan import associative_scan
-from seqblocks.ops import linear_forms
+from seqblocks.language import linear_forms
+from seqblocks.language.linear_forms import form_of
 from seqblocks.ops.calc import applied
-from seqblocks.ops.linear_forms import form_of
 
 apply = partial(linear_forms.apply, applied)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
 from seqblocks.graph import CellNode, Graph, Node, spent_values
 from seqblocks.kernels import dispatch
-from seqblocks.ops import linear_forms
+from seqblocks.language import linear_forms
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
 from seqblocks.runtime.body import Body, Planned, add_exports, planned, store

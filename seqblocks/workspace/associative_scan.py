@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from seqblocks.ops.linear_forms import form_of
+from seqblocks.language.linear_forms import form_of
 from seqblocks.tape import Shape, Tape, Value
 
 
