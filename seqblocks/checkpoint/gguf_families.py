@@ -199,7 +199,7 @@ def _rwkv7(layer: list[Step], dim: int) -> Sizes:
 
 ORDER = (1, 2, 3, 0, 4)  # of the five mixes of RWKV-6: w, k, v, r, g in llama.cpp, here r, w, k, v, g
 MIX: Rows = tuple(_linear("time_mix_w2", f"time_mix_lerp_{part}") for part in "rwkvg")
-BARE = ("lerp", {})
+BARE: tuple[str, dict[str, str]] = ("lerp", {})
 RWKV6: Rows = (
     _norm("attn_norm"), ("shift", {}), ("lerp", {"weight": "time_mix_lerp_x.weight"}), _linear("time_mix_w1"),
     ("tanh", {}), *MIX,
