@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import analyse as module
 from seqblocks.analysis import check
+from seqblocks.analysis.scope.references import linked
 from seqblocks.editor.edits import applied
 from seqblocks.editor.fixes import fixes
 from seqblocks.editor.opened import Opened
@@ -150,19 +152,52 @@ def test_bundled_specs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(TEXTS))
-def test_renamed_wires_give_an_equal_model(name: str) -> None:
-    """Every wire with a name is renamed by its references alone. Steps named by `as:` keep their names by `name:`."""
+def test_all_names_are_renamed_by_references_alone(name: str) -> None:
+    """All wires, names, blocks and arguments: the spec is valid, and its model has the same parts.
+
+    Wires and blocks may also name steps, so that maps of checkpoints, and names in the state_dict, have to follow.
+    Without those, nothing else differs.
+    """
     found = analysed(name)
-    wires = {each.definition for each in found.references if each.kind == "wire" and each.definition}
-    names = {span: f"w17_{at}" for at, span in enumerate(wires) if span.source.text == TEXTS[name]}
-    edits = {each.span: names[each.definition] for each in found.references if each.definition in names}
-    changed = seqblocks.analyse(edited(TEXTS[name], [*{**edits, **names}.items()]), name)
-    assert [each for each in changed.diagnostics if each.code in ("E302", "E305")] == []
-    if found.model and changed.ok:
-        assert changed.model
-        shapes = [[str(node.type) for node in graph.walk(each.graph)] for each in (found.model, changed.model)]
-        assert shapes[0] == shapes[1]
-        assert graph.count(found.model.graph) == graph.count(changed.model.graph)
+    stored = {part.removeprefix("start_") for each in _parameters(found) for part in each[0].split(".")}
+    mapped = {word for line in TEXTS[name].partition("checkpoint:")[2].split("\n") for word in re.findall(r"\w+", line)}
+    changed, words = renamed(name, found, set())
+    assert {each.code for each in changed.diagnostics} <= {"E312"}  # a key of a map
+    assert _types(found, words) == _types(changed, {})
+    assert [shape for _, shape in _parameters(found)] == [shape for _, shape in _parameters(changed)]
+    changed, words = renamed(name, found, stored | mapped)
+    assert not changed.diagnostics
+    assert _types(found, words) == _types(changed, {})
+    assert _parameters(found) == _parameters(changed)
+
+
+def renamed(name: str, found: seqblocks.Analysis, kept: set[str]) -> tuple[seqblocks.Analysis, dict[str, str]]:
+    """Return the analysis with new names, and the new names of inputs. kept: wires and blocks with these names stay."""
+    places = [
+        each.definition
+        for each in found.references
+        if each.definition and each.definition.source.text == TEXTS[name]
+        if each.kind not in ("wire", "block") or each.definition.text not in kept
+    ]
+    new: dict[Span, str] = {}
+    for place in places:
+        together = linked(found.references, place)
+        new |= dict.fromkeys(together, f"w17_{min(span.line * 1000 + span.column for span in together)}")
+    edits = {each.span: new[each.definition] for each in found.references if each.definition in new}
+    changed = seqblocks.analyse(edited(TEXTS[name], [*{**edits, **new}.items()]), name)
+    inputs = found.model.inputs if found.model else {}
+    return changed, {span.text: word for span, word in new.items() if span.text in inputs}
+
+
+def _types(found: seqblocks.Analysis, words: dict[str, str]) -> list[str]:
+    """Return the kinds of all nodes with their types, in which inputs name lengths."""
+    nodes = graph.walk(found.lowered.body) if found.lowered.body else ()
+    return [re.sub(r"\w+", lambda word: words.get(word[0], word[0]), f"{node.type} {node.kind}") for node in nodes]
+
+
+def _parameters(found: seqblocks.Analysis) -> list[tuple[str, tuple[int, ...]]]:
+    body = found.lowered.body
+    return [(each.name, each.parameter.shape) for each in graph.parameters(body)] if body else []
 
 
 @settings(max_examples=60, deadline=None)
