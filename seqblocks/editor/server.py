@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lsprotocol import types
-from pygls.exceptions import JsonRpcException
+from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams, JsonRpcInvalidRequest
 from pygls.lsp.server import LanguageServer
+from pygls.protocol import LanguageServerProtocol
 from pygls.uris import from_fs_path, to_fs_path
 
 from seqblocks._version import __version__
@@ -50,12 +51,37 @@ ITEM_KINDS = {
 }
 
 
+class Protocol(LanguageServerProtocol):
+    """Answers also requests with invalid parameters and requests after `shutdown`, which pygls leaves unanswered."""
+
+    def structure_message(self, data: dict[str, Any]) -> Any:
+        """Return a message, or None for a request that has been refused."""
+        try:
+            return super().structure_message(data)
+        except JsonRpcException:
+            if "method" not in data or not isinstance(data.get("id"), int | str):
+                raise
+            text = f"the parameters of {data['method']} are not those of the protocol"
+            self._send_response(data["id"], error=JsonRpcInvalidParams(text).to_response_error())
+            return None
+
+    def handle_message(self, message: Any) -> None:
+        if message is None:
+            return
+        if self._shutdown and hasattr(message, "method") and hasattr(message, "id"):
+            error = JsonRpcInvalidRequest("the server is shutting down: it takes no more requests")
+            self._send_response(message.id, error=error.to_response_error())
+        else:
+            super().handle_message(message)
+
+
 class Server(LanguageServer):
     """A server over the standard streams, with the specs that are open in the editor."""
 
     def __init__(self, allow_use: Folders = (), delay: float = DELAY) -> None:
         # Whole texts, not changes: pygls and YAML do not agree on what ends a line.
-        super().__init__("seqblocks", __version__, text_document_sync_kind=types.TextDocumentSyncKind.Full)
+        kind = types.TextDocumentSyncKind.Full
+        super().__init__("seqblocks", __version__, text_document_sync_kind=kind, protocol_cls=Protocol)
         self.allow_use, self.delay = allow_use, delay
         self.hints: tuple[str, ...] = hints.SHOWN  # a setting: what inlay hints show
         self.opened: dict[str, Opened] = {}
@@ -229,9 +255,11 @@ def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Pa
 def _without_refusals(record: logging.LogRecord) -> bool:
     """Log a refused request as one line: its traceback would look like a fault of the server."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, JsonRpcException) and error.code == REFUSED:
+    if isinstance(error, JsonRpcException) and error.code in (REFUSED, JsonRpcInvalidParams.CODE):
         record.msg, record.args, record.exc_info, record.exc_text = "refused: %s", (str(error.message),), None, None
         record.levelno, record.levelname = logging.INFO, "INFO"
+    elif str(record.msg).startswith("Unable to deserialize"):  # pygls puts a traceback into the text
+        record.msg, record.args = "a message of the client is not one of the protocol", ()
     return True
 
 

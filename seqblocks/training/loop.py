@@ -15,7 +15,7 @@ DECAY, CLIP = 0.1, 1.0  # weight decay of matrices; largest norm of the gradient
 def adamw(model: Any, rate: float, others: Iterable[nn.Parameter] = ()) -> torch.optim.AdamW:
     """Return the optimiser of a built model, and of further parameters, which do not decay."""
     groups = [*model.parameter_groups(DECAY), {"params": [*others]}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, weight_decay=0.0)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, weight_decay=0.0, fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, loss_of: Callable[[], Tensor]) -> float:

@@ -377,6 +377,33 @@ def test_the_protocol_is_followed_to_the_end(tmp_path: Path) -> None:
     client.close()
 
 
+HERE = {"textDocument": {"uri": "file:///a.yaml"}}
+INVALID: list[Any] = [
+    None,
+    [1],
+    {},
+    HERE,
+    {**HERE, "position": {"line": "a", "character": 1}},
+    {**HERE, "position": {"line": -1, "character": 1}},
+]
+
+
+def test_invalid_and_late_requests_have_answers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    client = Client([*COMMAND, "--log", str(log)], tmp_path, {})
+    for params in INVALID:
+        with pytest.raises(ServerError, match="parameters of textDocument/hover are not those of the protocol"):
+            client.request("textDocument/hover", params)
+    client.notify("textDocument/didClose", {})  # a notification has no answer
+    client.request("shutdown", None)
+    with pytest.raises(ServerError, match="takes no more requests"):
+        client.request("textDocument/hover", {**HERE, "position": {"line": 0, "character": 0}})
+    client.notify("exit", None)
+    assert client.process.wait(10) == 0
+    client.close()
+    assert "Traceback" not in log.read_text()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_the_server_ends_with_its_client(tmp_path: Path) -> None:
     """A client that is killed closes the pipe; the server must neither stay nor spin."""

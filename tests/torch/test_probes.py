@@ -546,17 +546,20 @@ model:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 @pytest.mark.parametrize(
-    ("task", "layers", "length", "able", "unable"),
-    [("parity", 1, 256, ("slstm", 0.95), ("mlstm", 0.6)), ("copying", 2, 96, ("mamba", 0.8), ("centaurus", 0.45))],
+    ("task", "layers", "length", "rate", "able", "unable"),
+    [
+        ("parity", 1, 256, 1e-2, ("slstm", 0.95), ("mlstm", 0.6)),
+        ("copying", 2, 96, 1e-2, ("mamba", 0.8), ("centaurus", 0.45)),
+    ],
 )
 def test_quick_settings_separate_mixers(
-    task: str, layers: int, length: int, able: tuple[str, float], unable: tuple[str, float]
+    task: str, layers: int, length: int, rate: float, able: tuple[str, float], unable: tuple[str, float]
 ) -> None:
-    """At a longer length. Measured with seed 0: sLSTM 1.00; Mamba 0.87, Centaurus 0.20."""
+    """At a longer length, and at the best of three rates, where three seeds agree (docs/probes.md)."""
     found = []
     for kind, _ in (able, unable):
         _, model = seqblocks.load_text(STACK % (layers, BLOCKS[kind]))
-        found += [result.accuracy for result in probe(model, TASKS[task]) if result.length == length]
+        found += [result.accuracy for result in probe(model, TASKS[task], rate=rate) if result.length == length]
     assert found[0] >= able[1]
     assert found[1] <= unable[1]
 
