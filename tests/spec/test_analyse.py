@@ -173,12 +173,9 @@ def test_all_names_are_renamed_by_references_alone(name: str) -> None:
 
 def renamed(name: str, found: seqblocks.Analysis, kept: set[str]) -> tuple[seqblocks.Analysis, dict[str, str]]:
     """Return the analysis with new names, and the new names of inputs. kept: wires and blocks with these names stay."""
-    places = [
-        each.definition
-        for each in found.references
-        if each.definition and each.definition.source.text == TEXTS[name]
-        if each.kind not in ("wire", "block") or each.definition.text not in kept
-    ]
+    steps = {each.definition for each in found.references if each.kind in ("wire", "block") and each.name in kept}
+    own = {each.definition for each in found.references if each.definition not in steps}
+    places = [place for place in own if place and place.source.text == TEXTS[name]]
     new: dict[Span, str] = {}
     for place in places:
         together = linked(found.references, place)
@@ -267,6 +264,45 @@ expect: {params: "<= most * 2", state_bytes: 0 B, output: {q: [batch, seq, dim],
     assert found.model
     assert changed.model
     assert changed.model.output_text == "w17_6 [batch, seq, 8], w17_7 [batch, seq, 8]"
+
+
+def test_the_references_of_what_no_step_of_the_model_reads() -> None:
+    """Steps that are left out, in a block that no step uses too; defaults; an alias in two blocks; layers; states."""
+    text = """\
+seqblocks: 1
+let: {dim: 8, layers: 2, never: false}
+blocks:
+  one:
+    args: {width: int, more: {default: width}, bias: {default: false}, bias_out: {default: bias}}
+    steps:
+      - &shared {linear: {features: width, bias: bias_out, when: more > width}}
+      - silu
+  two:
+    args: {width: int, more: {default: 1}, bias: {default: false}, bias_out: {default: bias}}
+    steps: [*shared, {one: {width: width, bias: bias}}]
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: dim, as: q}
+    - gate: {by: q, when: never}
+    - repeat: {times: layers, when: never, steps: [{linear: {features: dim * layers}}, {add: {with: q}}]}
+    - cell: {state: {s: dim}, steps: [{calc: {s: s + q}}, {silu: {from: s}}]}
+    - one: {width: dim}
+"""
+    found = seqblocks.analyse(text)
+    assert found.ok, found.diagnostics
+    reads = sorted((*each.span[1:3], each.name, each.definition.line) for each in found.references if each.definition)
+    at = {line: [(name, definition) for each, _, name, definition in reads if each == line] for line in range(1, 21)}
+    assert at[5] == [("width", 5), ("bias", 5)]
+    both = [(name, line) for name in ("width", "bias_out", "more", "width") for line in (5, 10)]
+    assert sorted(at[7]) == sorted(both)
+    assert at[10] == [("bias", 10)]
+    assert at[11] == [("one", 4), ("width", 5), ("width", 10), ("bias", 5), ("bias", 10)]
+    assert at[16] == [("q", 15), ("never", 2)]
+    assert at[17] == [("layers", 2), ("never", 2), ("dim", 2), ("q", 15)]  # `layers` in there is the number of layers
+    assert at[18] == [("dim", 2), ("s", 18), ("s", 18), ("q", 15), ("s", 18)]
+    width = next(each.definition for each in found.references if each.name == "width" and each.definition)
+    assert {place.line for place in linked(found.references, width)} == {5, 10}
 
 
 def test_a_cell_with_a_step_of_an_unknown_type() -> None:
