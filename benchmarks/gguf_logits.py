@@ -1,7 +1,7 @@
 """Compare the logits of seqblocks with those of llama.cpp, which reads the same weights from a GGUF file.
 
     pip install llama-cpp-python gguf     # compiles llama.cpp, which takes about ten minutes
-    python benchmarks/gguf_logits.py [mamba_130m mamba2_130m]
+    python benchmarks/gguf_logits.py [mamba_130m mamba2_130m rwkv7_0_4b]
 
 Prints, for each model and type of its matrices, the largest error of the logits relative to the largest logit. In f32
 it must be below LIMIT. In f16 and q8_0 it is only reported: llama.cpp rounds weights and activations there.
@@ -42,7 +42,7 @@ def llama_logits(file: Path, ids: list[int]) -> numpy.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["mamba_130m", "mamba2_130m"])
+    parser.add_argument("models", nargs="*", default=["mamba_130m", "mamba2_130m", "rwkv7_0_4b"])
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     failed = False

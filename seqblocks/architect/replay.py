@@ -282,9 +282,13 @@ class Replay:
         weights, held = self._routed(tape.view(logits, (tokens, count)), node, correction)
         self.held += held  # the model keeps them for losses of the router
         order = tape.new((tokens * top,), ID)
-        labels = [label for label in node.bodies if label]
+        labels = [label for label in node.bodies if label not in ("", graph.SHARED)]
         captured = (values[value] for value in node.bodies[labels[0]].captures)
         sizes = [tokens * top // count + (at < tokens * top % count) for at in range(count)]
+        if node.arguments.capacity is not None:
+            most = math.ceil(node.arguments.capacity * tokens * top / count)
+            sizes = [min(size, most) for size in sizes]
+            sizes.append(tokens * top - sum(sizes))  # choices of experts that are full
         sent = [tape.split(self._sent(each, order, top), sizes, 0) for each in (x, *captured)]
         results = []
         for at, label in enumerate(labels):
@@ -295,16 +299,26 @@ class Replay:
             y = self._inside(node.bodies[label], given, below)
             results.append(tape.view(y, (sizes[at], y.shape[-1])))
             del given, y
+        if len(sizes) > count:
+            results.append(tape.new((sizes[count], results[0].shape[-1]), results[0].item))
         del sent
         tape.step = paths[-1]
         joined = tape.cat(results, 0)
         results.clear()
         y = tape.new(joined.shape, joined.item)
         tape.function([joined], [y], [order])
+        item = y.item
         del joined
         weighted = tape.multiply(tape.view(y, (tokens, top, y.shape[-1])), tape.view(weights, (tokens, top, 1)))
-        found = tape.cast(tape.sum(weighted, (tokens, y.shape[-1])), y.item)
-        return tape.view(found, (*x.shape[:-1], y.shape[-1]))
+        del weights, y
+        found = tape.cast(tape.sum(weighted, (tokens, weighted.shape[-1])), item)
+        del weighted
+        found = tape.view(found, (*x.shape[:-1], found.shape[-1]))
+        shared = node.bodies.get(graph.SHARED)
+        if shared is None:
+            return found
+        given = [x, *(values[value] for value in shared.captures)]
+        return tape.add(found, self._inside(shared, given, tuple(graph.join(path, graph.SHARED) for path in paths)))
 
     def _routed(self, logits: Value, node: graph.ExpertsNode, correction: Value | None) -> tuple[Value, list[Value]]:
         """Record the choice of experts. Returns the weights [tokens, top], and what the model holds after its call."""
@@ -321,6 +335,8 @@ class Replay:
             weights = tape.slice(best, (tokens, node.arguments.top))
         if node.arguments.normalizes:
             weights = tape.divide(weights, tape.sum(weights, (tokens, 1)))
+        if node.arguments.factor != 1.0:
+            weights = tape.unary(weights, ())
         return weights, [logits, scores, order]
 
     def _sent(self, x: Value, order: Value, top: int) -> Value:

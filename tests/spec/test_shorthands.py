@@ -80,7 +80,7 @@ def test_a_scalar_needs_exactly_one_argument(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", COMBINATORS)
 def test_a_list_is_the_steps_of_a_combinator(verb: str) -> None:
-    (key,) = find_combinator(verb).holds
+    key, *_ = find_combinator(verb).holds
     steps = {"parallel": "[{a: [silu]}, {b: [relu]}]", "aside": "[silu, {relu: {as: side}}]"}.get(verb, "[silu, relu]")
     found = answer(f"{verb}: {steps}")
     if verb in ("experts", "choose", "each", "cell"):  # which also require their number, scores, an axis, or states

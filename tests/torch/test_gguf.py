@@ -23,7 +23,11 @@ from seqblocks.language.files import bundled
 gguf = pytest.importorskip("gguf", reason="an optional extra; the test extra installs it")
 
 SIZES = {"dim": 32, "depth": 2, "vocabulary": 48}
-EXTRA = {"mamba_130m": {}, "mamba2_130m": {"state": 16, "head": 16}}
+EXTRA = {
+    "mamba_130m": {},
+    "mamba2_130m": {"state": 16, "head": 16},
+    "rwkv7_0_4b": {"dim": 64, "depth": 3, "decay_rank": 8, "erase_rank": 12, "value_rank": 16, "gate_rank": 20},
+}
 
 
 def saved(folder: Path, name: Any, **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -84,7 +88,7 @@ def test_a_file_of_mamba(tmp_path: Path) -> None:
 
 
 def test_a_file_of_mamba2(tmp_path: Path) -> None:
-    folder, ours = saved(tmp_path, "mamba2_130m", **SIZES, **EXTRA["mamba2_130m"])
+    folder, ours = saved(tmp_path, "mamba2_130m", **SIZES | EXTRA["mamba2_130m"])
     to_gguf(folder, tmp_path / "x.gguf")
     metadata, tensors = read(tmp_path / "x.gguf")
     expected = {
@@ -121,10 +125,67 @@ def test_a_norm_of_several_groups_has_a_row_for_each(tmp_path: Path) -> None:
     assert torch.equal(values(tensors["output.weight"]), model.state_dict()["unembed.weight"])  # it is not tied
 
 
+def test_a_file_of_rwkv7(tmp_path: Path) -> None:
+    folder, ours = saved(tmp_path, "rwkv7_0_4b", **SIZES | EXTRA["rwkv7_0_4b"])
+    to_gguf(folder, tmp_path / "x.gguf")
+    metadata, tensors = read(tmp_path / "x.gguf")
+    expected = {
+        "general.architecture": "rwkv7", "rwkv7.embedding_length": 64, "rwkv7.block_count": 3,
+        "rwkv7.feed_forward_length": 256, "rwkv7.wkv.head_size": 64, "rwkv7.token_shift_count": 2,
+        "rwkv7.attention.decay_lora_rank": 8, "rwkv7.attention.iclr_lora_rank": 12,
+        "rwkv7.attention.value_residual_mix_lora_rank": 16, "rwkv7.attention.gate_lora_rank": 20,
+        "rwkv7.attention.head_count": 0, "rwkv7.vocab_size": 48,
+    }  # fmt: skip
+    assert expected.items() <= metadata.items()
+    assert metadata["rwkv7.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    wanted = {
+        "token_embd.weight": ours["embed.weight"], "output.weight": ours["unembed.weight"],
+        "token_embd_norm.weight": ours["pre_norm.weight"], "token_embd_norm.bias": ours["pre_norm.bias"],
+        "output_norm.weight": ours["norm.weight"], "output_norm.bias": ours["norm.bias"],
+    }  # fmt: skip
+    for layer, prefix in enumerate(("", "layers.0.", "layers.1.")):
+        own = {name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)}
+        mixes = [own[f"attn.x_{part}.weight"] for part in "rwkvag"]
+        low = {"w": "decay", "a": "erase", "v": "value" if layer else "erase"}  # the first layer does not use v
+        named = {
+            **{f"attn_norm.{part}": own[f"attn_norm.{part}"] for part in ("weight", "bias")},
+            **{f"attn_norm_2.{part}": own[f"ffn.norm.{part}"] for part in ("weight", "bias")},
+            **{f"time_mix_ln.{part}": own[f"attn.memory.g_norm.{part}"] for part in ("weight", "bias")},
+            "time_mix_lerp_fused.weight": torch.stack(mixes)[:, None, None],
+            "time_mix_receptance.weight": own["attn.r_proj.weight"],
+            "time_mix_key.weight": own["attn.k_proj.weight"],
+            "time_mix_value.weight": own["attn.v_proj.weight"],
+            "time_mix_output.weight": own["attn.o_proj.weight"],
+            **{f"time_mix_{part}0.weight": own[f"attn.{name}_out.bias"] for part, name in low.items()},
+            **{f"time_mix_{part}1.weight": own[f"attn.{name}_in.weight"] for part, name in low.items()},
+            **{f"time_mix_{part}2.weight": own[f"attn.{name}_out.weight"] for part, name in low.items()},
+            "time_mix_g1.weight": own["attn.gate_in.weight"],
+            "time_mix_g2.weight": own["attn.gate_out.weight"],
+            **{f"time_mix_{part}.weight": own[f"attn.memory.{part}.weight"] for part in ("k_k", "k_a", "r_k")},
+            "channel_mix_lerp_k.weight": own["ffn.rwkv7_channel_mixer.x_k.weight"],
+            "channel_mix_key.weight": own["ffn.rwkv7_channel_mixer.key.weight"],
+            "channel_mix_value.weight": own["ffn.rwkv7_channel_mixer.value.weight"],
+        }
+        wanted |= {f"blk.{layer}.{name}": x for name, x in named.items()}
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(values(tensors[name]), tensor), name
+        assert [int(size) for size in tensors[name].shape] == [*reversed(tensor.shape)], name
+
+
+def test_a_tied_rwkv7_gets_both_tensors(tmp_path: Path) -> None:
+    model = seqblocks.build_text(rwkv7_text(tie_word_embeddings=True))
+    seqblocks.save(model, tmp_path / "model")
+    to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+    _, tensors = read(tmp_path / "x.gguf")
+    for name in ("output.weight", "token_embd.weight"):
+        assert torch.equal(values(tensors[name]), model.state_dict()["embed.weight"])
+
+
 @pytest.mark.parametrize("name", EXTRA)
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_smaller_types(tmp_path: Path, name: str, kind: str) -> None:
-    folder, _ = saved(tmp_path, name, **SIZES, **EXTRA[name])
+    folder, _ = saved(tmp_path, name, **SIZES | EXTRA[name])
     for each in ("f32", kind):
         target = str(tmp_path / f"{each}.gguf")
         assert main(["convert", str(folder), "--to", "gguf", "--type", each, "--out", target]) == 0
@@ -132,10 +193,15 @@ def test_smaller_types(tmp_path: Path, name: str, kind: str) -> None:
     metadata, found = read(tmp_path / f"{kind}.gguf")
     assert metadata["general.file_type"] == {"f16": 1, "q8_0": 7}[kind]
     types = {name.split(".")[-2]: each.tensor_type.name for name, each in found.items() if name.endswith(".weight")}
-    assert types["token_embd"] == types["ssm_in"] == types["ssm_out"] == kind.upper()
-    assert {types["attn_norm"], types["ssm_conv1d"], found["blk.0.ssm_a"].tensor_type.name} == {"F32"}
+    exact = {"attn_norm"} | (types.keys() & {"ssm_conv1d", "time_mix_lerp_fused", "time_mix_k_k", "time_mix_w0"})
+    large = {"token_embd"} | (types.keys() & {"ssm_in", "ssm_out", "time_mix_key", "time_mix_w1", "channel_mix_value"})
+    assert {types[each] for each in exact} == {"F32"}
+    assert {types[each] for each in large} == {kind.upper()}
+    assert all(each.tensor_type.name == "F32" for name, each in found.items() if name.endswith("ssm_a"))
     if "ssm_dt" in types:
         assert types["ssm_dt"] == "F16"  # its rows have 2 values, a block of q8_0 has 32
+    if "time_mix_w2" in types:
+        assert types["time_mix_w2"] == "F16"  # its rows have 8 values
     for name, each in found.items():
         exact, stored = values(full[name]), values(each)
         if each.tensor_type.name == "Q8_0":
@@ -172,7 +238,9 @@ model:
         (spec("mamba2", "head: 16, gate: after"), r"norm \(.*\): gate is after, not before"),
         (spec("mamba2", "head: 16, dt_least: 0.1"), r"rate \(.*\): least is 0.1, not 0.0"),
         (spec("mamba2", "head: 16, norm: false"), r"no architecture has its steps, which are embed"),
-        ("transformer_small", r"no architecture has its steps, which are embed"),
+        ("transformer_small", r"no architecture has its steps, which are embed.*does not write layers with attention"),
+        ("mlstm_small", "llama.cpp has no xLSTM"),
+        ("mingru_small", "llama.cpp has no RecurrentGemma, minGRU or minLSTM"),
         ("vil_small", r"not a language model"),
     ],
 )
@@ -181,6 +249,55 @@ def test_other_models_are_refused_with_the_reason(tmp_path: Path, text: str, rea
     with pytest.raises(RunError, match=reason):
         to_gguf(folder, tmp_path / "x.gguf")
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+SMALL = {"dim": 64, "depth": 1, "vocabulary": 48}
+OF_HEADS = {**SMALL, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("rwkv7_0_4b", {**SMALL, "depth": 2, "head": 32}, r"g_norm \(.*\): eps is 0.00032, not 0.00064"),
+        ("rwkv6_1_4b", OF_HEADS, "does not write RWKV-6 yet"),
+        ("rwkv4_169m", SMALL, "of RWKV only versions 6 and 7"),
+        ("gla_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),
+        ("retnet_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),
+        ("hgrn2_1_3b", {**SMALL, "key": 16}, "llama.cpp has no GLA, RetNet or HGRN2"),
+        ("gated_deltanet_1_3b", {**OF_HEADS, "head": 16}, "llama.cpp has delta rules only beside attention"),
+        ("recurrentgemma_2b", {"dim": 64, "heads": 2, "layers": "r*2 a", "vocabulary": 48}, "no RecurrentGemma"),
+        ("jamba_small", {}, "does not write layers with attention yet"),
+        ("qwen3_next_small", {}, "does not write layers with attention yet"),
+        ("kimi_linear_small", {"rounds": 1}, "does not write layers with attention yet"),
+    ],
+)
+def test_each_other_family_is_refused_with_its_reason(tmp_path: Path, name: str, sizes: Any, reason: str) -> None:
+    folder, _ = saved(tmp_path, name, **sizes)
+    with pytest.raises(RunError, match=reason):
+        to_gguf(folder, tmp_path / "x.gguf")
+
+
+def rwkv7_text(**entries: Any) -> str:
+    """Return the spec of a small RWKV-7 with further entries of its config.json."""
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 48, "head_dim": 64, "hidden_act": "sqrelu"}
+    return spec_text({"model_type": "rwkv7", **config, **entries})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("key_eps: 1e-06", "key_eps: 0.1"), r"erased \(.*\): eps is 0.1, not 1e-24 or 1e-06"),
+        (("bias: true", "bias: false"), r"pre_norm \(.*\): bias is False, not True"),
+        (("with: first", "with: normed"), r"add \(.*\) reads other values"),
+    ],
+)
+def test_variants_of_rwkv7_are_refused_with_the_reason(tmp_path: Path, change: tuple[str, str], reason: str) -> None:
+    text = rwkv7_text()
+    changed = text.replace(*change)
+    assert changed != text
+    folder, _ = saved(tmp_path, changed)
+    with pytest.raises(RunError, match=reason):
+        to_gguf(folder, tmp_path / "x.gguf")
 
 
 def test_steps_that_read_other_values_are_refused(tmp_path: Path) -> None:

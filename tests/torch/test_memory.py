@@ -131,6 +131,25 @@ model:
 """
 
 
+EXPERTS = """seqblocks: 1
+model:
+  input: {{tokens: 64}}
+  steps:
+    - embed: 64
+    - experts: {{count: 4, top: 2, steps: [{{swiglu: {{hidden: 256}}}}], {more}}}
+    - unembed
+"""
+
+
+@pytest.mark.parametrize("more", [
+    "shared: [{swiglu: {hidden: 512}}]", "factor: 2.5, score: sigmoid", "capacity: 0.25",
+])
+def test_arguments_of_experts(more: str) -> None:
+    _, spec = seqblocks.load_text(EXPERTS.format(more=more))
+    found, real = both(spec, 16, 256)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
+
+
 @pytest.mark.parametrize("text", [NESTED, NOTHING_SAVED], ids=["branches", "nothing saved"])
 def test_layers_in_layers_are_computed_again_with_the_outer_ones(text: str) -> None:
     """Nothing here is left out of the estimate but numbers of a few bytes."""
