@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import seqblocks
 from seqblocks.cost import tokens_of
 from seqblocks.graph import ModelSpec
+from seqblocks.model.random_inputs import dtype_of
 from seqblocks.runtime.repeat import checkpoint_layers
 
 LARGEST = 3_000_000  # parameters of the models that are measured by default
@@ -43,7 +44,7 @@ class Run:
 
     def __init__(self, model: Any, batch: int, length: int, optimizer: str = "adamw", checkpoint: str = "none") -> None:
         torch.manual_seed(0)
-        inputs = inputs_of(model.spec, batch, length, next((x.dtype for x in model.parameters()), torch.float32))
+        inputs = inputs_of(model.spec, batch, length, dtype_of(model))
         self.model, self.spec = model, model.spec
         self.call = partial(model, **inputs) if model.spec.inputs else partial(model, inputs[""])
         self.targets = targets_of(model.spec, self.call)

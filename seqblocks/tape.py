@@ -472,8 +472,11 @@ class Tape:
         elif before.memory.uses > 1 or not before.dense:
             node.grads[at] = self.new(grad.shape, max(grad.item, before.item))
 
-    def layer(self, run: Callable[[], R]) -> R:
-        """Run a layer whose operations keep nothing, and are run again in the backward pass. Returns what it makes."""
+    def layer(self, run: Callable[[], R], reads: Iterable[Value] = ()) -> R:
+        """Run a layer whose operations keep nothing, and are run again in the backward pass. Returns what it makes.
+
+        reads: what `run` reads, which is kept instead.
+        """
         first, step = len(self._nodes), self.step
         y = run()
 
@@ -485,6 +488,9 @@ class Tape:
             return nodes
 
         nodes = self._existing(first)
+        if any(node.kept for node in nodes):
+            for value in reads:
+                self.note(value.memory, 0)
         layer = Layer(nodes, again)
         for node in nodes:
             if node.kept:  # torch computes the layer again when the first of these is read

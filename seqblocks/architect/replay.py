@@ -11,7 +11,10 @@ from seqblocks import graph
 from seqblocks.analysis.steps.combinators.cell import Stages, stages_of
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.language import linear_forms
+from seqblocks.language.keys import namespace_of
 from seqblocks.op import Op
+from seqblocks.ops.calc import Calc, applied, computed, program_of, recorded
 from seqblocks.ops.dropout import drop_samples_memory
 from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
@@ -158,7 +161,7 @@ class Replay:
             given = [x, *(values[value] for value in body.captures)]
             below = tuple(graph.join(path, label) for path in paths)
             run = partial(self._layer, body, given, below, self.inside_layer or recompute)
-            x, exports = self.tape.layer(run) if recompute else run()
+            x, exports = self.tape.layer(run, given) if recompute else run()
             values |= exports
             del exports
             for value in spent[at]:
@@ -353,62 +356,96 @@ class Replay:
         parts = stages_of(body, self.spec.types)
         batch, tokens = inputs[0].shape[:2]
         size = parts.chunk(tokens, node.arguments.chunk)
-        starts = [self._parameter(name, paths) for name in node.parameters]
+        states = self._starts_of(node, batch, paths)
         if size >= tokens:
-            return self._part_of_cell(node, parts, inputs, starts, paths)
+            y, _ = self._part_of_cell(node, parts, inputs, states, paths)
+            tape.step = paths[-1]
+            return tape.cast(y, self.item) if self.item <= 2 else y
         results = []
-        for at in range(0, tokens, size):
-            count = min(size, tokens - at)
-            own = [tape.slice(x, (batch, count, *x.shape[2:])) if len(x.shape) == 3 else x for x in inputs]
-            results.append(tape.layer(lambda own=own: self._part_of_cell(node, parts, own, starts, paths)))  # type: ignore[misc]
-            del own
+        sizes = [min(size, tokens - at) for at in range(0, tokens, size)]
+        divided = [tape.split(x, sizes, 1) if len(x.shape) == 3 else [x] * len(sizes) for x in inputs]
+        for own in zip(*divided, strict=True):
+            run = partial(self._part_of_cell, node, parts, [*own], states, paths)
+            y, states = tape.layer(run, [*own, *states.values()])
+            results.append(y)
+            del own, run, y
         tape.step = paths[-1]
-        return tape.cat(results, 1)
+        y = tape.cat(results, 1)
+        return tape.cast(y, self.item) if self.item <= 2 else y
+
+    def _starts_of(self, node: graph.CellNode, batch: int, paths: tuple[str, ...]) -> dict[str, Value]:
+        """Return the states [batch, features] of a cell before the first token."""
+        tape, body, item, found = self.tape, node.bodies[""], max(self.item, 4), dict[str, Value]()
+        for name, number in body.ports.items():
+            wire = self.spec.types[number]
+            assert wire
+            learned = f"start_{name}" in node.parameters
+            start = tape.cast(self._parameter(f"start_{name}", paths), item) if learned else tape.new((1,), item)
+            found[name] = tape.expand(start, (batch, wire.features))
+        return found
 
     def _part_of_cell(
-        self, node: graph.CellNode, parts: Stages, inputs: list[Value], starts: list[Value], paths: tuple[str, ...]
-    ) -> Value:
+        self, node: graph.CellNode, parts: Stages, inputs: list[Value], states: dict[str, Value],
+        paths: tuple[str, ...],
+    ) -> tuple[Value, dict[str, Value]]:
+        """Run some tokens of a cell. Returns the output, and the states after them."""
         tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
         batch, tokens = inputs[0].shape[:2]
-        sizes = {v: (batch, tokens, wire.features) for v in body.ports.values() if (wire := self.spec.types[v])}
         self._nodes(parts.before, values, paths)
         if parts.groups:
-            self._scanned(body, parts, values, sizes, paths)
+            after = self._scanned(body, parts, values, states, paths)
             self._nodes(parts.from_states, values, paths)
         else:
-            for value, shape in sizes.items():  # the memory of the new state, which is made in the loop
-                first = tape.new((batch, 1, shape[-1]), max(self.item, 4))
-                for start in starts:
-                    tape.function([start], [first])
-                values[value] = tape.expand(first, shape)
-            self._nodes(parts.loop, values, paths)
-            for value in parts.out_of_loop:
-                values[value] = tape.copy(values[value])
+            own = {v: values[v] for v in parts.into_loop}
+            for v, x in own.items():
+                own[v] = tape.slice(x, x.shape) if len(x.shape) == 3 else x  # in tokens, whose gradients are joined
+            for name, state in states.items():
+                width = state.shape[-1]
+                own[body.ports[name]] = tape.expand(tape.view(state, (batch, 1, width)), (batch, tokens, width))
+            self._nodes(parts.loop, own, paths)
+            after = {name: self._last(own[body.carried[name]], state) for name, state in states.items()}
+            values |= {value: tape.copy(own[value]) for value in parts.out_of_loop}
+            own.clear()
             self._nodes(parts.after, values, paths)
         self.part = None
-        return values[body.result]
+        return values[body.result], after
+
+    def _last(self, x: Value, like: Value) -> Value:
+        """Record the last one of the states of a loop, in which each has memory of its own."""
+        y, whole = self.tape.new(like.shape, like.item), x.shape
+        self.tape.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(whole, dense=False)])
+        return y
 
     def _scanned(
-        self, body: Graph, parts: Stages, values: dict[int, Value], sizes: Mapping[int, Shape], paths: tuple[str, ...]
-    ) -> None:
-        """Record the associative scan of states that are set by linear formulas."""
-        tape, item = self.tape, max(self.item, 4)
+        self, body: Graph, parts: Stages, values: dict[int, Value], before: dict[str, Value], paths: tuple[str, ...]
+    ) -> dict[str, Value]:
+        """Record the associative scan of states that are set by linear formulas. Returns those of the last token."""
+        tape, tokens = self.tape, values[body.input].shape[1]
+        forms: dict[int, Any] = {number: linear_forms.Form({name: 1.0}, None) for name, number in body.ports.items()}
+        apply = partial(linear_forms.apply, partial(_in_formula, tape))
+        for node in parts.loop:
+            op, tape.step = node.op, graph.join(paths[-1], node.name)
+            assert isinstance(op, Calc)
+            given = {}
+            for name, (value,) in node.inputs.items():
+                x: Any = forms.get(value, values.get(value))
+                given[name] = tape.view(x, (x.shape[0], 1, x.shape[1])) if value in node.vectors else x
+            names = tuple(graph.join(path, node.name) for path in paths)
+            given |= {name: self._parameter(namespace_of(name), names) for name in op.learned}
+            forms[node.outputs[0]] = computed(program_of(op.formula), given, apply)
         tape.step = paths[-1]
+        new = {name: forms.get(number, values.get(number)) for name, number in body.carried.items()}
+        states: dict[str, Value] = {}
         for group in parts.groups or ():
-            shape = sizes[body.ports[group[0]]]
-            read = [v for node in parts.loop for v in node.reads if v in values and values[v].shape[-1] == shape[-1]]
-            leaves = []
-            for at in range(len(group) * (len(group) + 1)):
-                leaf = tape.new(shape, item)
-                if read:
-                    tape.function([values[read[at % len(read)]]], [leaf])
-                leaves.append(leaf)
-            found = associative_scan.scan(tape, leaves, associative_scan.affine(len(group)))
-            del leaves
-            for name, state in zip(group, found[len(group) ** 2 :], strict=True):
-                values[body.carried[name]] = state
-                values[body.ports[name]] = tape.copy(state)
+            found = associative_scan.states(tape, [new[name] for name in group], group, before, tokens)
+            states |= dict(zip(group, found, strict=True))
+        for name, state in states.items():
+            batch, _, width = state.shape
+            earlier = [tape.view(before[name], (batch, 1, width)), tape.slice(state, (batch, tokens - 1, width))]
+            values[body.ports[name]] = tape.cat(earlier, 1)
+        values |= {number: states[name] for name, number in body.carried.items()}
+        return {name: tape.slice(state, (state.shape[0], state.shape[2])) for name, state in states.items()}
 
     def _nodes(self, nodes: Sequence[Node], values: dict[int, Value], paths: tuple[str, ...]) -> None:
         """Run some steps of a body, and add their outputs to the values."""
@@ -471,6 +508,13 @@ class Replay:
             return False
         width, tokens = x.shape[-1], math.prod(x.shape[:-1])
         return tokens * sum(node.split) >= SPLIT_MIN_ELEMENTS and min(node.split) >= int(width)
+
+
+def _in_formula(tape: Tape, name: str, *operands: Any) -> Any:
+    """Record an operator or a function of a formula, or compute one of numbers."""
+    if any(isinstance(each, Value) for each in operands):
+        return recorded(tape, name, *operands)
+    return applied(name, *operands)
 
 
 Axes = list[tuple[str, int]]

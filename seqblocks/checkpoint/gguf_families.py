@@ -17,11 +17,15 @@ Rows = tuple[tuple[str, dict[str, str]], ...]
 
 
 class Sizes(NamedTuple):
-    """The sizes of a model: the config.json of transformers that describes it, and the metadata of llama.cpp."""
+    """The sizes of a model: the config.json of transformers that describes it, and the metadata of llama.cpp.
+
+    text: if `families` has no such model, the spec to format with `config` and the sizes of all models.
+    """
 
     config: dict[str, Any]
     metadata: dict[str, int]
     groups: int = 1
+    text: str = ""
 
 
 class Architecture(NamedTuple):
@@ -165,13 +169,19 @@ HEAD_EPSILON = 64e-5  # of the norm of the heads; a constant in llama.cpp
 KEY_EPSILONS = {1e-24: False, 1e-6: True}  # added to a key's sum of squares -> `fuse_norm`. llama.cpp: the former
 
 
+def _check_heads(layer: list[Step]) -> None:
+    for step in layer:
+        op: Any = step.node.op
+        if step.verb == "head_norm" and abs(op.eps / HEAD_EPSILON - 1) > 1e-6:
+            raise RunError(f"{step.name} ({step.node.span}): eps is {op.eps}, not {HEAD_EPSILON}")
+
+
 def _rwkv7(layer: list[Step], dim: int) -> Sizes:
     ops: dict[str, Any] = {step.verb: step.node.op for step in layer}
     where = {step.verb: f"{step.name} ({step.node.span})" for step in layer}
     ranks = {name: tensor_shape(RWKV7, layer, f"time_mix_{name}1.weight")[0] for name in "wavg"}
     hidden, head = tensor_shape(RWKV7, layer, "channel_mix_key.weight")[0], dim // ops["l2_norm"].heads
-    if abs(ops["head_norm"].eps / HEAD_EPSILON - 1) > 1e-6:
-        raise RunError(f"{where['head_norm']}: eps is {ops['head_norm'].eps}, not {HEAD_EPSILON}")
+    _check_heads(layer)
     if ops["l2_norm"].eps not in KEY_EPSILONS:
         raise RunError(f"{where['l2_norm']}: eps is {ops['l2_norm'].eps}, not {' or '.join(map(str, KEY_EPSILONS))}")
     config = {
@@ -187,12 +197,87 @@ def _rwkv7(layer: list[Step], dim: int) -> Sizes:
     return Sizes(config, metadata)
 
 
+ORDER = (1, 2, 3, 0, 4)  # of the five mixes of RWKV-6: w, k, v, r, g in llama.cpp, here r, w, k, v, g
+MIX: Rows = tuple(_linear("time_mix_w2", f"time_mix_lerp_{part}") for part in "rwkvg")
+BARE: tuple[str, dict[str, str]] = ("lerp", {})
+RWKV6: Rows = (
+    _norm("attn_norm"), ("shift", {}), ("lerp", {"weight": "time_mix_lerp_x.weight"}), _linear("time_mix_w1"),
+    ("tanh", {}), *MIX,
+    BARE, _linear("time_mix_receptance"),
+    BARE, _linear("time_mix_decay_w1"), ("tanh", {}), _linear("time_mix_decay_w2", "time_mix_decay"), ("log_decay", {}),
+    BARE, _linear("time_mix_key"),
+    BARE, _linear("time_mix_value"),
+    BARE, _linear("time_mix_gate"),
+    ("linear_attention", {"u": "time_mix_first.weight"}),
+    ("head_norm", {"weight": "time_mix_ln.weight", "bias": "time_mix_ln.bias"}), ("gate", {}),
+    _linear("time_mix_output"), ("residual", {}),
+    _norm("attn_norm_2"), ("shift", {}), ("lerp", {"weight": "channel_mix_lerp_k.weight"}), _linear("channel_mix_key"),
+    ("squared_relu", {}), _linear("channel_mix_value"), ("lerp", {"weight": "channel_mix_lerp_r.weight"}),
+    _linear("channel_mix_receptance"), ("gate", {}), ("residual", {}),
+)  # fmt: skip
+RWKV6_TEXT = """seqblocks: 1
+use: [rwkv6]
+model:
+  input: {{tokens: {vocabulary}}}
+  steps:
+    - embed: {{features: {dim}}}
+    - layer_norm: {{name: pre_norm, eps: {eps}}}
+    - repeat:
+        name: layers
+        times: {depth}
+        steps:
+          - residual:
+              name: token
+              steps:
+                - layer_norm: {{name: norm, eps: {eps}}}
+                - rwkv6_mixer:
+                    dim: {dim}
+                    heads: {heads}
+                    expand_k: 1
+                    mix_rank: {mix}
+                    decay_rank: {decay}
+                    eps: {of_heads}
+          - residual:
+              name: channel
+              steps:
+                - layer_norm: {{name: norm, eps: {eps}}}
+                - rwkv6_channel_mixer: {{dim: {dim}, ratio: {ratio}}}
+    - layer_norm: {{name: norm, eps: {eps}}}
+    - unembed: {{bias: false{tie}}}
+"""
+
+
+def _rwkv6(layer: list[Step], dim: int) -> Sizes:
+    _check_heads(layer)
+    ops: dict[str, Any] = {step.verb: step.node.op for step in layer}
+    mix = tensor_shape(RWKV6, layer, "time_mix_w1.weight")[0] // 5
+    decay = tensor_shape(RWKV6, layer, "time_mix_decay_w1.weight")[0]
+    hidden, heads = tensor_shape(RWKV6, layer, "channel_mix_key.weight")[0], ops["linear_attention"].heads
+    config = {
+        "heads": heads, "mix": mix, "decay": decay, "of_heads": ops["head_norm"].eps, "ratio": hidden / dim,
+    }  # fmt: skip
+    metadata = {
+        "feed_forward_length": hidden, "wkv.head_size": dim // heads, "token_shift_count": 2,
+        "time_mix_extra_dim": mix, "time_decay_extra_dim": decay, "rescale_every_n_layers": 0,
+    }  # fmt: skip
+    return Sizes(config, metadata, text=RWKV6_TEXT)
+
+
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
 KNOWN = (
     Architecture("mamba", EMBED, MAMBA, RMS_LAST, _mamba),
     Architecture("mamba2", EMBED, MAMBA2, RMS_LAST, _mamba2),
+    Architecture(
+        "rwkv6",
+        (*EMBED, _norm("token_embd_norm")),
+        RWKV6,
+        (_norm("output_norm"), *UNEMBED),
+        _rwkv6,
+        epsilon="attention.layer_norm_epsilon",
+        copies={"output.weight": "token_embd.weight"},
+    ),
     Architecture(
         "rwkv7",
         (*EMBED, _norm("token_embd_norm"), *RWKV7_FIRST),
@@ -231,6 +316,4 @@ def reason(model: ModelSpec) -> str:
         return ""
     if any(op.rule == "delta" for op in memories):
         return "llama.cpp has delta rules only beside attention (Qwen3-Next, Kimi Linear)"
-    if any(op.bonus for op in memories):
-        return "seqblocks does not write RWKV-6 yet"
     return "llama.cpp has no GLA, RetNet or HGRN2"

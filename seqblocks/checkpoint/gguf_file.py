@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
-from seqblocks.checkpoint.gguf_families import KNOWN, Architecture, Rows, Sizes, reason
+from seqblocks.checkpoint.gguf_families import KNOWN, ORDER, Architecture, Rows, Sizes, reason
 from seqblocks.checkpoint.gguf_steps import Step, difference, steps_of
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, UnavailableError, UsageError, listing
@@ -27,7 +27,7 @@ TYPES = ("f32", "f16", "q8_0")
 ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "Q8_0": torch.uint8}  # of the arrays that gguf writes
 BLOCK = 32  # consecutive values of a row that share a scale in q8_0
 CONTEXT = 2**20  # the state does not limit the length; llama.cpp requires a number
-VECTORS = ("norm", "conv1d", "lerp")  # in the names of tensors that are not factors of a matrix product
+VECTORS = ("norm", "conv1d", "lerp", "first")  # in the names of tensors that are not factors of a matrix product
 _Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
 
 
@@ -169,9 +169,21 @@ def _canonical(architecture: Architecture, steps: list[Step], depth: int) -> tup
         **sizes.config,
     }
     try:
-        return sizes, steps_of(check.require_model(*check.load_text(spec_text(config), f"<{architecture.name}>")))
+        text = _formatted(sizes.text, steps, config) if sizes.text else spec_text(config)
+        return sizes, steps_of(check.require_model(*check.load_text(text, f"<{architecture.name}>")))
     except UsageError as error:
         raise RunError(str(error)) from error
+
+
+def _formatted(text: str, steps: list[Step], config: Mapping[str, Any]) -> str:
+    return text.format(
+        **config,
+        dim=config["hidden_size"],
+        depth=config["num_hidden_layers"],
+        vocabulary=config["vocab_size"],
+        eps=_eps(steps),
+        tie=", tie: embed" if config["tie_word_embeddings"] else "",
+    )
 
 
 def _features(steps: list[Step]) -> int:
@@ -210,7 +222,7 @@ def _tensors(
         raise RunError(f"{output.name} is tied to {listing(output.node.ties.values())}, not to the embedding")
     parts |= {name: parts[source] for name, source in architecture.copies.items() if name not in parts}
     for name, names in parts.items():
-        change = _changed(name, architecture.name == "mamba2", groups)
+        change = _changed(name, architecture.name, groups)
         empty = [torch.empty(ours.headers[own].shape, device="meta") for own in names]
 
         def make(names: list[str] = names, change: Callable[[Tensor], Tensor] = change) -> Tensor:
@@ -220,12 +232,19 @@ def _tensors(
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Stack the mixing weights that are one tensor in llama.cpp: [parts, 1, 1, features]."""
-    return parts[0] if len(parts) == 1 else torch.stack(parts)[:, None, None]
+    """Stack what is one tensor in llama.cpp."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
-def _changed(name: str, second: bool, groups: int) -> Callable[[Tensor], Tensor]:
-    """Return the function that computes a tensor of llama.cpp from our parameter."""
+def _changed(name: str, architecture: str, groups: int) -> Callable[[Tensor], Tensor]:
+    """Return the function that computes a tensor of llama.cpp from our parameter, or our stacked parameters."""
+    second = architecture == "mamba2"
+    if name.endswith("time_mix_lerp_fused.weight"):
+        return lambda x: x[:, None, None]
+    if architecture == "rwkv6" and name.endswith("time_mix_w1.weight"):
+        return lambda x: x.unflatten(0, (5, -1))[list(ORDER)].flatten(0, 1)
+    if architecture == "rwkv6" and name.endswith("time_mix_w2.weight"):
+        return lambda x: x[list(ORDER)]
     if name.endswith("ssm_conv1d.weight"):
         return lambda x: x.squeeze(1)
     if name.endswith("ssm_a"):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lsprotocol import types
 from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams, JsonRpcInvalidRequest
@@ -30,6 +30,7 @@ from seqblocks.language.files import bundled
 REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
 LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 DELAY = 0.1  # seconds without a change before diagnostics are published
+LENGTH = re.compile(rb"(?i)content-length[ \t]*:[ \t]*(\d+)\s*")  # a header, as HTTP lets a client write it
 KINDS = {
     "section": types.SymbolKind.Namespace,
     "name": types.SymbolKind.Constant,
@@ -49,6 +50,18 @@ ITEM_KINDS = {
     "file": types.CompletionItemKind.File,
     "function": types.CompletionItemKind.Operator,
 }
+
+
+class Headers:
+    """What a client sends, with its headers written in the only way that pygls reads them."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.read = stream, stream.read
+
+    def readline(self) -> bytes:
+        line = self.stream.readline()
+        found = LENGTH.fullmatch(line)
+        return b"Content-Length: %s\r\n" % found[1] if found else line
 
 
 class Protocol(LanguageServerProtocol):
@@ -249,7 +262,7 @@ def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Pa
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_refusals)
         logging.info("seqblocks %s", __version__)
-    server(allow_use).start_io(reading, writing)
+    server(allow_use).start_io(cast(BinaryIO, Headers(reading)), writing)
 
 
 def _without_refusals(record: logging.LogRecord) -> bool:

@@ -79,7 +79,7 @@ class Calc(Op):
         return [Split(self, tuple(wide))] if width > 1 else []
 
     def memory(self, tape: Tape, p: Mapping[str, Value], *inputs: Value) -> Value:
-        return computed(program_of(self.formula), self._values(p, inputs), partial(_recorded, tape))
+        return computed(program_of(self.formula), self._values(p, inputs), partial(recorded, tape))
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         program = program_of(self.formula)
@@ -243,14 +243,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def applied(name: str, a: Any, *others: Any) -> Any:
-    import torch
-
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](a, *others)
     if name == "-":
         return a - others[0] if others else -a
     if name in ("min", "max"):
         return reduce(_lower if name == "min" else _higher, others, a)
+    import torch
+
     return torch.nn.functional.softplus(a) if name == "softplus" else getattr(torch, name)(a)
 
 
@@ -266,10 +266,10 @@ def _higher(a: Any, b: Any) -> Any:
     return a.clamp(min=b) if isinstance(b, int | float) else a.maximum(b)
 
 
-def _recorded(tape: Tape, name: str, a: Value, *others: Any) -> Value:
+def recorded(tape: Tape, name: str, a: Value, *others: Any) -> Value:
     """Record what an operator or a function keeps for the backward pass."""
     if name in ("min", "max") and len(others) > 1:
-        return reduce(partial(_recorded, tape, name), others, a)
+        return reduce(partial(recorded, tape, name), others, a)
     b = others[0] if others else None
     numbers = [isinstance(each, int | float) for each in (a, b)]
     if b is None:

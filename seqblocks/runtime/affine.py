@@ -7,56 +7,18 @@ depend on no state. States that read each other form a group; its matrix A is as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels.associative_scan import associative_scan
+from seqblocks.language import linear_forms
+from seqblocks.language.linear_forms import form_of
 from seqblocks.ops.calc import applied
 
-
-class Form(NamedTuple):
-    """A value that is linear in the states: the sum of their products with the coefficients, and a constant."""
-
-    coefficients: dict[str, Any]
-    constant: Any
-
-
-def apply(name: str, a: Any, *others: Any) -> Any:
-    """Compute an operator of a linear formula, some of whose operands are Forms."""
-    if not isinstance(a, Form) and not any(isinstance(each, Form) for each in others):
-        return applied(name, a, *others)
-    if name == "-" and not others:
-        return _scaled(a, lambda x: -x)
-    (b,) = others
-    match name:
-        case "+":
-            return _added(_form(a), _form(b))
-        case "-":
-            return _added(_form(a), _scaled(_form(b), lambda x: -x))
-        case "/":
-            return _scaled(a, lambda x: x / b)
-    form, factor = (a, b) if isinstance(a, Form) else (b, a)
-    return _scaled(form, lambda x: x * factor)
-
-
-def _form(x: Any) -> Form:
-    return x if isinstance(x, Form) else Form({}, x)
-
-
-def _scaled(form: Form, change: Any) -> Form:
-    constant = None if form.constant is None else change(form.constant)
-    return Form({name: change(x) for name, x in form.coefficients.items()}, constant)
-
-
-def _added(a: Form, b: Form) -> Form:
-    coefficients = dict(a.coefficients)
-    for name, x in b.coefficients.items():
-        coefficients[name] = coefficients[name] + x if name in coefficients else x
-    if a.constant is None or b.constant is None:
-        return Form(coefficients, b.constant if a.constant is None else a.constant)
-    return Form(coefficients, a.constant + b.constant)
+apply = partial(linear_forms.apply, applied)
 
 
 def states(
@@ -70,7 +32,7 @@ def states(
     """
     first = before[group[0]]
     sizes = (first.shape[0], tokens, first.shape[1])
-    found = [_form(forms[name]) for name in group]
+    found = [form_of(forms[name]) for name in group]
     matrix = [[_full(form.coefficients.get(name), sizes, first) for name in group] for form in found]
     vector = [_full(form.constant, sizes, first) for form in found]
     old = [before[name].unsqueeze(1) for name in group]

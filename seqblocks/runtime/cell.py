@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from seqblocks.analysis.steps.combinators.cell import STARTED, stages_of
 from seqblocks.graph import CellNode, Graph, Node, spent_values
 from seqblocks.kernels import dispatch
+from seqblocks.language import linear_forms
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.runtime import affine
 from seqblocks.runtime.body import Body, Planned, add_exports, planned, store
@@ -266,7 +267,7 @@ class Cell(Body, Owner):
     ) -> dict[str, Tensor]:
         """Compute the states of all tokens by an associative scan, and then the steps that read them."""
         assert self._parts.groups
-        forms: dict[int, Any] = {value: affine.Form({name: 1.0}, None) for name, value in self._old.items()}
+        forms: dict[int, Any] = {value: linear_forms.Form({name: 1.0}, None) for name, value in self._old.items()}
         for step in self._loop:
             op, child = step.node.op, self._modules[step.name]
             assert isinstance(op, Calc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,9 @@ def shown(
 
 
 def _numbers(let: Table | None) -> dict[str, float]:
-    """Return the entries of `let:` that are written as numbers."""
+    """Return the entries of `let:` that are written as numbers, without .nan and .inf, which JSON does not have."""
     scalars = {name: node.value for name, _, node in let or () if isinstance(node, Scalar)}
-    return {n: x for n, x in scalars.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    return {n: x for n, x in scalars.items() if type(x) is int or (type(x) is float and math.isfinite(x))}
 
 
 def answer(name: str, given: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from seqblocks.tape import Tape, Value
+from seqblocks.language.linear_forms import form_of
+from seqblocks.tape import Shape, Tape, Value
 
 
 class Element(NamedTuple):
@@ -87,6 +88,33 @@ def affine(size: int) -> Combine:
         return [*matrix, *(tape.add(product(tape, row, before), x) for row, x in zip(rows, added, strict=True))]
 
     return combine
+
+
+def states(
+    tape: Tape, new: Sequence[Any], group: Sequence[str], before: Mapping[str, Value], tokens: int
+) -> list[Value]:
+    """Record `states` of runtime/affine.py: those of a group whose new values are linear in each other.
+
+    new: a Form for each, or a value that depends on no state. before: the states [batch, features] before.
+    """
+    first = before[group[0]]
+    (batch, width), item = first.shape, first.item
+    found = [form_of(each) for each in new]
+    shape = batch, tokens, width
+    matrix = [[_full(tape, form.coefficients.get(name), shape, item) for name in group] for form in found]
+    vector = [_full(tape, form.constant, shape, item) for form in found]
+    old = [tape.view(before[name], (batch, 1, width)) for name in group]
+    for at, (row, b) in enumerate(zip(matrix, vector, strict=True)):
+        added = product(tape, [_tokens(tape, a, 1) for a in row], old)
+        vector[at] = tape.cat([tape.add(_tokens(tape, b, 1), added), _tokens(tape, b, tokens - 1)], 1)
+    leaves = [*(a for row in matrix for a in row), *vector]
+    return scan(tape, leaves, affine(len(group)))[len(group) ** 2 :]
+
+
+def _full(tape: Tape, x: Any, shape: Shape, item: int) -> Value:
+    """Record a coefficient, a number or None for 0, at each token and feature."""
+    x = tape.cast(x, item) if isinstance(x, Value) else tape.new((1, 1, 1), item)
+    return x if x.shape == shape else tape.expand(x, shape)
 
 
 def product(tape: Tape, row: Leaves, column: Leaves) -> Value:

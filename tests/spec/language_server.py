@@ -33,6 +33,7 @@ class Client:
     ) -> None:  # fmt: skip
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.settings = settings
+        self.header = "Content-Length: {}\r\n"
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.diagnostics: dict[str, queue.Queue[list[dict[str, Any]]]] = {}
         self.asked: list[str] = []  # what the server asked the client to do
@@ -98,7 +99,7 @@ class Client:
     def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps({"jsonrpc": "2.0", **message}).encode()
         assert self.process.stdin
-        self.process.stdin.write(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        self.process.stdin.write((self.header.format(len(data)) + "\r\n").encode() + data)
         self.process.stdin.flush()
 
     def _listen(self) -> None:

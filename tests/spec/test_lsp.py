@@ -388,13 +388,14 @@ INVALID: list[Any] = [
 ]
 
 
-def test_invalid_and_late_requests_have_answers(tmp_path: Path) -> None:
+def test_invalid_late_and_oddly_headed_requests_have_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     client = Client([*COMMAND, "--log", str(log)], tmp_path, {})
     for params in INVALID:
         with pytest.raises(ServerError, match="parameters of textDocument/hover are not those of the protocol"):
             client.request("textDocument/hover", params)
     client.notify("textDocument/didClose", {})  # a notification has no answer
+    client.header = "content-length:{} \r\nContent-Type: application/vscode-jsonrpc; charset=utf-8\r\n"
     client.request("shutdown", None)
     with pytest.raises(ServerError, match="takes no more requests"):
         client.request("textDocument/hover", {**HERE, "position": {"line": 0, "character": 0}})

@@ -68,6 +68,12 @@ def test_the_page_and_its_files(server: Server) -> None:
     assert (found["name"], found["text"], found["saves"]) == ("spec.yaml", TEXT, True)
 
 
+def test_numbers_that_json_does_not_have_are_left_out(server: Server) -> None:
+    text = TEXT.replace("{dim: 64,", "{dim: 64, a: .nan, b: .inf, c: -.inf, d: 1.0e+400, e: 0.5, yes_: true,")
+    status, found = ask(server, "analyse", {"text": text})
+    assert (status, found["let"]) == (200, {"dim": 64, "e": 0.5})
+
+
 def test_what_is_shown_of_a_text(server: Server) -> None:
     status, found = ask(server, "analyse", {"text": TEXT})
     assert (status, found["ok"], found["problems"], found["let"]) == (200, True, [], {"dim": 64})

@@ -67,6 +67,12 @@ OPS: dict[str, list[str]] = {
     "cell, pair": [
         Z, 'cell: {from: x, state: {s: 64, t: 64}, steps: [{calc: {s: "tanh(z) * s + x - 0.1 * t", t: "t + s / 9"}}]}',
     ],
+    "cell, parts of a scan": [
+        "cell: {chunk: 16, state: {s: {features: 64, learned: true}}, steps: [{calc: {s: sigmoid(x) * s + x}}]}"
+    ],
+    "cell, old state": [
+        'cell: {state: {s: 64}, steps: [{calc: {y: "s * x", s: "0.9 * s + a * x", learned: {a: 0.1}}}]}',
+    ],
     "cell, loop": ["cell: {state: {s: 64}, steps: [{linear: {from: [input, s], features: 64}}, {tanh: {as: s}}]}"],
     "shift": ["shift: 3"],
     "causal_conv, silu": ["causal_conv: {activation: silu}"],

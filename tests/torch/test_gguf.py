@@ -173,6 +173,90 @@ def test_a_file_of_rwkv7(tmp_path: Path) -> None:
         assert [int(size) for size in tensors[name].shape] == [*reversed(tensor.shape)], name
 
 
+RWKV6 = """seqblocks: 1
+use: [rwkv6]
+model:
+  input: {tokens: 48}
+  steps:
+    - embed: {features: 64}
+    - layer_norm: {name: pre_norm}
+    - repeat:
+        name: layers
+        times: 2
+        steps:
+          - residual:
+              name: token
+              steps:
+                - layer_norm: {name: norm}
+                - rwkv6_mixer: {dim: 64, heads: 2, expand_k: 1, mix_rank: 3, decay_rank: 5, eps: 64e-5}
+          - residual:
+              name: channel
+              steps: [{layer_norm: {name: norm}}, {rwkv6_channel_mixer: {dim: 64, ratio: 2}}]
+    - layer_norm: {name: norm}
+    - unembed: {bias: false}
+"""
+
+
+def test_a_file_of_rwkv6(tmp_path: Path) -> None:
+    folder, ours = saved(tmp_path, RWKV6)
+    to_gguf(folder, tmp_path / "x.gguf")
+    metadata, tensors = read(tmp_path / "x.gguf")
+    expected = {
+        "general.architecture": "rwkv6", "rwkv6.embedding_length": 64, "rwkv6.block_count": 2,
+        "rwkv6.feed_forward_length": 128, "rwkv6.wkv.head_size": 32, "rwkv6.token_shift_count": 2,
+        "rwkv6.time_mix_extra_dim": 3, "rwkv6.time_decay_extra_dim": 5, "rwkv6.rescale_every_n_layers": 0,
+        "rwkv6.attention.head_count": 0, "rwkv6.vocab_size": 48,
+    }  # fmt: skip
+    assert expected.items() <= metadata.items()
+    assert metadata["rwkv6.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    wanted = {"token_embd.weight": ours["embed.weight"], "output.weight": ours["unembed.weight"]}
+    for part in ("weight", "bias"):
+        wanted |= {f"token_embd_norm.{part}": ours[f"pre_norm.{part}"], f"output_norm.{part}": ours[f"norm.{part}"]}
+    for layer in range(2):
+        mixer, channel = (f"layers.{layer}.{part}." for part in ("token.rwkv6_mixer", "channel.rwkv6_channel_mixer"))
+        r, w, k, v, g = ours[f"{mixer}mix_in.weight"].chunk(5)
+        named = {
+            **{f"attn_norm.{part}": ours[f"layers.{layer}.token.norm.{part}"] for part in ("weight", "bias")},
+            **{f"attn_norm_2.{part}": ours[f"layers.{layer}.channel.norm.{part}"] for part in ("weight", "bias")},
+            **{f"time_mix_ln.{part}": ours[f"{mixer}g_norm.{part}"] for part in ("weight", "bias")},
+            "time_mix_lerp_x.weight": ours[f"{mixer}mix.weight"],
+            "time_mix_w1.weight": torch.cat([w, k, v, r, g]),
+            "time_mix_w2.weight": torch.stack([ours[f"{mixer}mix_{part}.weight"] for part in "wkvrg"]),
+            **{f"time_mix_lerp_{part}.weight": ours[f"{mixer}mix_{part}.bias"] for part in "wkvrg"},
+            "time_mix_receptance.weight": ours[f"{mixer}r_proj.weight"],
+            "time_mix_key.weight": ours[f"{mixer}k_proj.weight"],
+            "time_mix_value.weight": ours[f"{mixer}v_proj.weight"],
+            "time_mix_gate.weight": ours[f"{mixer}g_proj.weight"],
+            "time_mix_output.weight": ours[f"{mixer}o_proj.weight"],
+            "time_mix_decay_w1.weight": ours[f"{mixer}decay_in.weight"],
+            "time_mix_decay_w2.weight": ours[f"{mixer}decay_out.weight"],
+            "time_mix_decay.weight": ours[f"{mixer}decay_out.bias"],
+            "time_mix_first.weight": ours[f"{mixer}linear_attention.u"],
+            **{f"channel_mix_lerp_{part}.weight": ours[f"{channel}mix_{part}.weight"] for part in "kr"},
+            "channel_mix_key.weight": ours[f"{channel}key.weight"],
+            "channel_mix_value.weight": ours[f"{channel}value.weight"],
+            "channel_mix_receptance.weight": ours[f"{channel}receptance.weight"],
+        }
+        wanted |= {f"blk.{layer}.{name}": x for name, x in named.items()}
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(values(tensors[name]), tensor), name
+        assert [int(size) for size in tensors[name].shape] == [*reversed(tensor.shape)], name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("expand_k: 1,", "expand_k: 0.5,"), r"r_proj \(.*\): features is 32, not 64"),
+        (("{name: pre_norm}", "{name: pre_norm, eps: 1e-3}"), r"norm \(.*\): eps is 1e-05, not 0.001"),
+    ],
+)
+def test_variants_of_rwkv6_are_refused_with_the_reason(tmp_path: Path, change: tuple[str, str], reason: str) -> None:
+    folder, _ = saved(tmp_path, RWKV6.replace(*change))
+    with pytest.raises(RunError, match=reason):
+        to_gguf(folder, tmp_path / "x.gguf")
+
+
 def test_a_tied_rwkv7_gets_both_tensors(tmp_path: Path) -> None:
     model = seqblocks.build_text(rwkv7_text(tie_word_embeddings=True))
     seqblocks.save(model, tmp_path / "model")
@@ -259,7 +343,7 @@ OF_HEADS = {**SMALL, "heads": 2}
     ("name", "sizes", "reason"),
     [
         ("rwkv7_0_4b", {**SMALL, "depth": 2, "head": 32}, r"g_norm \(.*\): eps is 0.00032, not 0.00064"),
-        ("rwkv6_1_4b", OF_HEADS, "does not write RWKV-6 yet"),
+        ("rwkv6_1_4b", OF_HEADS, r"g_norm \(.*\): eps is 1e-05, not 0.00064"),
         ("rwkv4_169m", SMALL, "of RWKV only versions 6 and 7"),
         ("gla_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),
         ("retnet_1_3b", OF_HEADS, "llama.cpp has no GLA, RetNet or HGRN2"),

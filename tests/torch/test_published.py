@@ -23,6 +23,9 @@ WHOLE: dict[str, dict[str, Any]] = {
         "input.image.size": 64,
     },
     "mixer_b16": {"dim": 8, "model.layers.times": 1},
+    "modernbert_base": {"input.tokens": 11, "dim": 12, "hidden": 8, "heads": 2, "depth": 2},
+    "patchtst": {"dim": 8, "heads": 2, "hidden": 12, "depth": 1, "series": 2, "length": 40, "horizon": 3},
+    "pvt_v2_b0": {"widths": [4, 8, 10, 8], "input.image.size": 64},
     "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
 }
 STREAMS: dict[str, dict[str, Any]] = {
@@ -38,6 +41,10 @@ STREAMS: dict[str, dict[str, Any]] = {
     "gemma_2b": WORDS | {"dim": 12, "head": 4, "hidden": 16},
     "gpt_oss_20b": {
         "input.tokens": 11, "rounds": 1, "dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "window": 3, "experts": 4,
+    },
+    "jamba_v01": {
+        "input.tokens": 11, "model.layers.pattern": "mam", "groups": 1, "dim": 12, "heads": 2, "kv_heads": 1,
+        "hidden": 8, "state": 2, "rank": 3, "experts": 3,
     },
     "lfm2_350m": {
         "input.tokens": 11, "rounds": "c a", "dim": 12, "heads": 2, "kv_heads": 1, "head": 4, "hidden": 16,

@@ -50,7 +50,8 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
         return (ctx.run.unknown(),)
     last = ctx.body.last
     if last and len(last.outputs) > 1:
-        names = [ctx.run.labels[value] for value in last.outputs]
+        wires = {value: name for name, value in ctx.body.wires.items()}  # outputs of a faulty step have no labels
+        names = [wires.get(value, ctx.run.labels[value]) for value in last.outputs]
         message = f"the step above has {len(names)} outputs: select one with `from`"
         ctx.report(Fault("E313", message, expected=f"from: one of {listing(names)}"), step)
         return (ctx.run.unknown(),)

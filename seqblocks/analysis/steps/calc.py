@@ -123,7 +123,8 @@ def _shared(ctx: Context, step: Step) -> _Formulas:
     """Return what the formulas of a step share; the first one decides what `x` is."""
     body, whole = ctx.body, step.part_of or step
     if step.is_start or body.formulas is None or body.formulas.step is not whole:
-        body.formulas = _Formulas(whole, (body.value, body.last), _read_learned(ctx, step), [])
+        learned = _read_learned(ctx, step)
+        body.formulas = _Formulas(whole, (body.value, body.last), learned if _may_read(ctx, step) else None, [])
     found: _Formulas = body.formulas
     return found
 
@@ -196,8 +197,7 @@ def _read_learned(ctx: Context, step: Step) -> dict[str, Any] | None:
         ctx.report(Fault("E203", message, found=kind_of(node), hint=hint), node.span)
         return None
     found: dict[str, Any] = {}
-    formulas = [each for key, (_, each) in (step.part_of or step).fields.items() if key != "learned"]
-    read = {word for each in formulas if isinstance(each, Scalar) for word in re.findall(r"\w+", each.text)}
+    read = _words(step)
     for name, span, value in node:
         if name in ctx.body.wires:
             fault = Fault("E305", f"there is already a wire {quote(name)}", hint="choose another name for the scalar")
@@ -207,6 +207,45 @@ def _read_learned(ctx: Context, step: Step) -> dict[str, Any] | None:
             ctx.report(Fault("E315", message, hint=hint), span)
         found[name] = _read_initial(ctx, value) if may_be_name(ctx, name, span) else UNKNOWN
     return None if node.incomplete else found
+
+
+def _words(step: Step) -> set[str]:
+    """Return all words in the formulas of a step."""
+    fields = (step.part_of or step).fields
+    formulas = (each for key, (_, each) in fields.items() if key not in ("learned", X.name))
+    return {word for each in formulas if isinstance(each, Scalar) for word in re.findall(r"\w+", each.text)}
+
+
+def _may_read(ctx: Context, step: Step) -> bool:
+    """Return whether `from:` or `x:` is a wire that a formula reads; report it if not."""
+    key = X.name if X.name in step.fields else "from"
+    node = step.get(key)
+    if node is None:
+        return True
+    if key == X.name and _is_formula(node):
+        message = f"`{key}` is the wire that formulas read, so it cannot be the name of a result"
+        hint = "choose another name, also where the result is read"
+        ctx.report(Fault("E311", message, hint=hint), step.key_span(key))
+        return False
+    if X.name in _words(step) or step.unreadable:
+        return True
+    if "when" in step.common:  # under a false condition, this wire replaces the results
+        read_port(ctx, step, X)
+        return True
+    message, hint = f"no formula reads `{X.name}`", f"remove `{key}`, or read `{X.name}` in a formula"
+    if key == X.name:
+        fault = Fault("E315", message, hint=f"{hint}; a result needs another name")
+    else:
+        fault = Fault("E315", f"{message}, the wire of `{key}`", hint=hint)
+    ctx.report(fault, step.key_span(key))
+    return False
+
+
+def _is_formula(node: Node) -> bool:
+    """Return whether a node is a formula or a number instead of the name of a wire; indices may be expressions."""
+    if not isinstance(node, Scalar):
+        return False
+    return not isinstance(node.value, str) or bool(re.search(r"[-+*/()]", re.sub(r"\[[^]]*\]", "", node.text)))
 
 
 def _read_initial(ctx: Context, node: Node) -> Any:
@@ -219,7 +258,7 @@ def _read_initial(ctx: Context, node: Node) -> Any:
 
 def _report_no_formula(ctx: Context, step: Step, node: Node | None) -> None:
     if node is None:
-        if not step.incomplete:
+        if not step.incomplete and _may_read(ctx, step):
             ctx.report(Fault("E202", f"{step.verb} needs a formula", hint='calc: {y: "a - b"}'), step.span)
         return
     name = step.get("as")

@@ -56,8 +56,10 @@ def condition(ctx: Context, step: Step) -> Any:
         entry = step.common.get("as")
         if entry and not isinstance(entry[1], Scalar):
             message = "a step with a condition cannot split its output"
-            fault = Fault("E316", message, hint="split its output in a separate step: - identity: {as: [a, b]}")
-            ctx.report(fault, span)
+            hint = "split its output in a separate step: - identity: {as: [a, b]}"
+            if "layer" in ctx.names:
+                hint += "; for wires that only some layers have, use a `pattern`"
+            ctx.report(Fault("E316", message, hint=hint), span)
             known[id(step)] = UNKNOWN
     return known[id(step)]
 
