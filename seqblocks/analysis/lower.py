@@ -85,7 +85,7 @@ def lower_file(
             check_future(model, run.warnings, declared.entries if declared else ())
         if model:
             model.graph = body = apply_rules(run, model.graph)
-    return Lowered(model, body, tuple(run.references.found.values()) if run.references else ())
+    return Lowered(model, body, run.references.all() if run.references else ())
 
 
 def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override, ...]) -> None:

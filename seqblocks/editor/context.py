@@ -114,7 +114,7 @@ def context_of(path: list[PathEntry], file: SpecFile) -> Context | None:
         case "let":
             return _let(path, scope)
         case "expect":
-            return _expect(path, scope)
+            return _expect(path, file, scope)
         case "init":
             return Context("initialiser", scope) if len(path) > 2 and not path[-1].on_key else None
         case "blocks":
@@ -176,14 +176,16 @@ def _let(path: list[PathEntry], scope: Scope) -> Context | None:
     return Context("names", Scope(others, {}, {}))
 
 
-def _expect(path: list[PathEntry], scope: Scope) -> Context | None:
+def _expect(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | None:
     if len(path) == 3 and path[2].on_key:
         return _key(EXPECT_KEYS, path[1].node, scope)
     if len(path) == 2:
         return _key(EXPECT_KEYS, path[1].node, scope)
     if len(path) == 4 and path[3].on_key and path[2].key in FIGURES:
         return _key(BUDGET_KEYS, path[2].node, scope)
-    return Context("names", scope) if not path[-1].on_key else None
+    inputs = file.model.get("inputs") if file.model and path[2].key == "output" else None
+    lengths = {name: Name("", "") for name, _, _ in inputs} if isinstance(inputs, Mapping) else {}
+    return Context("names", Scope({**scope.names, **lengths}, {}, {})) if not path[-1].on_key else None
 
 
 def _block(path: list[PathEntry], file: SpecFile, scope: Scope) -> Context | None:

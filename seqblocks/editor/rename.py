@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.analyse import Analysis
-from seqblocks.analysis.scope.references import Reference
+from seqblocks.analysis.scope.references import Reference, linked
 from seqblocks.analysis.scope.step import find_verb
 from seqblocks.analysis.step_list import LocatedStep
 from seqblocks.editor import navigation
@@ -123,11 +123,11 @@ class _Renaming:
 
     def edits(self, keep: bool) -> list[Edit]:
         """Return the edits. keep: add `name:` to all steps that would get another name, not only where needed."""
-        definitions, spans = {self.target.definition}, [each.span for each in self.target.references]
+        references = self.opened.known.analysis.references
+        definitions = linked(references, self.target.definition)
         if self.target.is_wire:
-            for other in self._alternatives():
-                definitions.add(other)
-                spans += [each.span for each in self.opened.own_references.values() if each.definition == other]
+            definitions.update(self._alternatives())
+        spans = [each.span for each in references if each.definition in definitions]
         found = {span: Edit(span, self.new) for span in [*definitions, *spans] if self.opened.is_own(span)}
         edits = [*found.values()]
         if self.target.is_wire:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import analyse as module
 from seqblocks.analysis import check
+from seqblocks.analysis.scope.references import linked
 from seqblocks.editor.edits import applied
 from seqblocks.editor.fixes import fixes
 from seqblocks.editor.opened import Opened
@@ -150,19 +152,49 @@ def test_bundled_specs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(TEXTS))
-def test_renamed_wires_give_an_equal_model(name: str) -> None:
-    """Every wire with a name is renamed by its references alone. Steps named by `as:` keep their names by `name:`."""
+def test_all_names_are_renamed_by_references_alone(name: str) -> None:
+    """All wires, names, blocks and arguments: the spec is valid, and its model has the same parts.
+
+    Wires and blocks may also name steps, so that maps of checkpoints, and names in the state_dict, have to follow.
+    Without those, nothing else differs.
+    """
     found = analysed(name)
-    wires = {each.definition for each in found.references if each.kind == "wire" and each.definition}
-    names = {span: f"w17_{at}" for at, span in enumerate(wires) if span.source.text == TEXTS[name]}
-    edits = {each.span: names[each.definition] for each in found.references if each.definition in names}
-    changed = seqblocks.analyse(edited(TEXTS[name], [*{**edits, **names}.items()]), name)
-    assert [each for each in changed.diagnostics if each.code in ("E302", "E305")] == []
-    if found.model and changed.ok:
-        assert changed.model
-        shapes = [[str(node.type) for node in graph.walk(each.graph)] for each in (found.model, changed.model)]
-        assert shapes[0] == shapes[1]
-        assert graph.count(found.model.graph) == graph.count(changed.model.graph)
+    stored = {part.removeprefix("start_") for each in _parameters(found) for part in each[0].split(".")}
+    mapped = {word for line in TEXTS[name].partition("checkpoint:")[2].split("\n") for word in re.findall(r"\w+", line)}
+    changed, words = renamed(name, found, set())
+    assert {each.code for each in changed.diagnostics} <= {"E312"}  # a key of a map
+    assert _types(found, words) == _types(changed, {})
+    assert [shape for _, shape in _parameters(found)] == [shape for _, shape in _parameters(changed)]
+    changed, words = renamed(name, found, stored | mapped)
+    assert not changed.diagnostics
+    assert _types(found, words) == _types(changed, {})
+    assert _parameters(found) == _parameters(changed)
+
+
+def renamed(name: str, found: seqblocks.Analysis, kept: set[str]) -> tuple[seqblocks.Analysis, dict[str, str]]:
+    """Return the analysis with new names, and the new names of inputs. kept: wires and blocks with these names stay."""
+    steps = {each.definition for each in found.references if each.kind in ("wire", "block") and each.name in kept}
+    own = {each.definition for each in found.references if each.definition not in steps}
+    places = [place for place in own if place and place.source.text == TEXTS[name]]
+    new: dict[Span, str] = {}
+    for place in places:
+        together = linked(found.references, place)
+        new |= dict.fromkeys(together, f"w17_{min(span.line * 1000 + span.column for span in together)}")
+    edits = {each.span: new[each.definition] for each in found.references if each.definition in new}
+    changed = seqblocks.analyse(edited(TEXTS[name], [*{**edits, **new}.items()]), name)
+    inputs = found.model.inputs if found.model else {}
+    return changed, {span.text: word for span, word in new.items() if span.text in inputs}
+
+
+def _types(found: seqblocks.Analysis, words: dict[str, str]) -> list[str]:
+    """Return the kinds of all nodes with their types, in which inputs name lengths."""
+    nodes = graph.walk(found.lowered.body) if found.lowered.body else ()
+    return [re.sub(r"\w+", lambda word: words.get(word[0], word[0]), f"{node.type} {node.kind}") for node in nodes]
+
+
+def _parameters(found: seqblocks.Analysis) -> list[tuple[str, tuple[int, ...]]]:
+    body = found.lowered.body
+    return [(each.name, each.parameter.shape) for each in graph.parameters(body)] if body else []
 
 
 @settings(max_examples=60, deadline=None)
@@ -232,6 +264,45 @@ expect: {params: "<= most * 2", state_bytes: 0 B, output: {q: [batch, seq, dim],
     assert found.model
     assert changed.model
     assert changed.model.output_text == "w17_6 [batch, seq, 8], w17_7 [batch, seq, 8]"
+
+
+def test_the_references_of_what_no_step_of_the_model_reads() -> None:
+    """Steps that are left out, in a block that no step uses too; defaults; an alias in two blocks; layers; states."""
+    text = """\
+seqblocks: 1
+let: {dim: 8, layers: 2, never: false}
+blocks:
+  one:
+    args: {width: int, more: {default: width}, bias: {default: false}, bias_out: {default: bias}}
+    steps:
+      - &shared {linear: {features: width, bias: bias_out, when: more > width}}
+      - silu
+  two:
+    args: {width: int, more: {default: 1}, bias: {default: false}, bias_out: {default: bias}}
+    steps: [*shared, {one: {width: width, bias: bias}}]
+model:
+  input: {features: dim}
+  steps:
+    - linear: {features: dim, as: q}
+    - gate: {by: q, when: never}
+    - repeat: {times: layers, when: never, steps: [{linear: {features: dim * layers}}, {add: {with: q}}]}
+    - cell: {state: {s: dim}, steps: [{calc: {s: s + q}}, {silu: {from: s}}]}
+    - one: {width: dim}
+"""
+    found = seqblocks.analyse(text)
+    assert found.ok, found.diagnostics
+    reads = sorted((*each.span[1:3], each.name, each.definition.line) for each in found.references if each.definition)
+    at = {line: [(name, definition) for each, _, name, definition in reads if each == line] for line in range(1, 21)}
+    assert at[5] == [("width", 5), ("bias", 5)]
+    both = [(name, line) for name in ("width", "bias_out", "more", "width") for line in (5, 10)]
+    assert sorted(at[7]) == sorted(both)
+    assert at[10] == [("bias", 10)]
+    assert at[11] == [("one", 4), ("width", 5), ("width", 10), ("bias", 5), ("bias", 10)]
+    assert at[16] == [("q", 15), ("never", 2)]
+    assert at[17] == [("layers", 2), ("never", 2), ("dim", 2), ("q", 15)]  # `layers` in there is the number of layers
+    assert at[18] == [("dim", 2), ("s", 18), ("s", 18), ("q", 15), ("s", 18)]
+    width = next(each.definition for each in found.references if each.name == "width" and each.definition)
+    assert {place.line for place in linked(found.references, width)} == {5, 10}
 
 
 def test_a_cell_with_a_step_of_an_unknown_type() -> None:

@@ -461,6 +461,17 @@ def test_a_name_is_renamed_in_expressions_and_expectations() -> None:
     assert renamed(TWO, "dim: 8", "size") == TWO.replace("dim", "size")
 
 
+def test_a_name_is_renamed_in_all_blocks_that_share_a_step_by_an_alias() -> None:
+    block = "  NAME:\n    args: {width: int}\n    steps: [STEP, silu]\n"
+    one = block.replace("NAME", "one").replace("STEP", "&kept {linear: {features: width}}")
+    text = f"seqblocks: 1\nblocks:\n{one}{block.replace('NAME', 'two').replace('STEP', '*kept')}"
+    for at in (3, 6):  # the definition in either block
+        word = text.splitlines(keepends=True)[at]
+        now = opened(text, None)
+        edits = rename.rename(now, Spot(at + 1, word.index("width") + 1), "size")
+        assert applied(text, edits) == text.replace("width", "size")
+
+
 def test_a_state_is_renamed_with_the_step_that_sets_it() -> None:
     cell = "    - cell: {state: {s: dim}, steps: [{calc: {s: a * s + x, learned: {a: 1}}}, {silu: {from: s}}]}\n"
     text = TWO.replace("expect:", cell + "expect:")

@@ -13,10 +13,10 @@ from seqblocks.analysis.scope.names import names_in
 from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import file_context, number
-from seqblocks.errors import ExpectationError, Fault, Report, SpecError, in_order
+from seqblocks.errors import ExpectationError, Fault, Report, Span, SpecError, in_order
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.expressions import UNKNOWN, parse
 from seqblocks.language.keys import known_keys
 from seqblocks.language.spec import SpecFile
 from seqblocks.types import Wire
@@ -74,7 +74,10 @@ def refer_names(ctx: Context, node: Node) -> None:
 
 
 def refer_outputs(references: References, file: SpecFile) -> None:
-    """Note that keys in `expect:` name outputs of the model."""
+    """Note that keys in `expect:` name outputs of the model, and that sizes in it name inputs: `[batch, text, 64]`."""
+    inputs = file.model.get("inputs") if file.model else None
+    if isinstance(inputs, Mapping) and file.expect:
+        _refer_inputs(references, {name: span for name, span, _ in inputs}, file.expect.get("output"))
     outputs = file.model.get("outputs") if file.model else None
     keys = [node for key in ("output", "lookahead") if file.expect and (node := file.expect.get(key))]
     for item in outputs.items if isinstance(outputs, Sequence) else ():
@@ -82,6 +85,21 @@ def refer_outputs(references: References, file: SpecFile) -> None:
         for node in keys if known else ():
             if known and isinstance(node, Mapping) and known.name in node.entries:
                 references.add(known.kind, known.name, node.entries[known.name][0], known.definition)
+
+
+def _refer_inputs(references: References, inputs: dict[str, Span], node: Node | None) -> None:
+    """Note which lengths in the output of a model are those of inputs."""
+    match node:
+        case Mapping():
+            for _, _, value in node:
+                _refer_inputs(references, inputs, value)
+        case Sequence():
+            for item in node.items:
+                _refer_inputs(references, inputs, item)
+        case Scalar(value=str(text)):
+            for name, offset in parse(text).names if names_in(text) else ():
+                if name in inputs:
+                    references.add("wire", name, node.part(offset, len(name)), inputs[name])
 
 
 def figures(model: ModelSpec) -> dict[str, float | None]:

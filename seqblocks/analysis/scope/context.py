@@ -105,7 +105,7 @@ class Context(Record):
         if names is None:
             names = [(text, 0)] if text.isidentifier() else parse(text).names
         for name, offset in names:
-            if name in self.names and (place := self._definition(name)):
+            if name in self.names and not self.names.is_of_layer(name) and (place := self._definition(name)):
                 self.run.references.add("name", name, node.part(offset, len(name)), place)
 
     def _definition(self, name: str) -> Span | None:

@@ -117,6 +117,8 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
 
 def _miss(ctx: Context, node: Scalar, given: LayerWire, layers: Layers) -> None:
     """Note that a default was read in place of a wire, whose name may be misspelt."""
+    if ctx.run.is_trial:
+        return
     layers.missed.setdefault(given.wire[1], (ctx, node, given))
     if layers.node:
         check_missed(layers)
@@ -208,7 +210,8 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
     (value,) = found
     if ctx.run.references is not None:
         ctx.run.references.wire(name, node.part(start, len(name)), value)
-    _export(layers, body, value)
+    if not ctx.run.is_trial:
+        _export(layers, body, value)
     return value
 
 

@@ -28,6 +28,7 @@ class Names(abc.Mapping[str, Any]):
         self.pending: dict[str, Compute] = {}
         self.written: dict[str, tuple[Node, Names]] = {}  # the node of each value, and the names in scope there
         self.incomplete = False
+        self.is_of_repeat = False  # whether its names are those of the number of a layer
 
     def __getitem__(self, name: str) -> Any:
         if name in self.pending:
@@ -59,6 +60,13 @@ class Names(abc.Mapping[str, Any]):
                 return scope.written.get(name)
             scope = scope.outer
         return None
+
+    def is_of_layer(self, name: str) -> bool:
+        """Return whether a name is that of the number of a layer, or of layers, which hides other names."""
+        scope: Names | None = self
+        while scope is not None and not (scope.is_of_repeat and name in scope.known):
+            scope = scope.outer
+        return scope is not None
 
     def compute_all(self, some: Container[str] | None = None) -> None:
         """Compute all `let:` entries, or some of them, so that faults in unused ones are reported too."""

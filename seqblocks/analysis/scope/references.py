@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -28,18 +29,47 @@ class References:
 
     def __init__(self) -> None:
         self.found: dict[Span, Reference] = {}
+        self.others: dict[tuple[Span, Span], Reference] = {}  # of places that read several: an alias, or other layers
+        self.tried: set[tuple[int, int]] = set()  # steps that no graph has, with the blocks around them
         self.places: dict[tuple[int, str], Span] = {}  # where the names of values are defined
 
     def add(self, kind: ReferenceKind, name: str, span: Span, definition: Span | None) -> None:
         known = self.found.get(span)
         if known is None or known.definition is None:
             self.found[span] = Reference(kind, name, span, definition)
+        elif definition is not None and definition != known.definition:
+            self.others[span, definition] = Reference(kind, name, span, definition)
+
+    def all(self) -> tuple[Reference, ...]:
+        """Return all references. Of a place that reads several, that to the first one is the last."""
+        return (*self.others.values(), *self.found.values())
 
     def define(self, values: Iterable[int], names: Iterable[tuple[str, Span]]) -> None:
         """Note where the names of values are defined: several, where a step with a false condition passes one on."""
         for value, (name, span) in zip(values, names, strict=False):
             self.places.setdefault((value, name), span)
 
+    def set_state(self, old: int, values: Iterable[int], name: str, span: Span) -> None:
+        """Note that a step sets a state of a cell: the state is defined where the cell declares it."""
+        self.wire(name, span, old)
+        if place := self.places.get((old, name)):
+            self.define(values, [(name, place)])
+
     def wire(self, name: str, span: Span, value: int) -> None:
         """Add a place where a wire is read."""
         self.add("wire", name, span, None if name == "input" else self.places.get((value, name)))
+
+
+def linked(references: Iterable[Reference], definition: Span) -> set[Span]:
+    """Return a definition with those that must have the same name, since some place reads both."""
+    by_span, by_definition = defaultdict(list), defaultdict(list)
+    for each in references:
+        if each.definition:
+            by_span[each.span].append(each.definition)
+            by_definition[each.definition].append(each.span)
+    found, waiting = {definition}, [definition]
+    while waiting:
+        for span in by_definition[waiting.pop()]:
+            waiting += (new := set(by_span[span]) - found)
+            found |= new
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from seqblocks import graph
@@ -26,6 +29,7 @@ class Run:
         self.makers: dict[int, Origin] = {}  # the step that computes a value
 
         self.references: References | None = None  # None: not collected
+        self.is_trial = False  # whether what happens is forgotten, see `trial`
 
         # limits
         self.steps = 0
@@ -66,6 +70,23 @@ class Run:
         self.input_kind = ""
         self.input_features = 0
         self.has_context = False  # whether there are inputs that do not stream
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Forget all that happens inside, except references."""
+        assert self.references is not None
+        kept = {key: copy(value) for key, value in vars(self).items() if isinstance(value, dict | set | list)}
+        before = {**vars(self), **kept}
+        names = [(each, {**each.known}, {**each.pending}) for each in self.top_names.values()]
+        places = {**self.references.places}
+        self.report, self.warnings, self.is_trial = Report(), Report(), True
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+            self.references.places = places
+            for each, known, pending in names:
+                each.known, each.pending = known, pending
 
     def value(self, wire: Wire | None, label: str) -> int:
         """Add a value and return its number."""

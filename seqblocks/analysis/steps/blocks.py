@@ -86,7 +86,7 @@ def check_unused(ctx: Context, block: Block) -> None:
         if each.type == "wire":
             ports[name] = ctx.run.value(None, name)
         elif each.type != "steps":
-            values[name] = UNKNOWN if each.default is None else _default(ctx, each, Names(None, values))
+            values[name] = UNKNOWN if each.default is None else _default(ctx, block, each, Names(None, values))
         elif each.default is None:
             passed[name] = Passed(each)
     call = BlockUse(ctx.run.value(None, "input"), values, ports, {}, passed)
@@ -112,7 +112,7 @@ def _read_call(ctx: Context, step: Step, block: Block, x: int) -> BlockUse:
         elif each.default is not None:
             # in scope where the default is written
             earlier = Names(None, dict(call.values)) if each.by_depth else Names()
-            call.values[name], call.written[name] = _default(ctx, each, earlier), (each.default, earlier)
+            call.values[name], call.written[name] = _default(ctx, block, each, earlier), (each.default, earlier)
             ctx.run.unread[id(each.default)] = False
         else:
             call.values[name] = UNKNOWN
@@ -161,7 +161,7 @@ def _read_value(ctx: Context, node: Node, block: Block, declared: Argument) -> A
     return UNKNOWN
 
 
-def _default(ctx: Context, declared: Argument, earlier: Names) -> Any:
+def _default(ctx: Context, block: Block, declared: Argument, earlier: Names) -> Any:
     """Return the value of a default: plain data, or an expression of `depth` and of earlier arguments."""
     node = declared.default
     assert node is not None
@@ -169,12 +169,17 @@ def _default(ctx: Context, declared: Argument, earlier: Names) -> Any:
         return UNKNOWN
     if not declared.by_depth:
         value = plain(node)
-    elif declared.type in ("int", "float"):
-        value = number(ctx._replace(names=earlier), node, whole=declared.type == "int")
-    elif declared.type == "bool":
-        value = argument(ctx._replace(names=earlier), node, FieldKind("flag"))
-    else:  # the name of an earlier argument
-        value = earlier[str(node.value)] if isinstance(node, Scalar) else UNKNOWN
+    else:
+        inside = ctx._replace(names=earlier, callers=(*ctx.callers, block))  # its names are arguments of the block
+        if declared.type in ("int", "float"):
+            value = number(inside, node, whole=declared.type == "int")
+        elif declared.type == "bool":
+            value = argument(inside, node, FieldKind("flag"))
+        elif isinstance(node, Scalar):  # the name of an earlier argument
+            value = earlier[str(node.value)]
+            inside.refer(str(node.value), node)
+        else:
+            value = UNKNOWN
     return value if value is UNKNOWN else _within(ctx, value, node, declared, "")
 
 

@@ -37,6 +37,8 @@ def leave_out(ctx: Context, step: Step) -> None:
     for name, span in step.named_wires():
         define_wire(ctx, name, step.value_span("as"))
         if name in ctx.body.states:  # it keeps its value
+            if ctx.run.references is not None:
+                ctx.run.references.set_state(ctx.body.states[name], (), name, span)
             continue
         passed = ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
         if ctx.run.references is not None:

@@ -52,7 +52,11 @@ def make_node(
     run.labels |= zip(values, labels, strict=True)
     run.makers |= dict.fromkeys(values, origin)
     if run.references is not None:
-        run.references.define(values, step.named_wires())
+        for value, (wire_name, span) in zip(values, step.named_wires(), strict=False):
+            if body.may_set(wire_name):
+                run.references.set_state(body.states[wire_name], [value], wire_name, span)
+            else:
+                run.references.define([value], [(wire_name, span)])
     if "as" in step.common:
         for label, value in zip(labels, values, strict=True):
             body.set_wire(label, value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -131,6 +132,8 @@ def _lower_items(ctx: Context, items: Items, out: graph.Graph, are_absent: bool 
         if not body.wires.keys() >= set(item.possible_wires):
             body.incomplete = True
         if are_absent or ("when" in item.common and is_absent(ctx, item)):
+            if ctx.run.references is not None:
+                _refer_inside(ctx, item)
             leave_out(ctx, item)
             out.absent.append(item.name)
             continue
@@ -223,7 +226,31 @@ def _check_inside(ctx: Context, step: Step) -> None:
     The condition may exclude the values that would be wrong, so all names have unknown values.
     """
     if not ctx.run.report:  # in an unused block, where the condition depends on an argument
+        if ctx.run.references is not None:
+            _refer_inside(ctx, step)
         return
+    _lower_for_any_values(ctx, step)
+
+
+def _refer_inside(ctx: Context, step: Step) -> None:
+    """Note what a step reads that is left out, once in each block. Nothing else remains of it, and no fault."""
+    assert ctx.run.references is not None
+    key = id(step), id(ctx.callers[-1]) if ctx.callers else 0
+    if key in ctx.run.references.tried or ctx.run.full or step.found is None:
+        return
+    ctx.run.references.tried.add(key)
+    with ctx.run.trial():
+        passed = {name: each._replace() for name, each in ctx.passed.items()}
+        mine = ctx.body
+        body = mine._replace(
+            inner=[*mine.inner], layers={**mine.layers}, conditions={**mine.conditions}, numbers={**mine.numbers},
+            named={}, formulas=None, incomplete=True,
+        )  # fmt: skip
+        _lower_for_any_values(ctx._replace(body=body, passed=passed), copy(step))
+
+
+def _lower_for_any_values(ctx: Context, step: Step) -> None:
+    """Lower a step in which all names have unknown values, and to which no other one is known to be equal."""
     names, body = Names(ctx.names, dict.fromkeys(ctx.names, UNKNOWN)), ctx.body
     names.incomplete = ctx.names.incomplete
     own = step.defined_wires()

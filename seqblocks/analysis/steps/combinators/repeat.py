@@ -31,6 +31,7 @@ def _scope(ctx: Context, step: Step) -> Names:
     index = "layer" if node is None else argument(ctx, node, fields_of(Repeat)["index"])
     others = [each.text for each in words.values() if isinstance(each, Scalar)]  # of a misspelt `index`
     names = Names(ctx.names, {name: UNKNOWN for each in (index, *others) for name in (each, f"{each}s")})
+    names.is_of_repeat = True
     names.incomplete = not (isinstance(index, str) and index.isidentifier())
     return names
 
@@ -59,6 +60,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
         if ctx.run.full:  # already reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
+        names.is_of_repeat = True
         body = lower_inside(inside, steps, value, str(index), names=names, layers={f"{arguments.index}s": above})
         bodies[str(index)], value = body, body.result
         above.scopes.append(ctx.body.inner[-1])
