@@ -114,6 +114,18 @@ def test_the_orders_of_a_grid() -> None:
     assert ahead("conv2d", grid) == ("all", "conv2d")
 
 
+@pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # a choice has no gradient
+def test_steps_of_choose_that_read_a_context() -> None:
+    """A context is computed from no token: attention to all of it looks ahead no further inside choose."""
+    attend = "{cross_attention: {q: input, k: memory, v: memory, heads: 2}}"
+    score = "{linear: {from: %s, features: 1, as: score}}, {learned_tokens: {count: 3, features: 8, as: memory}}"
+    choose = f"{score}, {{choose: {{from: %s, by: score, above: 0, steps: [{attend}%s]}}}}"
+    assert ahead(choose % ("input", "input", "")) == (0, None)
+    assert ahead(f"{HOURGLASS}, {{identity: {{as: h}}}}, {choose % ('h', 'h', '')}") == (3, "down")
+    later = f", {ATTENTION % ', causal: false'}"  # attention to the chosen tokens still looks ahead
+    assert ahead(choose % ("input", "input", later)) == ("all", "choose")
+
+
 def test_a_vector_and_an_image_have_none() -> None:
     assert ahead("{pool: {mode: last}}") == (None, None)
     assert ahead("{patch_embed: {patch: 2, features: 8}}", "{image: {size: 4}}") == (None, None)

@@ -194,7 +194,8 @@ def _choose(node: graph.ChooseNode, known: dict[int, Ahead], path: str, walk: _W
     body = node.bodies[""]
     most = _most([known[value] for value in node.reads])
     before = most._replace(mixes=False)
-    inside = _run(body, dict.fromkeys((body.input, *body.ports.values()), before), path, walk)
+    inner = {inside: CONTEXT if known[value].context else before for value, inside in node.links}
+    inside = _run(body, inner, path, walk)
     mixes = most.mixes or inside.mixes or not node.arguments.is_causal
     if node.arguments.is_causal and inside.bound <= before.bound:
         return most._replace(mixes=mixes)
