@@ -471,9 +471,11 @@ class SequenceModel(Body):
 
     def own_dtype(self) -> torch.dtype:
         """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
-        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        kinds = [p.dtype for p in self.parameters() if p.is_floating_point()]
+        if kinds:
+            return kinds[min(range(len(kinds)), key=[kind.itemsize for kind in kinds].__getitem__)]
         like = self._buffers.get("_like")
-        return min(kinds, key=lambda d: d.itemsize, default=torch.float32 if like is None else like.dtype)
+        return torch.float32 if like is None else like.dtype
 
     def _check_device(self, x: Tensor) -> None:
         """Raise RunError if no parameter is on the input's device."""
