@@ -471,9 +471,12 @@ class SequenceModel(Body):
 
     def own_dtype(self) -> torch.dtype:
         """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
-        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        smallest: torch.dtype | None = None
+        for p in self.parameters():  # torch.compile does not always trace min with a key
+            if p.is_floating_point() and (smallest is None or p.dtype.itemsize < smallest.itemsize):
+                smallest = p.dtype
         like = self._buffers.get("_like")
-        return min(kinds, key=lambda d: d.itemsize, default=torch.float32 if like is None else like.dtype)
+        return smallest or (torch.float32 if like is None else like.dtype)
 
     def _check_device(self, x: Tensor) -> None:
         """Raise RunError if no parameter is on the input's device."""

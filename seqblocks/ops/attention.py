@@ -349,8 +349,6 @@ class Attention(_Heads):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         if self.keep_first:
             return None
-        from functools import lru_cache
-
         import torch
 
         from seqblocks.kernels.attention.token import prepare
@@ -361,14 +359,14 @@ class Attention(_Heads):
                 soft_cap=self.soft_cap or None, slopes=self.slopes(p, torch.device("cpu")), sinks=p.get("sinks"),
             )
 
-        run, by_scale = prepared(self.scale or None), lru_cache(maxsize=4)(prepared)
+        run = prepared(self.scale or None)
 
         def step(
             keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None
         ) -> tuple[Tensor, ...]:
             made = run
             if scores is not None:
-                made = by_scale(self._scale(q.shape[-1] // self.heads))
+                made = prepared(self._scale(q.shape[-1] // self.heads))
                 pair = q.unflatten(-1, (self.heads, -1)), k.unflatten(-1, (self.shared, -1))
                 q, k = (x.flatten(-2) for x in self._with_added(*pair, scores))
             y, k, v, length = made.one(keys, values, length, q, k, v)

@@ -39,7 +39,9 @@ pyyaml==6.0.3 --hash=sha256:c458b6d084f9b935061bc36216e8a69a7e293a2f1e68bf956dcd
 """,
 }
 LEFT_OUT = (".pyi", ".typed", "yaml/_yaml.cpython-314-x86_64-linux-gnu.so")  # names end so
-ROOMS = ("analysis", "combinators", "editor", "language", "messages", "ops", "picture", "report", "serve", "specs")
+ROOMS = (
+    "analysis", "combinators", "editor", "graph", "language", "messages", "ops", "picture", "report", "serve", "specs",
+)  # fmt: skip
 PAGE_FILES = ("page.css", "page.js", "worker.mjs")
 POLICY = (
     "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; worker-src 'self'; connect-src 'self'"

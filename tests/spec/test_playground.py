@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -87,6 +88,29 @@ def test_the_folder(site: Path) -> None:
     page = (site / "index.html").read_text()
     assert "Content-Security-Policy" in page
     assert "http://" not in page + (site / "worker.mjs").read_text()
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from seqblocks.serve.shown import answer
+sys.stdout.buffer.write(answer("analyse", sys.argv[2]).encode())
+elsewhere = [name for name, each in sys.modules.items() if name.startswith("seqblocks")
+             and not each.__file__.startswith(sys.argv[1])]
+sys.exit(f"not among the page's files: {elsewhere}" if elsewhere else 0)
+"""
+
+
+def test_the_files_of_seqblocks_suffice(tmp_path: Path) -> None:
+    """A module outside the rooms of the page would stop it; this Python tells so without Pyodide."""
+    for name, content in playground._own():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    given = request("mlstm_small")
+    done = subprocess.run([sys.executable, "-c", ALONE, str(tmp_path), given], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert done.stdout.decode() == answer("analyse", given)
 
 
 def test_both_readers_of_yaml_give_the_same_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytes
     def nothing(cut: Any, *args: Any) -> torch.Tensor:
         return torch.zeros(cut.batch * cut.K, cut.N, cut.E)
 
-    monkeypatch.setattr(selective_scan_triton._Cut, "starts", nothing)
+    monkeypatch.setattr(selective_scan_triton._Segments, "starts", nothing)
     monkeypatch.setattr(selective_scan_triton.common, "processors", lambda x: 132)
     assert fault("selective_scan", resets=False) == ""
     facts = {**CPU, **FACTS["selective_scan"], "resets": False}
