@@ -140,7 +140,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
         )
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be at least 1; got {window}")
-    if not unknown(q.shape[1]) and (q.shape[1] == 0) != (k.shape[1] == 0):
+    # torch.compile compares no truth values of sizes
+    if not unknown(q.shape[1]) and (k.shape[1] > 0 if q.shape[1] == 0 else k.shape[1] == 0):
         raise ValueError(f"attention: {q.shape[1]} queries cannot span the time of {k.shape[1]} keys")
 
 
