@@ -2,9 +2,9 @@
 
 Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call,
 nor on which of torch's products computes it. There are two on a CPU: `torch._int_mm`, and for the few tokens of a
-stream, FBGEMM's on a rearranged copy of the matrix, which reads it 1.3 to 2.5 times as fast.
+stream on an AMD processor, FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md).
 
-FBGEMM takes tokens in float32, and rounds all tokens of a call by the least and the largest number among them. Each
+FBGEMM takes tokens in float32, and rounds all tokens of a call by the least and the largest value among them. Each
 token is therefore already rounded to integers here, and is extended by -128 and 127, which the matrix multiplies by
 zero: FBGEMM's rounding then changes nothing.
 """
@@ -31,6 +31,8 @@ PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take
 EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
 # Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(numerics.PROCESSOR.get("avx512_vnni"))
+# It was faster on an AMD Zen 4. Other processors with VNNI were not measured, so they use `torch._int_mm`.
+ON_FBGEMM = HAS_FBGEMM and str(numerics.PROCESSOR.get("cpu_name", "unknown")).startswith("AMD")
 
 Parts = Sequence[Any]  # FBGEMM's copies of the rows of a matrix, in order
 _rearranged: Any = WeakIdKeyDictionary()  # by values: (versions and addresses of values and scale, Parts)
@@ -114,9 +116,9 @@ class Int8Matrix(nn.Module):
         return product
 
     def _rearranged(self) -> Parts | None:
-        """Return the copies of FBGEMM, None if it is not there. They are made once for the same values."""
+        """Return the copies of FBGEMM, None where it is not used. They are made once for the same values."""
         values, scale = self.values, self.scale
-        able = HAS_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
+        able = ON_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
         if not able or not values.is_cpu or is_seen((values, scale)) or not values.numel():
             return None
         if values.is_inference() or scale.is_inference():  # They have no version.
@@ -142,7 +144,7 @@ def _scale(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Return integers [N, I] in float32: zeros for a token of zeros, and where a token has NaN or infinite numbers."""
+    """Return integers [N, I] in float32: zeros for a token of zeros, and where a token has NaN or infinite values."""
     return (x / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -168,7 +170,7 @@ def _integers(x: Tensor, values: Tensor) -> Tensor:
     count = x.shape[0]
     if not count:
         return torch.zeros(0, values.shape[0], device=x.device)
-    if x.shape[1] == 1:  # torch 2.13 returns numbers there that it has not computed
+    if x.shape[1] == 1:  # torch 2.13 returns values there that it has not computed
         return x.float() * values.t().float()
     if x.is_cuda:
         if x.shape[1] % 8 or values.shape[0] % 8:

@@ -100,14 +100,14 @@ class Attention(_Heads):
     `keep_first`, keys and values of as many first tokens as well (StreamingLLM, whose positions are those in its cache,
     while here they are those in the sequence).
 
-    `scores` are further numbers that are added to the scores: H wide, one for each key and head (forgetting gates), or
+    `scores` are values that are added to the scores: H wide, one for each key and head (forgetting gates), or
     H * L wide without `causal`, for each of L keys, head by head (relative positions by a network). With `prefix`, the
     first tokens of a sequence see each other, also later ones (PrefixLM, PaliGemma). Such a step streams only if they
     come before the stream, as those of the verb `prefix` do.
     """
 
     ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True),
-             Port("scores", "numbers that are added to the scores", optional=True))  # fmt: skip
+             Port("scores", "values that are added to the scores", optional=True))  # fmt: skip
     reads = "past"
     window: int = argument(
         0, "visible tokens: the current one and window - 1 before it; if not causal, as many after it (0: all)", ge=0
@@ -172,7 +172,7 @@ class Attention(_Heads):
                 raise Fault("E210", message, at=name, found=found, hint=hints.get(name, f"remove `{name}:`"))
 
     def _check_added(self, q: Wire, scores: Wire) -> None:
-        """Raise Fault (E210, E402) unless the numbers that are added to the scores fit."""
+        """Raise Fault (E210, E402) unless the values that are added to the scores fit."""
         widths = [self.heads]
         if not self.causal and not self.span and isinstance(q.length, int):
             widths.append(self.heads * q.length)
@@ -184,13 +184,13 @@ class Attention(_Heads):
         if scores.features == self.heads and (self.rotary or self.soft_cap):
             name = "rotary" if self.rotary else "soft_cap"
             hints = {"rotary": "rotate queries and keys by the verb `rotary`", "soft_cap": "remove `soft_cap:`"}
-            message = f"`{name}` does not go with numbers that are added to the scores of keys"
+            message = f"`{name}` does not go with values that are added to the scores of keys"
             raise Fault("E210", message, at=name, hint=hints[name])
         if scores.features > self.heads and self.bias == "relative":
             raise Fault("E210", "scores of pairs are given twice", at="bias", hint="remove `bias:` or `scores:`")
 
     def adds_to_keys(self, scores: Wire | Tensor | Value | None) -> bool:
-        """Return whether the numbers that are added to the scores are those of single keys."""
+        """Return whether the values that are added to the scores are those of single keys."""
         if scores is None:
             return False
         return (scores.features if isinstance(scores, Wire) else scores.shape[-1]) == self.heads

@@ -232,9 +232,7 @@ def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, bac
 
 
 def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
-    """Return the lookahead of what an op reads at another rate, of which a token sees only what is complete at its end.
-
-    """
+    """Return the lookahead of what an op reads at another rate: a token sees only what is complete at its end."""
     assert node.type
     rate, found = node.type.rate, []
     for port, wire in zip(node.op.ports, node.wires, strict=True):
