@@ -50,6 +50,8 @@ def _of_reference(opened: Opened, found: Reference) -> str | None:
         kind = type_of_wire(opened, found)
         maker = f"made in line {found.definition.line}" if found.definition else "the input"
         return _joined([f"wire **{found.name}**" + (f": `{kind}`" if kind else ""), maker])
+    if found.kind == "step":
+        return f"step **{found.name}**, in line {found.definition.line}" if found.definition else None
     return _of_name(opened, found)
 
 

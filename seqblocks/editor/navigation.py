@@ -54,8 +54,10 @@ def same(opened: Opened, spot: Spot) -> list[Reference]:
         return [each for each in references if place and each.definition == place]
     if found.definition is None:
         wanted = (found.kind, found.name, None)
-        return [each for each in references if (each.kind, each.name, each.definition) == wanted]
-    return [each for each in references if each.definition == found.definition]
+        same = [each for each in references if (each.kind, each.name, each.definition) == wanted]
+    else:
+        same = [each for each in references if each.definition == found.definition]
+    return same + [each for each in references if each.kind == "step" and each.definition == found.span]
 
 
 def references(opened: Opened, spot: Spot, with_definition: bool = True) -> list[Span]:

@@ -52,7 +52,9 @@ def target(opened: Opened, spot: Spot) -> Target:
     if found and found.definition is None:
         what = "the name of the input" if found.kind == "wire" else "a verb of the language"
         raise Refused(f"{quote(found.name)} is {what}, which cannot be renamed")
-    references = navigation.same(opened, spot)
+    references = [each for each in navigation.same(opened, spot) if each.kind != "step"]
+    if (found and found.kind == "step") or not references:
+        _refuse_step(opened, spot)
     if not references:
         raise Refused("there is no wire, name or block here that is read anywhere")
     definition = references[0].definition
@@ -62,6 +64,13 @@ def target(opened: Opened, spot: Spot) -> Target:
     _refuse_names_of_the_call(opened, references[0].name, definition)
     span = found.span if found else definition
     return Target(references[0].name, span, definition, references)
+
+
+def _refuse_step(opened: Opened, spot: Spot) -> None:
+    """Raise Refused for the name of a step."""
+    for each in navigation.same(opened, spot):
+        if each.kind == "step":
+            raise Refused(f"{quote(each.name)} is the name of a step, which names its parameters in saved weights")
 
 
 def _refuse_names_of_the_call(opened: Opened, name: str, definition: Span) -> None:
@@ -127,7 +136,7 @@ class _Renaming:
         definitions = linked(references, self.target.definition)
         if self.target.is_wire:
             definitions.update(self._alternatives())
-        spans = [each.span for each in references if each.definition in definitions]
+        spans = [each.span for each in references if each.definition in definitions and each.kind != "step"]
         found = {span: Edit(span, self.new) for span in [*definitions, *spans] if self.opened.is_own(span)}
         edits = [*found.values()]
         if self.target.is_wire:

@@ -174,7 +174,7 @@ def test_all_names_are_renamed_by_references_alone(name: str) -> None:
 def renamed(name: str, found: seqblocks.Analysis, kept: set[str]) -> tuple[seqblocks.Analysis, dict[str, str]]:
     """Return the analysis with new names, and the new names of inputs. kept: wires and blocks with these names stay."""
     steps = {each.definition for each in found.references if each.kind in ("wire", "block") and each.name in kept}
-    own = {each.definition for each in found.references if each.definition not in steps}
+    own = {each.definition for each in found.references if each.kind != "step" and each.definition not in steps}
     places = [place for place in own if place and place.source.text == TEXTS[name]]
     new: dict[Span, str] = {}
     for place in places:
@@ -335,3 +335,64 @@ def test_the_command_line(run_main: Callable[..., Any], tmp_path: Path) -> None:
 def test_it_imports_no_torch() -> None:
     code = "import sys, seqblocks; seqblocks.analyse('seqblocks: 1').steps; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STEPS = """seqblocks: 1
+blocks:
+  twin:
+    outputs: [y]
+    steps:
+      - linear: {features: 8, as: y}
+      - linear: {features: 8}
+model:
+  input: {tokens: 50}
+  steps:
+    - embed: {features: 8}
+    - twin: {as: first}
+    - twin: {from: first.y, name: second, share: first}
+    - repeat:
+        name: stack
+        times: 2
+        steps:
+          - linear: {features: 8, as: v}
+          - identity: {from: "layers[-1].v or v"}
+    - add: {with: stack.1.v}
+    - add: {with: second.y}
+    - linear: {features: 50, bias: false, tie: embed}
+"""
+
+
+def test_names_of_steps_have_definitions() -> None:
+    found = seqblocks.analyse(STEPS)
+    assert not found.diagnostics
+    reads = [
+        (each.kind, each.span.text, each.span.line, each.definition and (each.definition.text, each.definition.line))
+        for each in found.references
+        if each.span.line in (13, 19, 20, 21, 22) and each.kind in ("step", "wire")
+    ]
+    assert sorted(reads) == [
+        ("step", "embed", 22, ("embed", 11)),
+        ("step", "first", 13, ("first", 12)),
+        ("step", "first", 13, ("first", 12)),
+        ("step", "layers", 19, ("stack", 15)),
+        ("step", "second", 21, ("second", 13)),
+        ("step", "stack", 20, ("stack", 15)),
+        ("wire", "v", 19, ("v", 18)),
+        ("wire", "v", 19, ("v", 18)),
+        ("wire", "v", 20, ("v", 18)),
+        ("wire", "y", 13, ("y", 6)),
+        ("wire", "y", 21, ("y", 6)),
+    ]
+
+
+@pytest.mark.parametrize("name", sampled(TEXTS))
+def test_each_name_of_a_step_is_a_reference(name: str) -> None:
+    """Names before the dot of wires of layers and outputs of blocks, and those in `tie:` and `share:`."""
+    found = analysed(name)
+    spans = {each.span[1:3] for each in found.references if each.kind == "step" and each.definition}
+    for number, line in enumerate(TEXTS[name].partition("\ncheckpoint:")[0].split("\n"), 1):
+        code = line.partition(" #")[0]
+        for written in re.finditer(r"\b(?:tie|share): (?:\{\w+: )?([a-z_]\w*)|\bfrom: [\[\"]*([a-z_]\w*)[.\[]", code):
+            group = 1 if written[1] else 2
+            if written[group] not in ("none", "pattern", "all"):
+                assert (number, written.start(group) + 1) in spans, (number, line)

@@ -66,6 +66,7 @@ class Layers(Record):
     scopes: list[Body] = field(default_factory=list)  # of the finished ones, with the names of their wires
     bodies: list[graph.Graph] = field(default_factory=list)  # likewise
     node: graph.Node | None = None  # of the repeat, once it is finished
+    place: Span | None = None  # the name of the repeat
     missed: dict[str, Any] = field(default_factory=dict)  # wires for which a default was read, with the place
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context, Layers
+from seqblocks.analysis.scope.steps_above import refer_wire
 from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar
@@ -78,6 +79,7 @@ def wires_of_layers(ctx: Context, node: Scalar, given: LayerRange) -> list[int]:
     layers = _find(ctx, LayerWire(given.word, (0, ""), given.wire, None))
     if layers is None:
         return [ctx.run.unknown()]
+    _refer_layers(ctx, node, given.word, layers)
     ends: list[int | None] = []
     for end in given.ends:
         at = number(ctx, Scalar(node.part(end[0], len(end[1])), 1, 1, end[1], end[1]), whole=True) if end else None
@@ -98,6 +100,7 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
     layers = _find(ctx, given)
     if layers is None:
         return None if given.default and is_left_out(ctx, given.word) else ctx.run.unknown()
+    _refer_layers(ctx, node, given.word, layers)
     start, text = given.number
     if ":" in text:
         expected = f"a range `{given.word}[first:last].{given.wire[1]}`, without a stride and without `or`"
@@ -113,6 +116,11 @@ def wire_of_layer(ctx: Context, node: Scalar, given: LayerWire) -> int | None:
         _miss(ctx, node, given, layers)
         return None
     return _in_layer(ctx, node, given, layers, index)
+
+
+def _refer_layers(ctx: Context, node: Scalar, word: str, layers: Layers) -> None:
+    if ctx.run.references is not None:
+        ctx.run.references.add("step", word, node.part(0, len(word)), layers.place)
 
 
 def _miss(ctx: Context, node: Scalar, given: LayerWire, layers: Layers) -> None:
@@ -208,8 +216,7 @@ def _in_layer(ctx: Context, node: Scalar, given: LayerWire, layers: Layers, inde
     if len(found) > 1:
         raise _several(ctx, f"layer {index}", name, found)
     (value,) = found
-    if ctx.run.references is not None:
-        ctx.run.references.wire(name, node.part(start, len(name)), value)
+    refer_wire(ctx, node, start, name, value, _inside(scope))
     if not ctx.run.is_trial:
         _export(layers, body, value)
     return value
@@ -219,6 +226,13 @@ def _several(ctx: Context, where: str, name: str, found: list[int]) -> Fault:
     places = [place for value in found if (place := ctx.run.makers.get(value))]
     notes = [Note("one is defined here", place.span) for place in places if place.span]
     return Fault("E324", f"{where} has several wires {quote(name)}", notes=notes, hint="rename all but one")
+
+
+def _inside(scope: Body) -> Iterator[Body]:
+    """Yield a list of steps and those inside it."""
+    yield scope
+    for inner in scope.inner:
+        yield from _inside(inner)
 
 
 def _named(scope: Body, name: str) -> Iterator[int]:
@@ -336,8 +350,7 @@ def read_block_outputs(ctx: Context, names: Sequence[Scalar], body: graph.Graph)
             value = None
         value = ctx.run.unknown() if value is None else value
         body.exported[item.text] = value
-        if ctx.run.references is not None:
-            ctx.run.references.wire(item.text, item.span, value)
+        refer_wire(ctx, item, 0, item.text, value, _inside(ctx.body))
 
 
 def _output_of_block(ctx: Context, name: str, body: graph.Graph) -> int | None:
@@ -364,4 +377,8 @@ def define_outputs(ctx: Context, node: graph.Node, exported: Mapping[str, int]) 
         if inside in run.makers:
             run.makers[value] = run.makers[inside]
         node.exports[value] = inside
+        if run.references is not None:
+            wire = name.rpartition(".")[2]
+            if place := run.references.places.get((inside, wire)):
+                run.references.define([value], [(wire, place)])
         ctx.body.wires[label] = value

@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 
 from seqblocks.errors import Span
 
-ReferenceKind = Literal["wire", "name", "verb", "block", "argument"]
+ReferenceKind = Literal["wire", "name", "verb", "block", "argument", "step"]
 
 
 class Reference(NamedTuple):
     """One place where something is read by name.
 
-    kind: argument for a key in the call of a block, which sets an argument of that block.
+    kind: argument for a key in the call of a block, which sets an argument of that block; step for
+    the name of a step, whose definition is `name:`, a single `as:`, or the verb.
     definition: the name where it is defined; None for what no file defines (a verb of seqblocks, the wire `input`).
     """
 

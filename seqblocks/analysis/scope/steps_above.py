@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.step import Step, find_verb
 from seqblocks.graph import UnknownNode
+from seqblocks.language.document import Scalar
 from seqblocks.suggestions import nearest
 
 
@@ -16,6 +17,26 @@ def bodies_around(ctx: Context) -> Iterator[Body]:
     while body:
         yield body
         body = body.outer
+
+
+def refer_step(ctx: Context, bodies: Iterable[Body], name: str, node: Scalar, start: int = 0) -> None:
+    """Note that part of a text names a step of one of these lists, if references are collected."""
+    if ctx.run.references is None:
+        return
+    found = next((step for body in bodies for step in body.steps if step.name == name), None)
+    if found:
+        ctx.run.references.add("step", name, node.part(start, len(name)), found.name_span)
+
+
+def refer_wire(ctx: Context, node: Scalar, start: int, name: str, value: int, bodies: Iterable[Body]) -> None:
+    """Note that part of a text reads a wire, perhaps an output `NAME.WIRE` of a block, if references are collected."""
+    if ctx.run.references is None:
+        return
+    step, dot, _ = name.partition(".")
+    wire = name.rpartition(".")[2]
+    if dot:
+        refer_step(ctx, bodies, step, node, start)
+    ctx.run.references.wire(wire, node.part(start + len(name) - len(wire), len(wire)), value)
 
 
 def may_be_step(ctx: Context, name: str) -> bool:

@@ -15,6 +15,7 @@ from seqblocks.analysis.scope.layers import (
     wires_of_layers,
 )
 from seqblocks.analysis.scope.step import Step
+from seqblocks.analysis.scope.steps_above import bodies_around, refer_wire
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import BlockNode
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
@@ -114,8 +115,7 @@ def _wire(ctx: Context, node: Node) -> int:
         ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
     elif node.value in ctx.body.wires:
         value = ctx.body.wires[node.value]
-        if ctx.run.references is not None:
-            ctx.run.references.wire(node.value, node.span, value)
+        refer_wire(ctx, node, 0, node.value, value, bodies_around(ctx))
         return value
     elif ":" in node.value and read_range(node):
         hint = "join them in a step above: `concat: {from: \"" + node.text + "\"}`"

@@ -10,7 +10,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_left_out
+from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, refer_step, renamed_steps, step_left_out
 from seqblocks.analysis.scope.values import explain_name, number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
@@ -165,7 +165,7 @@ def _is_initialiser(ctx: Context, text: str) -> bool:
 class _Tie(Record):
     ours: str
     target: str  # step.parameter
-    span: Span
+    node: Scalar
     of_step: bool  # whether `tie:` names a step instead of single parameters
 
 
@@ -186,7 +186,7 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
             stem = tie.target.removesuffix(".bias")
             if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
                 fault.hint = f"set `bias: false`, or tie only the weight: `tie: {{weight: {stem}.weight}}`"
-            ctx.report(fault, tie.span)
+            ctx.report(fault, tie.node.span)
     _report_initialised(ctx, step, found)
     ctx.run.ties += len(found)
     return found
@@ -216,7 +216,7 @@ def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie
     if isinstance(node, Mapping):
         return [tie for key, span, value in node if (tie := _written_tie(ctx, step, key, span, value, parameters))]
     if isinstance(node, Scalar) and isinstance(node.value, str):
-        return [_Tie(key, f"{node.value}.{key}", node.span, True) for key in parameters]
+        return [_Tie(key, f"{node.value}.{key}", node, True) for key in parameters]
     fault = Fault("E203", "tie must be the name of a step, or map parameters to step.parameter", found=kind_of(node))
     ctx.report(fault, node.span)
     return []
@@ -229,7 +229,7 @@ def _written_tie(
     if key not in parameters:
         ctx.report(_no_parameter(step.verb, key, parameters, parameters), span)
     elif isinstance(value, Scalar) and isinstance(value.value, str):
-        return _Tie(key, value.value, value.span, False)
+        return _Tie(key, value.value, value, False)
     else:
         ctx.report(Fault("E203", "tie must name a parameter, as step.parameter", found=kind_of(value)), value.span)
     return None
@@ -259,6 +259,7 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
     for body in bodies_around(ctx):
         node = body.nodes.get(first)
         if node:
+            refer_step(ctx, (body,), first, tie.node)
             there = ctx.run.parameters_of(node, graph.join(*body.path, first))
             if item := there.get(rest):
                 return item.tied or item.name, item.parameter

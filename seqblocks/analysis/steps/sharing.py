@@ -9,7 +9,14 @@ from typing import NamedTuple
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
+from seqblocks.analysis.scope.steps_above import (
+    bodies_around,
+    may_be_step,
+    refer_step,
+    renamed_steps,
+    step_called,
+    step_left_out,
+)
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
@@ -94,6 +101,8 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
             what = "itself" if body is ctx.body else f"{quote(first)}, which contains it"
             raise Fault("E320", f"{step.name} cannot share parameters with {what}", at="share", hint=hint)
         if found:
+            if isinstance(place := step.get("share"), Scalar):
+                refer_step(ctx, (body,), first, place)
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
         return None

@@ -54,7 +54,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     layers = _layers(arguments, words, pattern)
     bodies: dict[str, graph.Graph] = {}
     value = x
-    above = Layers(len(layers), x)
+    above = Layers(len(layers), x, place=step.name_span)
     inside = ctx._replace(layers=UNKNOWN if ctx.layers is UNKNOWN else ctx.layers * len(layers))
     for index, (_, steps) in enumerate(layers):
         if ctx.run.full:  # already reported
