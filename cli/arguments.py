@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from seqblocks._version import __version__
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, visible
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean
 
 SPEC = "path of a spec, name of a bundled spec, or - for standard input"
 DESIGN = (

@@ -17,8 +17,8 @@ from seqblocks.combinators import COMBINATORS
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, quote, visible
 from seqblocks.language.files import bundled, looks_like_path
-from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import builtin_verbs
+from seqblocks.suggestions import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
@@ -49,7 +49,7 @@ def _check_no_verb(name: str) -> None:
 
 def code(options: argparse.Namespace) -> int:
     """Print the meaning of a code, with an example and its fix."""
-    from seqblocks.messages.codes import CODES, text
+    from seqblocks.cli.codes import CODES, text
 
     name = options.what.upper()
     if name not in CODES:

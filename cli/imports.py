@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from seqblocks import op
 from seqblocks.cli import output
 from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, visible
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 VARIABLE = "SEQBLOCKS_IMPORT"
 PROJECT = "pyproject.toml"

@@ -15,7 +15,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.language.files import bundled, looks_like_path
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile
-from seqblocks.messages.suggestions import did_you_mean, instead_of
+from seqblocks.suggestions import did_you_mean, instead_of
 
 if TYPE_CHECKING:
     from seqblocks.report.reference import Verb

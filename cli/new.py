@@ -11,7 +11,7 @@ from seqblocks.cli import output
 from seqblocks.errors import UsageError, quote, visible
 from seqblocks.language.files import bundled
 from seqblocks.language.writing import write_text
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 TEMPLATE = """# {name}: a small language model to start from. `seqblocks check {file}` checks it as you edit.
 seqblocks: 1                    # version of the language

@@ -18,7 +18,7 @@ from seqblocks.cli.progress import progress
 from seqblocks.cli.trial import device_of
 from seqblocks.errors import UsageError, visible
 from seqblocks.language.writing import write_text
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from seqblocks.messages.codes import CODES
+from seqblocks.cli.codes import CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "messages.md"

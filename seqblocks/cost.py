@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from seqblocks import graph
 from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import ChooseNode, EachNode, Graph, ModelSpec
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.state_layout import State
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import names_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree, unknown_name
-from seqblocks.messages.suggestions import did_you_mean, instead_of
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean, instead_of
 
 MAX_SHOWN = 8  # numbers of an initialiser in listings
 LISTED = "listed"  # the initialiser with a number for each place of the last axis, which specs cannot name

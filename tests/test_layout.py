@@ -39,7 +39,7 @@ ROOMS = """
     markup
     state_layout
     token_function
-    messages/*
+    suggestions
     widths
     rotary_scaling
     language/*
@@ -411,7 +411,7 @@ def _run(program: str) -> None:
 def test_every_folder_is_packaged():
     """Everything is named in `packages` and `package-data`. The wheel silently lacks what they do not name."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    files = [path for folder in ("seqblocks/messages", "specs") for path in (ROOT / folder).rglob("*.*")]
+    files = [path for folder in ("seqblocks", "cli", "specs") for path in (ROOT / folder).rglob("*.yaml")]
     data = [path for path in files if path.is_file() and path.suffix not in (".py", ".pyc")]
     folders = {ROOT / "specs", *(path.parent for path in [*LIBRARY, *data])}
     assert sorted(build["packages"]) == sorted(module_name(folder / "__init__.py") for folder in folders)

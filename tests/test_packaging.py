@@ -103,7 +103,7 @@ def test_every_file_arrives(site_packages):
     """The wheel contains every Python file, every spec and the `py.typed` marker at its import path."""
     expected = {"py.typed"}
     code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
-    data = [("seqblocks", "messages/*.yaml"), ("seqblocks", "*.schema.json"), ("specs", "*.yaml")]
+    data = [*((folder, "*.yaml") for folder in ("seqblocks", "cli", "specs")), ("seqblocks", "*.schema.json")]
     pages = [("seqblocks", f"*.{ending}") for ending in ("css", "html", "js", "mjs")]
     for folder, pattern in (*code, *data, *pages):
         for path in (ROOT / folder).rglob(pattern):

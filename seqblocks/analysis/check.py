@@ -50,7 +50,7 @@ def names_overrides(function: F) -> F:
 
 
 def _unknown_keyword(function: str, name: str, value: Any, known: Sequence[str]) -> str:
-    from seqblocks.messages.suggestions import did_you_mean
+    from seqblocks.suggestions import did_you_mean
 
     if name == "set":
         return f"{function} has no argument 'set': pass it to load_model"

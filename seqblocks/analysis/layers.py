@@ -21,8 +21,8 @@ from seqblocks.language.arguments import STEP_KEYS
 from seqblocks.language.files import bundled, locate, looks_like_path, read_text
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, Reader, SpecFile, read_file, verbs_in
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import has_plugin
+from seqblocks.suggestions import did_you_mean
 
 RANGES = "W904"  # not reported of a block with wires, which get their ranges from the caller
 ANY_WIDTH = 64  # of the input, where the width is an argument with a fault that is reported anyway

@@ -11,8 +11,8 @@ from seqblocks.analysis.passes import lookahead
 from seqblocks.cost import BYTES, count_state, input_macs, macs, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, quote
 from seqblocks.graph import Graph, ModelSpec
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.report.numbers import bytes_of, count, short
+from seqblocks.suggestions import did_you_mean
 
 EMBEDDINGS = frozenset({"embed", "unembed", "position_embed"})  # verbs whose tables the literature leaves out
 Value = Any  # int, float, str, bool, or None if it is unknown

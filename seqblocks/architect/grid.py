@@ -10,8 +10,8 @@ from typing import Any
 from seqblocks.analysis.passes import budgets
 from seqblocks.architect.facts import FACTS
 from seqblocks.errors import UsageError, quote
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean
 
 MAX_VALUES = 100_000  # of one option
 _NUMBER = r"[-+]?\d[\d_]*(?:\.\d+)?(?:[eE][-+]?\d+)?"

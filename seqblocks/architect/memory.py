@@ -20,8 +20,8 @@ from seqblocks.architect.tables import aligned, csv, markdown
 from seqblocks.cost import dtype_named, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, listing, quote
 from seqblocks.graph import ModelSpec
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.report.numbers import bytes_of
+from seqblocks.suggestions import did_you_mean
 from seqblocks.tape import Memory, Tape
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries")

@@ -19,8 +19,8 @@ from seqblocks.architect.grid import Demand, Option, Value, assignment, read_dem
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UsageError, quote
 from seqblocks.graph import ModelSpec
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean
 
 CHINCHILLA = 20.0  # tokens per parameter (Hoffmann et al. 2022, arXiv:2203.15556)
 BACKWARD = 3  # a training step computes the products of a forward pass, and two for each in the backward pass

@@ -259,7 +259,7 @@ class _Reader:
                 if read := _READ.get(type(event)):
                     read(self, event)
         except yaml.YAMLError as error:
-            from seqblocks.messages.yaml_syntax import not_yaml  # only needed after an error
+            from seqblocks.language.yaml_syntax import not_yaml  # only needed after an error
 
             brackets = ((bracket, each.span) for each in reversed(self.stack) if (bracket := each.bracket))
             self.report.add(not_yaml(error, self.source, next(brackets, None)))
@@ -282,7 +282,7 @@ class _Reader:
             hint = "move it to its own file and import it with `use:`"
             raise self.stop(Fault("E105", message, expected="one document per file", hint=hint), self.span(event))
         if event.version and event.version not in ((1, 1), (1, 2)):  # libyaml refuses it, PyYAML's own reader does not
-            from seqblocks.messages.yaml_syntax import not_yaml
+            from seqblocks.language.yaml_syntax import not_yaml
 
             mark = event.start_mark
             error = yaml.parser.ParserError(None, None, "found incompatible YAML document", mark)

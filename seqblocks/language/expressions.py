@@ -22,8 +22,8 @@ from itertools import islice
 from typing import Any
 
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean
 
 MAX_LENGTH = 400
 MAX_NODES = 100

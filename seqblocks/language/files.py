@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from seqblocks.errors import Fault, NoSpecError, Report, Span, UsageError, quote
 from seqblocks.language import document
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 ENDINGS = (".yaml", ".yml")
 

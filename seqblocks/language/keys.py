@@ -10,7 +10,7 @@ from typing import Protocol
 from seqblocks.errors import Fault, Report, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import RESERVED
-from seqblocks.messages.suggestions import key_hint, missing_colon
+from seqblocks.suggestions import key_hint, missing_colon
 
 # Parameters, and steps with parameters, are attributes of torch modules under their names. These are already attributes
 # there, or methods of a built model; tests/torch/test_module.py compares the list with both.

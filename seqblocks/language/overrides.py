@@ -22,7 +22,7 @@ from seqblocks.errors import Fault, Report, Source, Span, UsageError, clip, list
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.keys import namespace_of
-from seqblocks.messages.suggestions import did_you_mean, is_renamed
+from seqblocks.suggestions import did_you_mean, is_renamed
 
 MAX_SHOWN = 200  # characters of an override where it is named
 _SEVERAL = r"""((?:[^\[{("',]|\([^()]*\))+),\s*([A-Za-z_][\w.]*=.*)"""  # 64,heads=2

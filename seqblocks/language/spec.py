@@ -29,8 +29,8 @@ from seqblocks.language.arguments import Argument, plain_default, read_argument,
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.files import ENDINGS, bundled, cannot_be_read, looks_like_path, read_text, specs_beside
 from seqblocks.language.keys import is_name, known_keys, required, text_of
-from seqblocks.messages.suggestions import did_you_mean, missing_colon, nearest
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean, missing_colon, nearest
 
 VERSION = 1
 MAX_USES = 32  # depth of nested `use:`, as files are read recursively

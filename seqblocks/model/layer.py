@@ -13,11 +13,11 @@ from seqblocks.analysis import layers
 from seqblocks.analysis.check import Folders
 from seqblocks.analysis.layers import Ends, Layer
 from seqblocks.errors import RunError, UsageError, quote
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.model.builder import build_model, made
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime import arguments
 from seqblocks.state import States
+from seqblocks.suggestions import did_you_mean
 
 
 def block(

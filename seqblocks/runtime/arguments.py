@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError, UnavailableError, UsageError, quote
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import Wire
 
 

@@ -40,7 +40,7 @@ pyyaml==6.0.3 --hash=sha256:c458b6d084f9b935061bc36216e8a69a7e293a2f1e68bf956dcd
 }
 LEFT_OUT = (".pyi", ".typed", "yaml/_yaml.cpython-314-x86_64-linux-gnu.so")  # names end so
 ROOMS = (
-    "analysis", "combinators", "editor", "graph", "language", "messages", "ops", "picture", "report", "serve", "specs",
+    "analysis", "combinators", "editor", "graph", "language", "ops", "picture", "report", "serve", "specs",
 )  # fmt: skip
 PAGE_FILES = ("page.css", "page.js", "worker.mjs")
 POLICY = (
@@ -150,7 +150,7 @@ def _of_wheels(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
 def _own() -> Iterator[tuple[str, bytes]]:
     """Yield the files of seqblocks that run without torch."""
     root = Path(__file__).parents[1]
-    yield from ((f"seqblocks/{each.name}", each.read_bytes()) for each in root.glob("*.py"))
+    yield from ((f"seqblocks/{each.name}", each.read_bytes()) for each in (*root.glob("*.py"), *root.glob("*.yaml")))
     for room in ROOMS:
         # A clone without symbolic links has a file in the place of this folder.
         folder = root / room if (root / room).is_dir() else root.parent / room

@@ -17,8 +17,8 @@ import pytest
 
 from seqblocks.cli import arguments, output
 from seqblocks.cli import main as command
+from seqblocks.cli.codes import CODES
 from seqblocks.language.files import bundled
-from seqblocks.messages.codes import CODES
 from tests.spec.texts import BAD, GOOD
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from seqblocks.analysis import check
+from seqblocks.cli.codes import CODES, text
 from seqblocks.errors import SpecError
-from seqblocks.messages.codes import CODES, text
 
 FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
 

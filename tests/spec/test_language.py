@@ -494,9 +494,9 @@ def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
 def test_the_words_that_hints_lead_to_exist() -> None:
     """Replacements for words of other libraries are verbs, arguments or words of this language."""
     from seqblocks.language.expressions import FUNCTIONS
-    from seqblocks.messages.suggestions import vocabulary
     from seqblocks.parameters import INITIALISERS
     from seqblocks.report import reference
+    from seqblocks.suggestions import vocabulary
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for facts in verbs.values() for argument in facts["arguments"]]

@@ -246,7 +246,7 @@ def test_an_interrupted_entry_leaves_no_backend(monkeypatch: pytest.MonkeyPatch)
             if value == "reference":
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "_local", Interrupted())
+    monkeypatch.setattr(dispatch.choice, "_local", Interrupted())
     with pytest.raises(KeyboardInterrupt), use_backend("reference"):
         pass
     assert dispatch.requested() == "auto"

@@ -14,9 +14,9 @@ from seqblocks.analysis.scope.steps_above import may_be_step
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph
-from seqblocks.messages.suggestions import did_you_mean, is_renamed
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
+from seqblocks.suggestions import did_you_mean, is_renamed
 
 DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
 MAX_MATCHES = 2_000_000  # comparisons of a key's pattern with a name

@@ -16,7 +16,7 @@ from seqblocks.language.document import Mapping, Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import known_keys
 from seqblocks.language.spec import BUDGET_KEYS
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model of 7B parameters"
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}

@@ -16,7 +16,7 @@ from seqblocks.analysis.scope.values import number
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 
 _WORD = r"(?P<word>[^\W\d]\w*)\s*"
 _INDEX = r"(?:\.\s*(?P<plain>-?\d+)|\[(?P<index>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\])\s*\."  # brackets nest once

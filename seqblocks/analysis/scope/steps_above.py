@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.step import Step, find_verb
 from seqblocks.graph import UnknownNode
-from seqblocks.messages.suggestions import nearest
+from seqblocks.suggestions import nearest
 
 
 def bodies_around(ctx: Context) -> Iterator[Body]:

@@ -24,8 +24,8 @@ from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequen
 from seqblocks.language.expressions import MAX_MAGNITUDE, RESERVED, UNKNOWN, NameFault, has_syntax, parse
 from seqblocks.language.keys import is_name
 from seqblocks.language.spec import SpecFile
-from seqblocks.messages.suggestions import did_you_mean, nearest
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
+from seqblocks.suggestions import did_you_mean, nearest
 
 MAX_VALUES = 100_000  # in a list, including nested lists
 # Where they are not booleans of YAML 1.2.

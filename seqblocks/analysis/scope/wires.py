@@ -18,9 +18,9 @@ from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import BlockNode
 from seqblocks.language.document import Node, Scalar, Sequence, kind_of
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import Op, Port, builtin_verbs, fields_of, find_primitive
 from seqblocks.roles import joins_tokens
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import Facts, Origin, Wire, show_axes, summed
 from seqblocks.widths import ids_have_no_features
 

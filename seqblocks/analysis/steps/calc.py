@@ -20,9 +20,9 @@ from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, byte_to_character
 from seqblocks.language.formulas import PartFault, fold, names_in, parse
 from seqblocks.language.keys import namespace_of
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.ops.calc import FLOATS, Calc, X, result
 from seqblocks.parameters import Init
+from seqblocks.suggestions import did_you_mean
 
 _INSIDE_ANOTHER_STEP = r"[A-Za-z_]\w*(?:\.-?\d+|\[[^\]]*\])?\.[A-Za-z_]\w*"  # `layers.0.v`, or the output of a block
 

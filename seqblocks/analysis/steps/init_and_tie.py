@@ -15,10 +15,10 @@ from seqblocks.analysis.scope.values import explain_name, number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import FUNCTIONS, UNKNOWN, NameFault
-from seqblocks.messages.suggestions import did_you_mean, is_renamed, key_hint
 from seqblocks.op import Op, fields_of
 from seqblocks.parameters import DEFAULT, INITIALISERS, Init, Parameter, names_read, read_init
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean, is_renamed, key_hint
 from seqblocks.types import Wire
 
 Parameters = dict[str, Parameter]

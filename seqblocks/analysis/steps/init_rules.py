@@ -19,9 +19,9 @@ from seqblocks.language.arguments import DEPTH
 from seqblocks.language.document import Mapping, Node
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import FAN_IN
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import DEFAULT, Init, Parameter
 from seqblocks.record import Record
+from seqblocks.suggestions import did_you_mean
 
 _PATTERN = r"[\w*?]+(\.[\w*?]+)+\Z"  # compiled when rules are met
 

@@ -15,7 +15,7 @@ from seqblocks.errors import Fault, Span, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import RESERVED, UNKNOWN
 from seqblocks.language.keys import known_keys, required
-from seqblocks.messages.suggestions import did_you_mean
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import Origin, Wire
 
 ALLOWED = {

@@ -16,8 +16,8 @@ from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.arguments import STEP_KEYS, Argument
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Block
-from seqblocks.messages.suggestions import key_hint, missing_colon, nearest, why_needless
 from seqblocks.op import Op
+from seqblocks.suggestions import key_hint, missing_colon, nearest, why_needless
 
 
 class InLine(NamedTuple):

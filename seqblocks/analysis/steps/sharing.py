@@ -13,7 +13,7 @@ from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, ren
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
-from seqblocks.messages.suggestions import did_you_mean, is_renamed
+from seqblocks.suggestions import did_you_mean, is_renamed
 
 MAX_DIFFERENCES = 3  # number of parameters listed in a message
 

@@ -27,8 +27,8 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.files import bundled
 from seqblocks.language.spec import Block
-from seqblocks.messages.suggestions import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
+from seqblocks.suggestions import instead_of, key_hint, nearest
 
 MAX_STEPS = 50_000
 MAX_EFFORT = 600_000  # in all layers, see `values.effort`

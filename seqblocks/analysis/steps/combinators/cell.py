@@ -19,12 +19,12 @@ from seqblocks.errors import Fault, Note, Span, quote
 from seqblocks.language.document import Mapping, Node, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import known_keys
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
 from seqblocks.ops.calc import Calc, computed, program_of
 from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
 from seqblocks.state_layout import State
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import Origin, Wire
 
 KEYS = tuple(fields_of(CellState))

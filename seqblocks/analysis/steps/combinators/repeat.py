@@ -17,8 +17,8 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import is_name
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.op import fields_of
+from seqblocks.suggestions import did_you_mean
 
 Layer = tuple[str, Node]
 

@@ -14,9 +14,9 @@ from seqblocks.analysis.steps.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS
 from seqblocks.combinators.scan import Scan, check_key
 from seqblocks.errors import Fault, Note, listing, quote
-from seqblocks.messages.suggestions import did_you_mean
 from seqblocks.parameters import Init
 from seqblocks.roles import is_upright, makes_grid
+from seqblocks.suggestions import did_you_mean
 from seqblocks.types import UNBOUNDED, Wire
 from seqblocks.widths import must_have_grid
 
