@@ -111,8 +111,9 @@ def _keep_freed_memory() -> None:
     """Let glibc's malloc neither return freed memory to the system nor map blocks of up to 32 MB one by one."""
     if sys.platform == "linux":
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
-        for option, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**25)) if set_option else ():
-            set_option(option, value)
+        if set_option is not None:
+            set_option(_TRIM_THRESHOLD, 2**31 - 1)
+            set_option(_MMAP_THRESHOLD, 2**25)
 
 
 def _module(request: Request) -> ModuleType:

@@ -76,8 +76,8 @@ def probe(
     AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
     are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
-    tenth of the steps. seconds: for training and reading; training ends in time. A KeyboardInterrupt ends training, and the model is read as
-    it is. Raises UsageError for a model that does not take the task's tokens.
+    tenth of the steps. seconds: for training and reading; training ends in time. A KeyboardInterrupt ends training, and
+    the model is read as it is. Raises UsageError for a model that does not take the task's tokens.
     """
     task = fit_task(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
@@ -98,7 +98,7 @@ def _probe(
 ) -> list[Result]:
     model = Probed(build_model(spec, seed=seed), task).to(device)
     begin, done, place, interrupted = time.perf_counter(), 0, 0, False
-    recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps: the next one takes as long as the slowest of them
+    recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps: the next takes as long as the slowest of them
     try:
         end = begin + seconds - (_seconds_of_reading(model, task) if seconds < math.inf else 0.0)
         last = time.perf_counter()
