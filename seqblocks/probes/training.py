@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from seqblocks.training.loop import adamw, step
 
 GROWTH = 0.6  # of the steps
 READ = 256  # sequences
+RECENT = 5  # steps
 SOLVED = 0.01  # nats: a task is solved when the loss of so many batches in a row is below it
 IN_A_ROW = 20
 END = 0.1  # of the steps, in which the rate is low: a training that has solved its task goes on there
@@ -74,8 +76,8 @@ def probe(
     AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
     are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
-    tenth of the steps. seconds: after which training ends. A KeyboardInterrupt ends training, and the model is read as
-    it is. Raises UsageError for a model that does not take the task's tokens.
+    tenth of the steps. seconds: for training and reading; training ends in time. A KeyboardInterrupt ends training, and
+    the model is read as it is. Raises UsageError for a model that does not take the task's tokens.
     """
     task = fit_task(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
@@ -96,12 +98,18 @@ def _probe(
 ) -> list[Result]:
     model = Probed(build_model(spec, seed=seed), task).to(device)
     begin, done, place, interrupted = time.perf_counter(), 0, 0, False
+    recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps: the next takes as long as the slowest of them
     try:
+        end = begin + seconds - (_seconds_of_reading(model, task) if seconds < math.inf else 0.0)
+        last = time.perf_counter()
         for place in _training(model, task, seed, steps, rate):
             done += 1
             if advance:
                 advance(place / steps)
-            if time.perf_counter() - begin > seconds:
+            now = time.perf_counter()
+            recent.append(now - last)
+            last = now
+            if now + max(recent) > end:
                 break
     except KeyboardInterrupt:
         interrupted = True
@@ -151,7 +159,8 @@ def _loss_of(found: Tensor, y: Tensor) -> Tensor:
     """Return the mean over what is asked: the cross-entropy of labels, the square error of numbers."""
     if y.is_floating_point():
         return mse_loss(found[..., 0].float()[y != NOTHING], y[y != NOTHING])
-    return cross_entropy(found.flatten(0, 1).float(), y.flatten(), ignore_index=NOTHING)
+    is_asked = y != NOTHING  # few tokens in some tasks, and a vocabulary may be large
+    return cross_entropy(found[is_asked].float(), y[is_asked])
 
 
 def _schedule(task: Task, part: float) -> float:
@@ -168,16 +177,25 @@ def _length(task: Task, part: float) -> int:
     return task.shortest + round((task.length - task.shortest) * part / GROWTH)
 
 
+def _seconds_of_reading(model: Probed, task: Task) -> float:
+    """Return about how long it takes to read a model at all lengths."""
+    read(model, task, task.length, task.batch)  # the first call takes longer
+    start = time.perf_counter()
+    for length in task.lengths:
+        read(model, task, length, task.batch)
+    return (time.perf_counter() - start) * max(1, READ // task.batch)
+
+
 @torch.no_grad()
-def read(model: nn.Module, task: Task, length: int) -> tuple[float, float, float]:
-    """Return the accuracy of all answers, of those in the last eighth, and the loss."""
+def read(model: nn.Module, task: Task, length: int, count: int = READ) -> tuple[float, float, float]:
+    """Return the accuracy of all answers, of those in the last eighth, and the loss. count: sequences."""
     generator = torch.Generator().manual_seed(1_000_000 + length)
     model.eval()
     right = torch.zeros(length, dtype=torch.float64)
     asked = torch.zeros(length, dtype=torch.float64)
     device = next(model.parameters()).device
     loss = 0.0
-    for _ in range(max(1, READ // task.batch)):
+    for _ in range(max(1, count // task.batch)):
         x, y, resets = _on(device, task.draw(generator, task.batch, length))
         found, is_asked = model(x, resets), y != NOTHING
         right += (_is_right(found, y, task) & is_asked).sum(0).cpu()
