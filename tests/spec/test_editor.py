@@ -645,3 +645,25 @@ def test_many_edits_leave_nothing_behind() -> None:
     tracemalloc.stop()
     # an analysis of this file takes a third of a megabyte: 150 of them would be far more
     assert sizes[1] - sizes[0] < 8e6
+
+
+def test_names_of_steps_are_followed_and_not_renamed() -> None:
+    text = (
+        "seqblocks: 1\nblocks:\n  twin:\n    outputs: [y]\n    steps:\n      - linear: {features: 8, as: y}\n"
+        "      - linear: {features: 8}\nmodel:\n  input: {tokens: 9}\n  steps:\n    - embed: {features: 8}\n"
+        "    - twin: {as: first}\n    - add: {with: first.y}\n    - linear: {features: 9, bias: false, tie: embed}\n"
+    )
+    now = opened(text)
+    assert now.analysis.ok
+    spot = Spot(14, text.split("\n")[13].index("tie: embed") + 7)
+    found = navigation.definition(now, spot)
+    assert found
+    assert starts(found) == (11, 7)
+    assert [each.line for each in navigation.occurrences(now, Spot(11, 8))] == [11, 14]
+    with pytest.raises(rename.Refused, match="name of a step"):
+        rename.rename(now, spot, "other")
+    part = Spot(13, text.split("\n")[12].index("first.y") + 7)
+    changed = applied(text, rename.rename(now, part, "w17"))
+    assert "outputs: [w17]" in changed
+    assert "with: first.w17" in changed
+    assert opened(changed).analysis.ok
