@@ -221,7 +221,7 @@ def _probe(parser: Parser) -> None:
         "--lr", type=_rates, metavar="R[,R...]",
         help="highest learning rate; of several, each is tried (default: the task's)",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training and reading, marked *")
+    parser.add_argument("--seconds", type=_seconds, metavar="S", help="limit of each training, which is then marked *")
     parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, …")
     parser.add_argument("--plot", metavar="FILE.svg", help="write a picture of the accuracy against the length")
     parser.epilog = (

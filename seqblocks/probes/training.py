@@ -76,7 +76,7 @@ def probe(
     AdamW (weight decay 0.1 on matrices), gradients clipped to norm 1, and the task's warm-up and cosine: by default a
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
     are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
-    tenth of the steps. seconds: for training and reading; training ends in time. A KeyboardInterrupt ends training, and
+    tenth of the steps. seconds: of training, which ends before; reading follows. A KeyboardInterrupt ends training, and
     the model is read as it is. Raises UsageError for a model that does not take the task's tokens.
     """
     task = fit_task(spec, task)
@@ -100,8 +100,7 @@ def _probe(
     begin, done, place, interrupted = time.perf_counter(), 0, 0, False
     recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps: the next takes as long as the slowest of them
     try:
-        end = begin + seconds - (_seconds_of_reading(model, task) if seconds < math.inf else 0.0)
-        last = time.perf_counter()
+        last = begin
         for place in _training(model, task, seed, steps, rate):
             done += 1
             if advance:
@@ -109,7 +108,7 @@ def _probe(
             now = time.perf_counter()
             recent.append(now - last)
             last = now
-            if now + max(recent) > end:
+            if now + max(recent) > begin + seconds:
                 break
     except KeyboardInterrupt:
         interrupted = True
@@ -177,25 +176,16 @@ def _length(task: Task, part: float) -> int:
     return task.shortest + round((task.length - task.shortest) * part / GROWTH)
 
 
-def _seconds_of_reading(model: Probed, task: Task) -> float:
-    """Return about how long it takes to read a model at all lengths."""
-    read(model, task, task.length, task.batch)  # the first call takes longer
-    start = time.perf_counter()
-    for length in task.lengths:
-        read(model, task, length, task.batch)
-    return (time.perf_counter() - start) * max(1, READ // task.batch)
-
-
 @torch.no_grad()
-def read(model: nn.Module, task: Task, length: int, count: int = READ) -> tuple[float, float, float]:
-    """Return the accuracy of all answers, of those in the last eighth, and the loss. count: sequences."""
+def read(model: nn.Module, task: Task, length: int) -> tuple[float, float, float]:
+    """Return the accuracy of all answers, of those in the last eighth, and the loss."""
     generator = torch.Generator().manual_seed(1_000_000 + length)
     model.eval()
     right = torch.zeros(length, dtype=torch.float64)
     asked = torch.zeros(length, dtype=torch.float64)
     device = next(model.parameters()).device
     loss = 0.0
-    for _ in range(max(1, count // task.batch)):
+    for _ in range(max(1, READ // task.batch)):
         x, y, resets = _on(device, task.draw(generator, task.batch, length))
         found, is_asked = model(x, resets), y != NOTHING
         right += (_is_right(found, y, task) & is_asked).sum(0).cpu()

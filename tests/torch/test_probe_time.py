@@ -18,7 +18,7 @@ model: {input: {tokens: 2}, steps: [{embed: 8}, silu, {linear: 2}]}
 
 
 def test_training_ends_before_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take 0.3 s and readings of 0.05 s a batch end within a budget of 8 s, and use nine tenths of it."""
+    """Steps that take 0.3 s end within a budget of 8 s, and use nine tenths of it."""
     now = 0.0
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -31,9 +31,9 @@ def test_training_ends_before_the_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 
     short = replace(TASKS["parity"], lengths=(40, 80))
     monkeypatch.setattr("seqblocks.probes.training.step", slow(training.step, 0.3))
-    monkeypatch.setattr("seqblocks.probes.training._is_right", slow(training._is_right, 0.05))
     monkeypatch.setattr("seqblocks.probes.training.time", SimpleNamespace(perf_counter=lambda: now))
     _, spec = seqblocks.load_text(SPEC)
     results = probe(spec, short, seconds=8.0)
     assert results[0].cut
     assert 7.2 < now <= 8.0
+    assert results[0].seconds == now
