@@ -115,7 +115,8 @@ def _wire(ctx: Context, node: Node) -> int:
         ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
     elif node.value in ctx.body.wires:
         value = ctx.body.wires[node.value]
-        refer_wire(ctx, node, 0, node.value, value, bodies_around(ctx))
+        if ctx.run.references is not None:
+            refer_wire(ctx, node, 0, node.value, value, bodies_around(ctx))
         return value
     elif ":" in node.value and read_range(node):
         hint = "join them in a step above: `concat: {from: \"" + node.text + "\"}`"
