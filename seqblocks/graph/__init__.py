@@ -6,7 +6,7 @@ a combinator) may read outer values, its captures. Graphs can be printed and cou
 
 from seqblocks.graph.model import ModelSpec, SpecSource
 from seqblocks.graph.names import (
-    Named, buffers, count, count_node, directed, node_parameters, owner_of, parameters,
+    Named, buffers, children, count, count_node, directed, node_parameters, owner_of, parameters,
 )  # fmt: skip
 from seqblocks.graph.nodes import (
     DIRECTION_NAMES, SHARED, BlockNode, CellNode, ChooseNode, EachNode, Entry, ExpertsNode, Graph, Node, OpNode,

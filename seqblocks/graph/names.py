@@ -53,6 +53,17 @@ def buffers(graph: Graph, prefix: str = "") -> Iterator[tuple[str, State]]:
                 yield from buffers(body, join(name, direction, label))
 
 
+def children(place: Node | Graph) -> dict[str, Node | Graph]:
+    """Return the steps and layers in a step, a layer or a body, by the next part of their names."""
+    if isinstance(place, Graph):
+        return {node.name: node for node in place.nodes}
+    out: dict[str, Node | Graph] = {}
+    for label, body in place.bodies.items():
+        out |= {label: body} if label else children(body)
+        out |= dict.fromkeys(place.directions, body)
+    return out
+
+
 def node_parameters(node: Node, name: str, shared: bool = False, active: bool = False) -> Iterator[Named]:
     """Yield each parameter of a node whose namespace is `name`; see `parameters`. active: those that a token uses."""
     return (item for item in _of_node(node, name, active) if shared or not item.shared)

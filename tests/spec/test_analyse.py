@@ -24,6 +24,7 @@ from seqblocks.editor.fixes import fixes
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import MAX_DIAGNOSTICS, Diagnostic, Span, SpecError
+from seqblocks.language.document import Mapping
 from seqblocks.language.files import bundled, locate
 from tests.sampled import sampled
 
@@ -144,8 +145,8 @@ def test_bundled_specs(name: str) -> None:
     for each in found.references:
         assert each.definition or each.kind == "verb" or each.name == "input"
         assert each.span.text == each.name
-        if each.definition and each.kind != "block":
-            assert each.definition.text == each.name
+        if each.definition and each.kind != "block":  # the router of `experts` has no place of its own
+            assert each.definition.text == each.name or (each.name == "router" and each.definition.text == "experts")
     if found.model:
         nodes = sum(1 for _ in graph.walk(found.model.graph))
         assert sum(step.times for step in found.steps) == nodes
@@ -337,6 +338,47 @@ def test_it_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_references_of_steps() -> None:
+    """In ties, shares, rules, maps, wires of layers and outputs of blocks: the name, a single `as:`, or the verb."""
+    text = """\
+seqblocks: 1
+blocks:
+  inner:
+    outputs: [v]
+    steps: [{linear: {features: 8, as: v}}, {linear: {name: up, features: 8}}]
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: {features: 8}
+    - inner: {name: first}
+    - inner: {share: first, name: again}
+    - linear: {from: first.v, features: 8, name: out}
+    - repeat:
+        name: layers
+        times: 2
+        share: [inner.up]
+        steps: [{inner: {}}, {add: {with: "layers[-1].inner.v or input", as: s}}]
+    - add: {with: layers.0.inner.v}
+    - unembed: {vocabulary: 32, tie: {weight: embed.weight}}
+init: {"out.weight": zeros, "linear.bias": zeros}
+checkpoint:
+  layers.{layer}.inner.up: "blocks.{layer}.up"
+  "out": head
+"""
+    found = seqblocks.analyse(text)
+    assert found.ok, found.diagnostics
+    reads = [(each, each.definition) for each in found.references if each.kind in ("step", "wire") and each.definition]
+    assert all(each.span.text == each.name == place.text for each, place in reads if each.name != "layers")
+    steps = sorted((*each.span[1:3], each.name, place.line) for each, place in reads if each.kind == "step")
+    assert [(line, name, definition) for line, _, name, definition in steps] == [
+        (11, "first", 10), (12, "first", 10), (16, "inner", 17), (16, "up", 5), (17, "layers", 14), (17, "inner", 17),
+        (18, "layers", 14), (18, "inner", 17), (19, "embed", 9), (20, "out", 12), (22, "layers", 14), (22, "inner", 17),
+        (22, "up", 5), (23, "out", 12),
+    ]  # fmt: skip
+    wires = {(each.span.line, place.line) for each, place in reads if each.name == "v"}
+    assert wires == {(4, 5), (12, 5), (17, 5), (18, 5)}
+
+
 STEPS = """seqblocks: 1
 blocks:
   twin:
@@ -386,13 +428,26 @@ def test_names_of_steps_have_definitions() -> None:
 
 
 @pytest.mark.parametrize("name", sampled(TEXTS))
+def test_steps_in_keys_of_maps_are_references(name: str) -> None:
+    """The first part of each key of the model's map."""
+    found = analysed(name)
+    table = found.file.root.get("checkpoint") if found.file else None
+    steps = {node.name for node in found.model.graph.nodes} if found.model else set()
+    spans = {each.span[1:3]: each for each in found.references if each.kind == "step" and each.definition}
+    for key, span, _ in table if isinstance(table, Mapping) else ():
+        if key.partition(".")[0] in steps:
+            quoted = span.text[0] in "\"'"
+            assert spans[span.line, span.column + quoted].name == key.partition(".")[0]
+
+
+@pytest.mark.parametrize("name", sampled(TEXTS))
 def test_each_name_of_a_step_is_a_reference(name: str) -> None:
-    """Names before the dot of wires of layers and outputs of blocks, and those in `tie:` and `share:`."""
+    """Names before the dot of wires of layers and outputs of blocks, and those in `tie:`, `share:` and `own:`."""
     found = analysed(name)
     spans = {each.span[1:3] for each in found.references if each.kind == "step" and each.definition}
     for number, line in enumerate(TEXTS[name].partition("\ncheckpoint:")[0].split("\n"), 1):
         code = line.partition(" #")[0]
-        for written in re.finditer(r"\b(?:tie|share): (?:\{\w+: )?([a-z_]\w*)|\bfrom: [\[\"]*([a-z_]\w*)[.\[]", code):
+        for written in re.finditer(r"\b(?:tie|share|own): (?:\{\w+: |\[)?([a-z_]\w*)|\bfrom: [\[\"]*([a-z_]\w*)[.\[]", code):
             group = 1 if written[1] else 2
             if written[group] not in ("none", "pattern", "all"):
                 assert (number, written.start(group) + 1) in spans, (number, line)

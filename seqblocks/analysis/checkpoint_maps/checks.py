@@ -10,10 +10,12 @@ from typing import Any, get_args
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.translation import HOLE, Translator, index_pattern
 from seqblocks.analysis.scope.context import Context
+from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.steps_above import may_be_step
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Entry, Graph
+from seqblocks.language.document import Scalar
 from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 from seqblocks.suggestions import did_you_mean, is_renamed
@@ -95,8 +97,18 @@ def _find(ctx: Context, entry: Entry, places: _Places, may_differ: bool) -> tupl
             if not is_known and not entry.optional:
                 _unknown(ctx, entry, part, start, places)
             return None, is_known
+        if ctx.run.references is not None and not entry.optional:
+            _refer(ctx.run.references, entry, part, start, found)
         places, start = found, start + len(part) + 1
     return places, True
+
+
+def _refer(references: References, entry: Entry, part: str, start: int, found: _Places) -> None:
+    """Note the steps that a part of an entry's key names. Entries of a map with a name begin with the key."""
+    text = entry.span.text.strip("\"'")
+    for step in found.members if start < len(text) and entry.ours.startswith(text) else ():
+        if isinstance(step, graph.Node) and step.name == part:
+            references.step(step, Scalar(entry.span, 1, 1, text, text).part(start, len(part)))
 
 
 def _check_use(
@@ -250,15 +262,9 @@ class _Places:
 
 def _inside(place: Any) -> dict[str, Any]:
     """Return steps, bodies and parameters by the next part of their names."""
-    if isinstance(place, Graph):
-        return {node.name: node for node in place.nodes}
-    out: dict[str, Any] = {}
-    if isinstance(place, graph.Node):
-        out |= place.parameters
-        for label, body in place.bodies.items():
-            out |= {label: body} if label else _inside(body)
-            out |= dict.fromkeys(place.directions, body)
-    return out
+    if isinstance(place, Parameter):
+        return {}
+    return {**(place.parameters if isinstance(place, graph.Node) else {}), **graph.children(place)}
 
 
 def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, refer_step, renamed_steps, step_left_out
+from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_left_out
 from seqblocks.analysis.scope.values import explain_name, number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
@@ -259,7 +259,8 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
     for body in bodies_around(ctx):
         node = body.nodes.get(first)
         if node:
-            refer_step(ctx, (body,), first, tie.node)
+            if ctx.run.references is not None:
+                ctx.run.references.path(body.nodes, tie.node)
             there = ctx.run.parameters_of(node, graph.join(*body.path, first))
             if item := there.get(rest):
                 return item.tied or item.name, item.parameter

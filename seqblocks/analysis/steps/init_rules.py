@@ -16,7 +16,7 @@ from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.steps.init_and_tie import read_initialiser
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.arguments import DEPTH
-from seqblocks.language.document import Mapping, Node
+from seqblocks.language.document import Mapping, Node, Scalar
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import FAN_IN
 from seqblocks.parameters import DEFAULT, Init, Parameter
@@ -120,7 +120,7 @@ class _Application:
         inside = depth * len(node.bodies) if isinstance(node, graph.RepeatNode) else depth
         bodies = {name: self.body(body, rules, inside) for name, body in node.bodies.items()}
         parameters = {
-            name: self.parameter((f"{node.verb}.{name}", f"{node.name}.{name}"), each, rules, depth)
+            name: self.parameter(node, name, each, rules, depth)
             for name, each in node.parameters.items()
             if name not in node.ties
         }
@@ -130,14 +130,23 @@ class _Application:
         return node._replace(bodies=bodies, parameters=parameters) if changed else node
 
     def parameter(
-        self, names: tuple[str, str], parameter: Parameter, rules: tuple[Rules, ...], depth: int
+        self, node: graph.Node, name: str, parameter: Parameter, rules: tuple[Rules, ...], depth: int
     ) -> Parameter:
+        names = f"{node.verb}.{name}", f"{node.name}.{name}"
         self.names |= dict.fromkeys(names)
         if parameter.settled:
             return parameter
         for rule in (rule for each in reversed(rules) for rule in reversed(each.rules)):
             if any(fnmatchcase(name, rule.pattern) for name in names):
                 self.used.add(id(rule.span))
+                self.refer(rule, node)
                 init = _value(rule, depth, parameter.inputs)
                 return parameter if init in (None, DEFAULT) else parameter._replace(init=init)
         return parameter
+
+    def refer(self, rule: Rule, node: graph.Node) -> None:
+        """Note that a rule names a step. A rule with the name of a verb is for all its steps."""
+        first = rule.pattern.partition(".")[0]
+        if self.run.references is not None and first == node.name != node.verb:
+            text = Scalar(rule.span, 1, 1, rule.pattern, rule.pattern)
+            self.run.references.step(node, text.part(0, len(first)))

@@ -52,6 +52,7 @@ def make_node(
     run.labels |= zip(values, labels, strict=True)
     run.makers |= dict.fromkeys(values, origin)
     if run.references is not None:
+        run.references.named[step.span, name] = step.name_span
         for value, (wire_name, span) in zip(values, step.named_wires(), strict=False):
             if body.may_set(wire_name):
                 run.references.set_state(body.states[wire_name], [value], wire_name, span)

@@ -9,14 +9,7 @@ from typing import NamedTuple
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context
 from seqblocks.analysis.scope.step import Step
-from seqblocks.analysis.scope.steps_above import (
-    bodies_around,
-    may_be_step,
-    refer_step,
-    renamed_steps,
-    step_called,
-    step_left_out,
-)
+from seqblocks.analysis.scope.steps_above import bodies_around, may_be_step, renamed_steps, step_called, step_left_out
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
@@ -101,8 +94,8 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
             what = "itself" if body is ctx.body else f"{quote(first)}, which contains it"
             raise Fault("E320", f"{step.name} cannot share parameters with {what}", at="share", hint=hint)
         if found:
-            if isinstance(place := step.get("share"), Scalar):
-                refer_step(ctx, (body,), first, place)
+            if ctx.run.references is not None and isinstance(place := step.get("share"), Scalar):
+                ctx.run.references.path(body.nodes, place)
             return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
     if may_be_step(ctx, first):
         return None
@@ -275,7 +268,7 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
         label, _, inner = key.partition(".")
         (others if item.shared else layers[label])[inner] = item
     if names is not None:
-        layers = _named_by(ctx, step, layers, names, others)
+        layers = _named_by(ctx, step, node, layers, names, others)
     spans = {label: _layer_span(step, node, label) for label in firsts}
     shared: dict[str, Source] = {}
     for label, first in firsts.items():
@@ -299,12 +292,14 @@ def name_the_owner(name: str, owner: str) -> str:
 
 
 def _named_by(
-    ctx: Context, step: Step, layers: dict[str, Table], names: list[str], others: Table
+    ctx: Context, step: Step, node: graph.Node, layers: dict[str, Table], names: list[str], others: Table
 ) -> dict[str, Table]:
     """Return the named parameters of each layer; a name is a parameter or a step. Report names of nothing (E312).
 
     others: parameters that steps already share.
     """
+    if ctx.run.references is not None:
+        ctx.run.references.paths(step.get("share"), node.bodies.values())
     requested = set(names)
     known = dict.fromkeys(chain.from_iterable(layers.values()))
     found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in requested])}

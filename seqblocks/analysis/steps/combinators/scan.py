@@ -152,6 +152,8 @@ def _named_by(ctx: Context, step: Step, arguments: Scan, body: graph.Graph, name
     Entries that name nothing are reported.
     """
     own = arguments.own if isinstance(arguments.own, list) else []
+    if ctx.run.references is not None:
+        ctx.run.references.paths(step.get("own"), (body,))
     below: dict[str, list[str]] = {name: [] for name in own}
     for name in names:
         for prefix in accumulate(name.split("."), "{}.{}".format):
