@@ -445,9 +445,10 @@ def test_each_name_of_a_step_is_a_reference(name: str) -> None:
     """Names before the dot of wires of layers and outputs of blocks, and those in `tie:`, `share:` and `own:`."""
     found = analysed(name)
     spans = {each.span[1:3] for each in found.references if each.kind == "step" and each.definition}
+    names = r"\b(?:tie|share|own): (?:\{\w+: |\[)?([a-z_]\w*)|\bfrom: [\[\"]*([a-z_]\w*)[.\[]"
     for number, line in enumerate(TEXTS[name].partition("\ncheckpoint:")[0].split("\n"), 1):
         code = line.partition(" #")[0]
-        for written in re.finditer(r"\b(?:tie|share|own): (?:\{\w+: |\[)?([a-z_]\w*)|\bfrom: [\[\"]*([a-z_]\w*)[.\[]", code):
+        for written in re.finditer(names, code):
             group = 1 if written[1] else 2
             if written[group] not in ("none", "pattern", "all"):
                 assert (number, written.start(group) + 1) in spans, (number, line)
