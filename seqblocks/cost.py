@@ -9,7 +9,7 @@ from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import ChooseNode, EachNode, Graph, ModelSpec
 from seqblocks.state_layout import State
 from seqblocks.suggestions import did_you_mean
-from seqblocks.types import names_of
+from seqblocks.types import Rate, names_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 DTYPES = tuple(name for name in BYTES if name != "int64")  # of a model
@@ -49,7 +49,7 @@ def params_bytes(body: Graph, dtype: str) -> int:
     return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in parameters)
 
 
-def macs(body: Graph, tokens: int | None) -> float | None:
+def macs(body: Graph, tokens: Rate | None) -> float | None:
     """Return multiply-accumulates per token of the sequence. The cost of steps after a pooling is divided by `tokens`.
 
     Steps that depend only on the context are not counted; see `context_macs`.
@@ -57,7 +57,7 @@ def macs(body: Graph, tokens: int | None) -> float | None:
     return _sum([node_macs(node, tokens) for node in body.nodes])
 
 
-def node_macs(node: graph.Node, tokens: int | None) -> float | None:
+def node_macs(node: graph.Node, tokens: Rate | None) -> float | None:
     """Return multiply-accumulates per token of one node, or None if they depend on an unknown number of tokens."""
     if graph.is_context(node):
         return 0.0
@@ -65,7 +65,7 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         return None
     if isinstance(node, EachNode) and not node.arguments.carries:
         each, size = _each_sequence(node)
-        return None if each is None else each / size
+        return None if each is None else each / float(size)
     if isinstance(node, ChooseNode):
         share, inner = _chosen(node, tokens)
         return None if share is None else _times(macs(node.bodies[""], inner), share)
@@ -73,8 +73,8 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         return _inside(node, [macs(body, tokens) for body in node.active.values()])
     own = node.macs_at(tokens)
     if node.type and node.type.kind == "vector" and own:
-        return own / tokens if tokens else None
-    return own / node.type.rate if node.type else float(own)
+        return float(own / tokens) if tokens else None
+    return float(own / node.type.rate) if node.type else float(own)
 
 
 def _reads_open_context(node: graph.Node) -> bool:
@@ -100,12 +100,12 @@ def _context_macs(node: graph.Node) -> float | None:
     return _inside(node, [context_macs(body) for body in node.bodies.values()]) if node.bodies else 0.0
 
 
-def input_macs(body: Graph, tokens: int | None) -> float | None:
+def input_macs(body: Graph, tokens: Rate | None) -> float | None:
     """Return multiply-accumulates of one whole input, counting each step with its own number of tokens."""
     return _sum([node_input_macs(node, tokens) for node in body.nodes])
 
 
-def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
+def node_input_macs(node: graph.Node, tokens: Rate | None) -> float | None:
     """Return multiply-accumulates of one node for one whole input, or None if the number of tokens is unknown."""
     if isinstance(node, EachNode) and not node.arguments.carries:
         each, size = _each_sequence(node)
@@ -123,7 +123,7 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
         return float(own)
     if isinstance(node.type.length, int):
         return float(own * node.type.length)
-    return own * tokens / node.type.rate if tokens and not node.type.context else None
+    return float(own * tokens / node.type.rate) if tokens and not node.type.context else None
 
 
 def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:
@@ -138,10 +138,10 @@ def _each_sequence(node: EachNode) -> tuple[float | None, float]:
     rows, columns = wire.grid or (1, 1)
     down, across = arguments.tiles((rows, columns))
     sizes = {"windows": rows * columns / (down * across), "rows": columns, "columns": rows, "frames": arguments.width}
-    return input_macs(body, None), sizes[arguments.axis] * wire.rate
+    return input_macs(body, None), float(sizes[arguments.axis] * wire.rate)
 
 
-def _chosen(node: ChooseNode, tokens: int | None) -> tuple[float | None, int | None]:
+def _chosen(node: ChooseNode, tokens: Rate | None) -> tuple[float | None, Rate | None]:
     """Return the share of tokens that a `choose` chooses, and how many tokens of the model's input they stand for.
 
     None where they are unknown. A threshold may choose all tokens.

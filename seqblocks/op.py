@@ -32,7 +32,7 @@ from seqblocks.parameters import INITIALISERS, Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
+from seqblocks.types import UNBOUNDED, Facts, Kind, Tokens, Wire
 
 Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
@@ -174,7 +174,7 @@ class Op(BaseModel):
         tape.function(given, [y], [value for value in inputs if value is not None] + [y])
         return y
 
-    def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
+    def looks_ahead(self, *wires: Any, **_: Any) -> Tokens:
         """Return the lookahead that the op adds to that of its inputs, in tokens of the model's input (inf: unlimited).
 
         A token computed from several tokens has the position of the first. A negative number: the op reads only tokens
@@ -182,7 +182,7 @@ class Op(BaseModel):
         """
         return math.inf if self.reads == "all" else 0
 
-    def looks_back(self, *wires: Any, **_: Any) -> int | float:
+    def looks_back(self, *wires: Any, **_: Any) -> Tokens:
         """Return how many earlier tokens an output may depend on, in tokens of the model's input (inf: unlimited).
 
         A scan in reverse turns them into later ones. It may be infinite for an op that changes the number of tokens.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from seqblocks.types import Wire
+from seqblocks.types import Wire, names_of
 
 
 class State(NamedTuple):
@@ -39,5 +39,5 @@ def kept_state(wire: Wire) -> State:
     sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])
     if wire.kind not in ("sequence", "tokens"):
         return State(sizes, dtype, context=True)
-    name = "length" if isinstance(wire.length, int) else (wire.length or "seq").partition("/")[0]
+    name = "length" if isinstance(wire.length, int) else names_of(wire.length or "seq")[0]
     return State(sizes, dtype, context=True, length=name)

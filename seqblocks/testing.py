@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def check_law(
         _assert_tree_close(f"{name}: output", found, whole, tolerance)
         _assert_tree_close(f"{name}: state", state, last, tolerance)
         _assert_gradients_close(name, _gradients(found, leaves), gradients, tolerance)
-    if marks is None or model.frame_size == 1:
+    if marks is None or not model.takes_frames:
         with torch.no_grad():  # without gradients, steps run different, planned code
             found, state = _steps(model, x, context, marks)
         _assert_tree_close("steps without gradients: output", found, whole, tolerance)
@@ -153,7 +153,7 @@ def check_lookahead(
     random ones; outputs that may not depend on them must stay equal, up to `tolerance` of the largest value.
     """
     found = {name: ahead.tokens for name, ahead in lookahead.of_outputs(model.spec).items()}
-    ahead = {name: int(tokens) for name, tokens in found.items() if tokens < lookahead.WHOLE}
+    ahead = {name: ceil(tokens) for name, tokens in found.items() if tokens < lookahead.WHOLE}
     if not ahead:
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
@@ -298,7 +298,7 @@ def _steps(
     model: SequenceModel, x: Tensor, context: Context, marks: Tensor | None = None
 ) -> tuple[Output, Any]:
     parts, state = [], model.init_state(x.shape[0], **context)
-    one = model.frame_size == 1
+    one = not model.takes_frames
     types = _output_types(model)
     for t in range(0, x.shape[1], model.frame_size):
         resets = None if marks is None else marks[:, t]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Fault, Note, Span
@@ -17,6 +18,8 @@ from seqblocks.record import Record
 
 Kind = Literal["image", "tokens", "sequence", "vector"]
 Size = int | str  # a number, or the name of an axis whose size is known only in a call
+Rate = int | Fraction
+Tokens = float | Fraction  # a number of tokens of the model's input: a part of one if it became several
 
 
 class Origin(NamedTuple):
@@ -76,7 +79,7 @@ class Wire(Record):
     length: Size | None = None
     grid: tuple[int, int] | None = None
     origin: Origin | None = None
-    rate: int = 1  # tokens of the model's input per token of this wire
+    rate: Rate = 1  # tokens of the model's input per token of this wire; below 1 if each of them becomes several
     sample_rate: float | None = None  # tokens of the model's input per second
     facts: Facts = UNBOUNDED
     context: bool = False  # depends on no streaming input, so a stream computes it once
@@ -148,8 +151,8 @@ class Wire(Record):
         """Return the wire with a subset of the features."""
         return self.with_features(width).with_facts(self.facts.range)
 
-    def at_rate(self, rate: int) -> Wire:
-        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens per token.
+    def at_rate(self, rate: Rate) -> Wire:
+        """Return the wire at another rate: `rate` tokens of the model's input per token.
 
         Raises Fault E419 if its tokens are those of several parts, whose rates would differ.
         """
@@ -157,10 +160,11 @@ class Wire(Record):
             found = f"{self}, with {self.prefix} tokens before it" if self.prefix else f"{self}"
             hint = "merge or split the tokens before joining them, or after `slice` has removed the others"
             raise Fault("E419", "tokens that were joined cannot be merged or split", found=found, hint=hint)
+        rate = simplest(rate)
         if isinstance(self.length, int):
-            return self._replace(length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
-        name = (self.length or "seq").partition("/")[0]
-        return self._replace(length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
+            return self._replace(length=int(self.length * self.rate // rate), grid=None, rate=rate, origin=None)
+        name = names_of(self.length or "seq")[0]
+        return self._replace(length=length_at(name, rate), grid=None, rate=rate, origin=None)
 
     def spans(self, other: Wire) -> bool:
         """Return whether two sequences cover the same tokens of the model's input, each at its own rate."""
@@ -170,10 +174,9 @@ class Wire(Record):
         if isinstance(self.length, int) and isinstance(other.length, int):
             return alike and self.length * self.rate == other.length * other.rate
         names = [str(wire.length or "seq") for wire in (self, other)]
-        of_input = {name.partition("/")[0] for name in names}
-        return alike and len(of_input) == 1 and PLUS not in "".join(names)
+        return alike and len({name for each in names for name in names_of(each)}) == 1 and PLUS not in "".join(names)
 
-    def of_tokens(self, tokens: int) -> Wire:
+    def of_tokens(self, tokens: Rate) -> Wire:
         """Return the wire for `tokens` of the streaming input, if its length is open and depends on that input."""
         if self.context or not isinstance(self.length, str):
             return self
@@ -210,17 +213,36 @@ def less(length: Size | None, number: int) -> Size:
     return summed([*names, *([int(last) - number] if int(last) > number else [])])
 
 
+def simplest(rate: Rate) -> Rate:
+    """Return a whole rate as an int."""
+    return rate.numerator if rate.denominator == 1 else rate
+
+
+def common_rate(*rates: Rate) -> Rate:
+    """Return the least number of input tokens that is a multiple of all rates."""
+    numerators, denominators = ([getattr(rate, part) for rate in rates] for part in ("numerator", "denominator"))
+    return simplest(Fraction(math.lcm(*numerators), math.gcd(*denominators))) if rates else 1
+
+
+def length_at(name: str, rate: Rate) -> str:
+    """Return the length of an axis at a rate: `seq/4` for a rate of 4, `seq*4` for 1/4."""
+    times = f"*{rate.denominator}" if rate.denominator > 1 else ""
+    return f"{name}{times}/{rate.numerator}" if rate.numerator > 1 else f"{name}{times}"
+
+
 def names_of(length: Size) -> list[str]:
-    """Return the names of the axes that determine a length: `seq` for `seq/4 + 2`."""
-    return [part.partition("/")[0] for part in str(length).split(PLUS) if not part.isdigit()]
+    """Return the names of the axes that determine a length: `seq` for `seq/4 + 2` and for `seq*4`."""
+    parts = [part for part in str(length).split(PLUS) if not part.isdigit()]
+    return [part.partition("/")[0].partition("*")[0] for part in parts]
 
 
-def size_of(length: Size, known: Callable[[str], int]) -> int:
+def size_of(length: Size, known: Callable[[str], Rate]) -> int:
     """Return a length in a call. known: returns the size of the axis of an input from its name."""
     total = 0
     for part in str(length).split(PLUS):
-        name, _, rate = part.partition("/")
-        total += int(part) if part.isdigit() else known(name) // int(rate or 1)
+        multiple, _, divisor = part.partition("/")
+        name, _, factor = multiple.partition("*")
+        total += int(part) if part.isdigit() else int(known(name) * int(factor or 1) // int(divisor or 1))
     return total
 
 

@@ -120,13 +120,12 @@ class Composer(Cells, Mixers, Rates, Sequences):
     def restore(self, body: Body, expected: Kind) -> None:
         """End with a wire of the given kind."""
         if body.now.name == "sequence":
-            if body.now.rate > expected.rate:
-                factor = body.now.rate // expected.rate
+            factors = body.now.rate / expected.rate
+            if (factor := factors.numerator) > 1:
                 length = body.now.length and body.now.length * factor
-                made = replace(body.now, length=length, rate=expected.rate, grid=None)
+                made = replace(body.now, length=length, rate=body.now.rate / factor, grid=None)
                 self.add(body, "upsample", made, factor=factor)
-            if body.now.rate < expected.rate:
-                factor = expected.rate // body.now.rate
+            if (factor := factors.denominator) > 1:
                 length = body.now.length and body.now.length // factor
                 made = replace(body.now, length=length, rate=expected.rate, grid=None)
                 self.add(body, "downsample", made, factor=factor)
@@ -212,6 +211,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
             eps=self.chance.choice([None, 1e-6]),
             corrected=self.chance.choice([None, None, True]), bias=self.chance.choice([None, True]),
             factor=self.chance.choice([None, None, 2.5]),
+            capacity=self.chance.choice([None, None, 1.25, 0.5]),
             **self.chance.choice(self.groupings(count, top)), **more,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.compose_tokens import Tokens
-from tests.composed import Body, Kind
+from tests.composed import FINEST, Body, Kind
 
 
 class Rates(Tokens):
@@ -24,12 +24,17 @@ class Rates(Tokens):
 
     def up(self, body: Body) -> None:
         now = body.now
-        if now.rate == 1:
+        if not (factors := self.splits(now)):
             self.pointwise(body)
             return
-        factor = self.chance.choice([f for f in range(2, now.rate + 1) if now.rate % f == 0])
-        made = replace(now, length=now.length and now.length * factor, rate=now.rate // factor, grid=None)
+        factor = self.chance.choice(factors)
+        made = replace(now, length=now.length and now.length * factor, rate=now.rate / factor, grid=None)
         self.add(body, "upsample", made, factor=factor)
+
+    def splits(self, now: Kind) -> list[int]:
+        """Return into how many tokens each token may be split: often no more than the input has."""
+        least = FINEST if self.maybe(0.3) else min(now.rate, 1)
+        return [f for f in range(2, 13) if now.rate / f >= least and (now.length or 1) * f < 49]
 
     def between_rates(self, body: Body) -> None:
         """Append attention from the current tokens to merged ones, or from merged ones to the current ones."""
@@ -56,11 +61,11 @@ class Rates(Tokens):
         """Merge tokens into features, or split features into tokens, by a pattern."""
         now = body.now
         factors = [f for f in (2, 3) if not now.length or now.length % f == 0]
-        spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.rate % f == 0]
+        spread = [f for f in self.splits(now) if now.width % f == 0]
         if spread and self.maybe(0.5):
             n = self.chance.choice(spread)
             length = now.length and now.length * n
-            made = replace(now, width=now.width // n, length=length, rate=now.rate // n, grid=None)
+            made = replace(now, width=now.width // n, length=length, rate=now.rate / n, grid=None)
             self.add(body, "rearrange", made, pattern="tokens (n features) -> (tokens n) features", n=self.number(n))
         elif factors and now.width < 30 and now.rate < 12:
             n, merged = self.chance.choice(factors), self.maybe(0.5)
@@ -90,7 +95,7 @@ class Rates(Tokens):
 
     def conv1d(self, body: Body) -> None:
         """Append a dense convolution that keeps, reduces or increases the number of tokens."""
-        now, width, finer = body.now, self.width(), [s for s in (2, 3, 4) if body.now.rate % s == 0]
+        now, width, finer = body.now, self.width(), [s for s in self.splits(body.now) if s < 5]
         groups = self.chance.choice([g for g in range(1, width + 1) if now.width % g == 0 and width % g == 0])
         coarser = [s for s in (2, 3, 4) if now.rate < 12 and (not now.length or now.length % s == 0)]
         arguments = {"features": self.number(width), "groups": groups, "bias": self.maybe(0.5)}
@@ -99,7 +104,7 @@ class Rates(Tokens):
         if finer and not body.chosen and self.maybe(0.6):
             stride = self.chance.choice(finer)
             length = now.length and now.length * stride
-            made = replace(now, width=width, length=length, rate=now.rate // stride, grid=None)
+            made = replace(now, width=width, length=length, rate=now.rate / stride, grid=None)
             self.add(body, "conv_transpose1d", made, kernel=self.chance.randint(1, 9), stride=stride, **arguments)
             return
         stride = 1 if body.chosen else self.chance.choice([1, *coarser])

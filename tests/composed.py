@@ -6,10 +6,12 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 Step = dict[str, Any]
 SIZES = [1, 2, 3, 4, 6, 8]  # `sizes` in the file's `let:`
+FINEST = Fraction(1, 6)  # the lowest rate: six tokens for each of the input
 TAKEN = ("lambda", "step", "global", "rows", "type", "in")  # names that Python or torch's modules use themselves
 UNNAMED = ("add", "concat", "gate", "identity", "multiply", "reduce", "scale", "shift", "silu", "slice")  # own nothing
 
@@ -22,7 +24,7 @@ class Kind:
     width: int
     length: int | None = None  # None: open
     grid: tuple[int, int] | None = None
-    rate: int = 1
+    rate: Fraction = Fraction(1)  # tokens of the input per token
     prefix: int = 0  # of its tokens, in a sequence
 
     @property

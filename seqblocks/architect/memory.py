@@ -204,7 +204,7 @@ def _estimate(model: ModelSpec, replay: Replay, optimizer: str, checkpoint: str)
     return Estimate(
         name=model.name,
         batch=replay.sizes.batch,
-        length=replay.sizes.length,
+        length=int(replay.sizes.length),
         dtype=replay.dtype,
         optimizer=optimizer,
         checkpoint=checkpoint,

@@ -20,7 +20,7 @@ from seqblocks.ops.embed import Unembed
 from seqblocks.ops.linear import Affine
 from seqblocks.roles import joins_tokens, may_be_matrix
 from seqblocks.tape import Shape, Tape, Value
-from seqblocks.types import Wire, size_of
+from seqblocks.types import Rate, Wire, size_of
 from seqblocks.workspace import associative_scan
 
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
     """The sizes of a call: sequences, and tokens of a sequence of open length."""
 
     batch: int
-    length: int
+    length: Rate
 
     def shape(self, wire: Wire) -> Shape:
         return self.batch, *(size_of(axis, lambda name: self.length) for axis in wire.axes[1:])

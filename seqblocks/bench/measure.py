@@ -189,7 +189,7 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
 
 
 def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, Any]) -> Callable[[], Any]:
-    token = x if model.frame_size > 1 else x[:, 0]
+    token = x if model.takes_frames else x[:, 0]
     state = model.init_state(batch, **context)
 
     @torch.no_grad()

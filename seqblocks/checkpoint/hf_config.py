@@ -86,9 +86,8 @@ def causal_lm_obstacle(spec: ModelSpec) -> str | None:
     if wire is None or wire.kind != "sequence" or wire.features != spec.input.features:
         scores = f"[batch, seq, {spec.input.features}], one score per token of the vocabulary"
         return f"its output is {wire}, but a language model returns {scores} (`unembed`)"
-    frame = graph.frame_size(spec.graph)
-    if frame > 1:
-        return f"it processes {frame} tokens at a time, but a language model processes one"
+    if graph.takes_frames(spec.graph):
+        return "it changes the rate of its tokens, but a language model makes one for each"
     ahead = lookahead.of_outputs(spec).get(logits_name(spec) or "")
     if ahead and ahead.tokens:
         return "its output depends on later tokens"

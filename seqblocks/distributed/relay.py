@@ -155,7 +155,7 @@ class Relay:
         floats = [x.dtype for x in inputs if x is not None and x.is_floating_point()]
         for at, each in enumerate(floats):
             dtype = torch.promote_types(dtype, each) if at else each
-        return [Kind((self.shard.batch, *_sizes(state, before // step.rate)), dtype_of(state, dtype))
+        return [Kind((self.shard.batch, *_sizes(state, int(before // step.rate))), dtype_of(state, dtype))
                 for state in step.state.values()]  # fmt: skip
 
     def _initial(self, step: Carrying, inputs: list[Any]) -> States:

@@ -146,7 +146,7 @@ def _axes(model: SequenceModel, wire: Wire, graph: str) -> tuple[Size, ...]:
     """Return the axes of an input. The graph `step` reads one token, or one frame, of the streaming input."""
     axes = wire.axes
     if graph == "step" and wire.kind in ("tokens", "sequence"):
-        return (*axes[:1], *([model.frame_size] if model.frame_size > 1 else []), *axes[2:])
+        return (*axes[:1], *([model.frame_size] if model.takes_frames else []), *axes[2:])
     if graph == "chunk" and isinstance(wire.length, int):
         return (*axes[:1], "seq", *axes[2:])
     return axes

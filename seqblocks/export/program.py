@@ -163,7 +163,7 @@ def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: in
     x = random_input(model, batch, tokens, seed).detach()
     if contract.graph == "forward":
         return ({first.name: x} | context,) if model.spec.inputs else (x,)
-    if contract.graph == "step" and model.frame_size == 1:
+    if contract.graph == "step" and not model.takes_frames:
         x = x.squeeze(1)
     with torch.no_grad():
         state = ordered(declared(model.graph), model.init_state(batch, **context))

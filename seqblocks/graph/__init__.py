@@ -15,5 +15,5 @@ from seqblocks.graph.nodes import (
     spent_values, walk, walk_named,
 )  # fmt: skip
 from seqblocks.graph.streams import (
-    begins, frame_size, has_prefix, is_ordered, resets_obstacle, stream_obstacle, streamed,
+    begins, frame_size, has_prefix, is_ordered, resets_obstacle, stream_obstacle, streamed, takes_frames,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.record import Record
 from seqblocks.roles import joins_tokens
 from seqblocks.state_layout import State
-from seqblocks.types import Wire, has_same_tokens
+from seqblocks.types import Rate, Wire, has_same_tokens
 
 if TYPE_CHECKING:  # a combinator is imported when a spec uses it
     from seqblocks.combinators.cell import Cell
@@ -109,7 +109,7 @@ class Node(Record):
     def macs(self) -> int:
         return 0
 
-    def macs_at(self, tokens: int | None) -> int:
+    def macs_at(self, tokens: Rate | None) -> int:
         """Return the multiply-accumulates of an op for one token of its output, with `tokens` in the model's input."""
         return self.macs
 
@@ -219,7 +219,7 @@ class OpNode(PrimitiveNode):
         values = [value for port in self.inputs.keys() & ports for value in self.inputs[port]]
         return values[-1:] if is_prefix_join(self) else values
 
-    def macs_at(self, tokens: int | None) -> int:
+    def macs_at(self, tokens: Rate | None) -> int:
         if not tokens or self.type is None:
             return self.macs
         return self.op.macs(*(wire and wire.of_tokens(tokens) for wire in self.wires))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 
 from seqblocks.graph.model import ModelSpec
 from seqblocks.graph.nodes import EachNode, Graph, Node, is_context, is_prefixed, walk
-from seqblocks.types import Wire
+from seqblocks.types import Rate, Wire, common_rate
 
 
 def has_prefix(graph: Graph) -> bool:
@@ -91,8 +90,19 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def frame_size(graph: Graph) -> int:
-    """Return the number of input tokens per call of a stream: the least common multiple of all rates."""
-    nodes = list(streamed(graph))
-    frames = (node.wires[0].rate * node.arguments.width for node in nodes if isinstance(node, EachNode)
-              and node.arguments.in_frames and node.wires[0])
-    return math.lcm(*(node.type.rate for node in nodes if node.type), *frames)
+    """Return the number of input tokens per call of a stream: the least common multiple of 1 and all rates."""
+    return common_rate(1, *_rates(graph)).numerator
+
+
+def takes_frames(graph: Graph) -> bool:
+    """Return whether a stream takes frames rather than single tokens, as if the rate of tokens changes."""
+    return any(rate != 1 for rate in _rates(graph))
+
+
+def _rates(graph: Graph) -> Iterator[Rate]:
+    """Yield how many input tokens each token, and each frame, of a stream spans."""
+    for node in streamed(graph):
+        if node.type:
+            yield node.type.rate
+        if isinstance(node, EachNode) and node.arguments.in_frames and node.wires[0]:
+            yield node.wires[0].rate * node.arguments.width

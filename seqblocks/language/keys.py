@@ -18,8 +18,8 @@ ATTRIBUTES = frozenset(
     (
         "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "sorted",
         "sorted_reverse", "graph", "step", "init_state",
-        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
-        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
+        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "takes_frames", "input", "T_destination",
+        "add_module", "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
         "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",
         "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
         "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from seqblocks import graph
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.types import Wire
+from seqblocks.types import Wire, common_rate
 
 Context = dict[str, Any]  # tensors: inputs that do not stream, by name
 
@@ -41,7 +40,8 @@ def _context_length(model: SequenceModel, wire: Wire, seq: int | None) -> int:
 
 def open_context_length(model: SequenceModel) -> int:
     """Return a length accepted by all steps that change the rate of a context."""
-    return 3 * math.lcm(*(node.type.rate for node in graph.walk(model.graph) if graph.is_context(node) and node.type))
+    rates = (node.type.rate for node in graph.walk(model.graph) if graph.is_context(node) and node.type)
+    return 3 * common_rate(1, *rates).numerator
 
 
 def _random(model: SequenceModel, wire: Wire, batch: int, seq: int, generator: torch.Generator) -> Tensor:

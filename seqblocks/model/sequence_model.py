@@ -51,7 +51,8 @@ class SequenceModel(Body):
     vectors [batch, features], according to `input:` of the spec), it returns the output, or (output, state) with
     `return_state=True`. If the spec has `inputs:`, they are passed by name; if it has `outputs:`, the output is a dict.
     `spec` is the analysed spec, and `graph` its steps. `frame_size` is the number of tokens that a stream takes at
-    once: 1 unless the spec changes the rate of its tokens.
+    once: 1 unless the spec merges tokens. `takes_frames` is whether `step` takes a frame [batch, frame_size, ...]: so
+    it does if the spec changes the rate of its tokens.
     """
 
     tensor_shards: TensorShards | None = None  # set if each rank computes a part of the model (`tensor_parallel`)
@@ -80,13 +81,13 @@ class SequenceModel(Body):
         self.declared_state = declared(spec.graph)
         self.streaming_obstacle = " cannot stream: ".join(obstacle) if obstacle else None
         self.resets_obstacle = _resets_obstacle(spec)
-        self.frame_size = graph.frame_size(spec.graph)
+        self.frame_size, self.takes_frames = graph.frame_size(spec.graph), graph.takes_frames(spec.graph)
         self._has_tokens = has_tokens(spec.output)
         self.token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
         if next(self.parameters(), None) is None:  # without parameters, a buffer has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self.has_experts = any(isinstance(node, graph.ExpertsNode) for node in graph.walk(spec.graph))
-        self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
+        self._step_axes = ["batch", str(self.frame_size)] if self.takes_frames else ["batch"]
         self.latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._token_plan: TokenPlan | None = None
         self._traced: TracedPlan | None = None  # the plan for compiled code
@@ -249,8 +250,8 @@ class SequenceModel(Body):
         resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
 
         A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or token ids [batch,
-        frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
-        resets.
+        frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame: 4 for a frame of one
+        token, if each becomes 4. It does not take resets.
 
         Raises RunError for other arguments, and for a token or state that does not fit.
         """
@@ -261,7 +262,7 @@ class SequenceModel(Body):
         if self._has_context and not self.graph.ports and state is None:
             self._check_call(x, "a step", self._step_axes, resets)
             state = self.init_state(x.shape[0])
-        planned = self._plan_for(x) if self.frame_size == 1 or not torch.compiler.is_compiling() else None
+        planned = None if self.takes_frames and torch.compiler.is_compiling() else self._plan_for(x)
         if planned is None or resets is not None or not planned.takes(x):
             self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
@@ -271,7 +272,7 @@ class SequenceModel(Body):
         if planned is not None and planned.suits(x):
             if found := self._run_planned(planned, x, state, resets):
                 return found
-        if self.frame_size > 1:
+        if self.takes_frames:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
         resets = None if resets is None else resets.unsqueeze(1)
@@ -312,7 +313,7 @@ class SequenceModel(Body):
         this takes 2 to 4 % of a token's time.
         """
         is_own = type(self) is SequenceModel and "step" not in self.__dict__
-        planned = self._plan_for(x) if is_own and self.frame_size == 1 else None
+        planned = self._plan_for(x) if is_own and not self.takes_frames else None
         if planned is None or planned.calls_modules or not planned.takes(x):
             return None
         return lambda x, state: planned.run(state, x) or self.step(x, state)

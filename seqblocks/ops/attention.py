@@ -14,7 +14,7 @@ from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Wire
+from seqblocks.types import Tokens, Wire
 from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
@@ -264,12 +264,12 @@ class Attention(_Heads):
             return f"its first {self.prefix} tokens see each other: they must come before the stream, as with `prefix`"
         return None if self.causal else "it is not causal: it reads the whole sequence"
 
-    def looks_ahead(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int | float:
+    def looks_ahead(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> Tokens:
         if self.causal:
             return (self.prefix - 1) * q.rate if q.prefix < self.prefix else 0
         return (self.span - 1) * q.rate if self.span else math.inf
 
-    def looks_back(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int | float:
+    def looks_back(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> Tokens:
         if q.rate != k.rate:
             return math.inf
         return (self.span - 1) * q.rate if self.span and not self.keep_first else math.inf
@@ -286,7 +286,8 @@ class Attention(_Heads):
         """
         width = self.pair(q, v)
         if q.rate != k.rate and isinstance(q.length, int):
-            return complete_pairs(q.length, q.rate, k.rate, self.window) * width // q.length
+            rate, of_keys = (int(rate * q.rate.denominator * k.rate.denominator) for rate in (q.rate, k.rate))
+            return complete_pairs(q.length, rate, of_keys, self.window) * width // q.length
         if isinstance(q.length, int):
             return self.seen(q.length) * width // q.length
         if self.chunk:

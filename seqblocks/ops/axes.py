@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, Field
 from seqblocks.errors import Fault, RunError, listing
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.tape import Tape, Value
-from seqblocks.types import UNBOUNDED, Facts, Wire
+from seqblocks.types import UNBOUNDED, Facts, Tokens, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,8 +179,7 @@ class _Axes(Op):
         tokens, made = (_product(side[0][1:], sizes) for side in (left, right))
         if tokens is None or made is None or (tokens > 1 and made > 1):
             return Reach("whole")
-        fits = x.rate * tokens % made == 0
-        return Reach("window", tokens) if fits or not isinstance(x.length, int) else Reach("whole")
+        return Reach("window", tokens)
 
     def shape(self, x: Wire) -> Wire:
         (_, right), sizes = self.sizes(x)
@@ -193,18 +193,14 @@ class _Axes(Op):
             return x.with_features(features)
         if reach.kind == "window":
             made = _product(right[0][1:], sizes) or 1
-            if x.rate * reach.tokens % made:
-                hint = f"each token here was merged from {x.rate}" if x.rate > 1 else "merge tokens first"
-                message = f"the pattern splits one token into {made}, more than the input had"
-                raise Fault("E401", message, at="pattern", hint=hint)
-            return x.at_rate(x.rate * reach.tokens // made).with_features(features)
+            return x.at_rate(x.rate * Fraction(reach.tokens, made)).with_features(features)
         return _whole(x, right, [width or 1 for width in widths])
 
-    def looks_ahead(self, x: Wire) -> int | float:
+    def looks_ahead(self, x: Wire) -> Tokens:
         reach = self.reach(x)
         return math.inf if reach.kind == "whole" else x.rate * (reach.tokens - 1)
 
-    def looks_back(self, x: Wire) -> int | float:
+    def looks_back(self, x: Wire) -> Tokens:
         return 0 if self.reach(x).kind == "token" else math.inf
 
     def cannot_stream(self, x: Wire) -> str | None:

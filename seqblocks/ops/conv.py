@@ -12,7 +12,7 @@ from seqblocks.roles import Split, evenly
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Wire
+from seqblocks.types import Tokens, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class CausalConv(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.kernel * (x.features if self.mixing else 1)
 
-    def looks_back(self, x: Wire) -> int:
+    def looks_back(self, x: Wire) -> Tokens:
         return (self.kernel - 1) * x.rate
 
     def calls(self, x: Wire) -> KernelCall:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from seqblocks.op import Op, argument, primitive
-from seqblocks.ops.rate import MORE, check_tokens, makes_more, merged_tokens, split_tokens
+from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
 from seqblocks.ops.shift import lagged, window_after, with_past, with_past_memory
 from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Wire
+from seqblocks.types import Tokens, Wire
 from seqblocks.widths import must_divide
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class _Conv(Op):
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return window_after(x, self.earlier(), call)
 
-    def looks_back(self, x: Wire) -> int:
+    def looks_back(self, x: Wire) -> Tokens:
         return (self.earlier() - self.later()) * x.rate  # with a stride of 1, see `Op.looks_back`
 
     def check_groups(self, x: Wire) -> None:
@@ -123,7 +124,7 @@ class Conv1d(_Conv):
     def macs(self, x: Wire) -> int:
         return self.features * (x.features // self.groups) * self.kernel
 
-    def looks_ahead(self, x: Wire) -> int:
+    def looks_ahead(self, x: Wire) -> Tokens:
         return x.rate * (self.stride - 1 + self.later())
 
     def ignores_resets(self, x: Wire) -> str | None:
@@ -211,8 +212,7 @@ class ConvTranspose1d(_Conv):
     """Transposed convolution, `stride` output tokens per input token. Weight [D, O / G, K], as torch's ConvTranspose1d.
 
     Tap k of token j is added to output token j stride + k, so that each output depends on its own input token and on
-    earlier ones. Outputs after the last frame are cropped. `causal: false` crops the same number at both ends. Of a
-    fixed number of tokens, it may make more than the model's input has; such a model does not stream.
+    earlier ones. Outputs after the last frame are cropped. `causal: false` crops the same number at both ends.
     A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
     """
 
@@ -226,7 +226,7 @@ class ConvTranspose1d(_Conv):
 
     def shape(self, x: Wire) -> Wire:
         self.check_groups(x)
-        made = split_tokens(x, self.stride, "stride", self.verb) if self.stride > 1 else x
+        made = split_tokens(x, self.stride) if self.stride > 1 else x
         return made.with_features(self.features)
 
     def weight_shape(self, x: Wire) -> tuple[int, int, int]:
@@ -235,11 +235,8 @@ class ConvTranspose1d(_Conv):
     def macs(self, x: Wire) -> int:
         return x.features * (self.features // self.groups) * self.kernel // self.stride
 
-    def looks_ahead(self, x: Wire) -> int | float:
-        return math.inf if makes_more(x, self.stride) else self.later() * (x.rate // self.stride)
-
-    def cannot_stream(self, x: Wire) -> str | None:
-        return MORE if makes_more(x, self.stride) else super().cannot_stream(x)
+    def looks_ahead(self, x: Wire) -> Tokens:
+        return self.later() * x.rate * Fraction(1, self.stride)
 
     def ignores_resets(self, x: Wire) -> str | None:
         return "a token contributes to several outputs"

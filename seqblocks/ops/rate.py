@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Facts, Wire
+from seqblocks.types import Facts, Tokens, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,26 +27,9 @@ def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
     return x.at_rate(x.rate * factor)
 
 
-def split_tokens(x: Wire, factor: int, at: str, verb: str) -> Wire:
-    """Return the wire with each token split into `factor`.
-
-    Raises Fault (E401) for more tokens than the input had, unless their number is fixed.
-    """
-    if makes_more(x, factor) and isinstance(x.length, int) and not x.prefix:
-        return x._replace(length=x.length * factor, grid=None, rate=1, origin=None)
-    if makes_more(x, factor):
-        merged = f"each token here was merged from {x.rate}"
-        hint = merged if x.rate > 1 else "downsample comes first, or the input has a length"
-        raise Fault("E401", f"{verb} by {factor} produces more tokens than the input had", at=at, hint=hint)
-    return x.at_rate(x.rate // factor)
-
-
-def makes_more(x: Wire, factor: int) -> bool:
-    """Return whether splitting each token into `factor` makes more tokens than the model's input has."""
-    return x.rate % factor != 0
-
-
-MORE = "it makes more tokens than the input has"
+def split_tokens(x: Wire, factor: int) -> Wire:
+    """Return the wire with each token split into `factor`."""
+    return x.at_rate(x.rate * Fraction(1, factor))
 
 
 class PartOfWindow(RunError):
@@ -105,7 +88,7 @@ class Downsample(_Rate):
 
         return _of_frames(several)
 
-    def looks_ahead(self, x: Wire) -> int:
+    def looks_ahead(self, x: Wire) -> Tokens:
         return x.rate * (self.factor - 1)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
@@ -119,13 +102,10 @@ class Downsample(_Rate):
 
 @primitive("upsample")
 class Upsample(_Rate):
-    """Repeat each token `factor` times.
-
-    Of a fixed number of tokens, it may make more than the model's input has. Such a model does not stream.
-    """
+    """Repeat each token `factor` times."""
 
     def shape(self, x: Wire) -> Wire:
-        return split_tokens(x, self.factor, "factor", self.verb)
+        return split_tokens(x, self.factor)
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         factor = self.factor
@@ -136,11 +116,8 @@ class Upsample(_Rate):
 
         return _of_frames(several)
 
-    def cannot_stream(self, x: Wire) -> str | None:
-        return MORE if makes_more(x, self.factor) else None
-
-    def looks_ahead(self, x: Wire) -> int | float:
-        return math.inf if makes_more(x, self.factor) else 0  # copies come at or after the token that they copy
+    def looks_ahead(self, x: Wire) -> Tokens:
+        return 0  # copies come at or after the token that they copy
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         y = tape.new(tape.out, x.item)

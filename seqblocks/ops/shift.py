@@ -11,7 +11,7 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.state_layout import State
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Facts, Wire
+from seqblocks.types import Facts, Tokens, Wire
 from seqblocks.widths import must_match
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class Shift(_Shifted):
     def transition(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Transition | None:
         return window_after(x, self.by, call)
 
-    def looks_ahead(self, x: Wire) -> int:
+    def looks_ahead(self, x: Wire) -> Tokens:
         return -self.by * x.rate
 
-    def looks_back(self, x: Wire) -> int:
+    def looks_back(self, x: Wire) -> Tokens:
         return self.by * x.rate
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
@@ -160,7 +160,7 @@ class TokenShift(_Shifted):
     def macs(self, x: Wire, mix: Wire | None = None) -> int:
         return x.features
 
-    def looks_back(self, x: Wire, mix: Wire | None = None) -> int:
+    def looks_back(self, x: Wire, mix: Wire | None = None) -> Tokens:
         return x.rate
 
     def transition(

@@ -10,7 +10,7 @@ from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.concat import passes_on
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
-from seqblocks.types import Facts, Size, Wire, less
+from seqblocks.types import Facts, Size, Tokens, Wire, less
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +64,10 @@ class Slice(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
-    def looks_ahead(self, x: Wire) -> int | float:
+    def looks_ahead(self, x: Wire) -> Tokens:
         return float("inf") if self.last else max((self.first or 0) - x.prefix, 0) * x.rate
 
-    def looks_back(self, x: Wire) -> int | float:
+    def looks_back(self, x: Wire) -> Tokens:
         return 0 if self._is_in_prefix(x) else float("inf")
 
     def cannot_stream(self, x: Wire) -> str | None:

@@ -31,7 +31,7 @@ from seqblocks.cost import (
 from seqblocks.errors import UsageError, listing
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.report.layer_wires import LayerWire, layer_wires
-from seqblocks.types import Wire
+from seqblocks.types import Rate, Wire
 
 
 @dataclass(slots=True, repr=False)
@@ -47,7 +47,7 @@ class Row:
     macs: float | None  # per token; None: unknown
     state: int  # elements per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
-    rate: int = 1  # tokens of the model's input for each token of the output
+    rate: Rate = 1  # tokens of the model's input for each token of the output
     lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
     tied: dict[str, str] = field(default_factory=dict)
     shares: str = ""  # the step or the layer whose parameters it shares

@@ -14,6 +14,7 @@ from seqblocks.op import Op
 from seqblocks.runtime.shared_parameters import Holder
 from seqblocks.state import States
 from seqblocks.state_layout import State
+from seqblocks.types import Rate
 
 Phase = Literal["context", "stream"] | None
 Size = tuple[int, int]
@@ -75,7 +76,7 @@ class Carrying(NamedTuple):
     path: str
     op: Op
     state: dict[str, State]
-    rate: int
+    rate: Rate
 
 
 class Relay(Protocol):

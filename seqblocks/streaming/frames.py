@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqblocks.graph import Graph, Node, OpNode, frame_size
+from seqblocks.graph import Graph, Node, OpNode, frame_size, takes_frames
 from seqblocks.streaming.source import Several
 from seqblocks.streaming.token_rows import has_tokens
 from seqblocks.token_function import TokenFunction
@@ -35,22 +35,19 @@ class Frames:
     """The frames of a model. size: input tokens of a frame; most_batch: sequences up to which plans are fast."""
 
     def __init__(self, graph: Graph, types: Mapping[int, Wire | None]) -> None:
-        self.size = frame_size(graph)
+        self.size, self.have_several_tokens = frame_size(graph), takes_frames(graph)
         self.most_batch: float = max(FRAME_MAX_ROWS // self.size, 1) if self.have_several_tokens else math.inf
         self._types, self._of_rows = types, False
-
-    @property
-    def have_several_tokens(self) -> bool:
-        return self.size > 1
 
     @contextlib.contextmanager
     def as_rows(self) -> Iterator[None]:
         """Treat tokens as rows whose order is unknown, as within an expert."""
-        before, self.size, self._of_rows = (self.size, self._of_rows), 1, True
+        before = self.size, self.have_several_tokens, self._of_rows
+        self.size, self.have_several_tokens, self._of_rows = 1, False, True
         try:
             yield
         finally:
-            self.size, self._of_rows = before
+            self.size, self.have_several_tokens, self._of_rows = before
 
     def tokens(self, node: Node) -> set[int]:
         """Return the numbers of tokens that a node reads and makes for each frame; 0 if it makes no tokens."""

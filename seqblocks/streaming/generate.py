@@ -30,6 +30,7 @@ class Generates(Protocol):
 
     spec: ModelSpec
     frame_size: int
+    takes_frames: bool
 
     def step(self, x: Tensor, state: States | None = None) -> tuple[Any, States]: ...
 
@@ -145,8 +146,8 @@ def _check_model(model: Any) -> None:
     spec = model.spec
     if spec.input.kind != "tokens":
         raise RunError(f"{spec.name} reads {spec.input}, not token ids, so it cannot generate")
-    if model.frame_size > 1:
-        raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
+    if model.takes_frames:
+        raise RunError(f"{spec.name} changes the rate of its tokens, but tokens are generated one by one")
 
 
 def _check_names(spec: ModelSpec, inputs: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import SpecError
@@ -40,6 +41,39 @@ def test_every_verb_and_key_is_written() -> None:
     expected = {*builtin_verbs(), *COMBINATORS, *keys}
     missing = {word for word in expected if written[word] < 5}
     assert not missing, f"add {', '.join(sorted(missing))} to tests/compose.py"
+
+
+def test_arguments_that_change_how_a_verb_runs_are_written() -> None:
+    written: Counter[str] = Counter()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            for verb, inside in node.items():
+                written.update(f"{verb}.{key}" for key in inside if isinstance(inside, dict))
+                visit(inside)
+        elif isinstance(node, list):
+            for value in node:
+                visit(value)
+
+    for text in SPECS:
+        visit(json.loads(text))
+    expected = {"attention.prefix", "attention.scores", "attention.keep_first", "experts.capacity", "experts.shared"}
+    assert all(written[word] >= 5 for word in expected), written
+
+
+def test_tokens_become_more_than_the_input_has() -> None:
+    written: Counter[str] = Counter()
+    for text in SPECS:
+        try:
+            _, model = check.load_text(text)
+        except SpecError:
+            continue
+        for node in graph.walk(model.graph):
+            if node.type and node.wires and node.wires[0] and node.type.rate < min(1, node.wires[0].rate):
+                streams = graph.stream_obstacle(model) is None
+                written.update([node.verb, "open" if isinstance(node.type.length, str) else "fixed"])
+                written["streams"] += streams
+    assert all(written[word] >= 5 for word in ("upsample", "conv_transpose1d", "rearrange", "open", "fixed", "streams"))
 
 
 @pytest.mark.slow

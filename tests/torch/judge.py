@@ -18,7 +18,7 @@ import re
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import seqblocks
 from seqblocks import graph
@@ -82,7 +82,21 @@ def obeys_law(text: str, seed: int, length: int | None = None) -> bool:
         check_lookahead(model, seq=length, seed=seed, tolerance=1e-9)
         if length > 1 and resettable(model):
             check_pieces(model, length, seed)
+    check_training(model, length, seed)
     return True
+
+
+def check_training(model: SequenceModel, length: int, seed: int) -> None:
+    """Assert that a call in training mode, where experts have a capacity, returns the same shapes and has gradients."""
+    x = random_input(model, 2, max(length, 1) * model.frame_size, seed)
+    context = random_context(model, 2, seed, x.shape[1] if x.dim() > 1 else None)
+    with torch.no_grad():
+        expected = tree_map(lambda y: y.shape, model(x, **context))
+    y = model.train()(x, **context)
+    assert tree_map(lambda y: y.shape, y) == expected
+    total = sum((each.square().sum() for each in tree_leaves(y) if each.requires_grad), torch.zeros(()))
+    if total.requires_grad:
+        total.backward()
 
 
 def check_stream(model: SequenceModel, length: int, chance: random.Random, seed: int) -> None:

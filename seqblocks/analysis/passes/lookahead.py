@@ -1,6 +1,7 @@
 """Compute the lookahead of each value: how many later tokens of the model's input a position may depend on.
 
-Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from. A
+Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from; if
+tokens were split, it is between two of them. A
 position depends on its inputs, and an op adds `Op.looks_ahead`. An op that combines several tokens into one reads whole
 windows; nested windows end together, so their lookaheads do not add up. A scan in reverse turns the earlier tokens that
 an op reads (`Op.looks_back`) into later ones. In other orders, they may be anywhere in the sequence.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from seqblocks import graph
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.record import Record
-from seqblocks.types import Wire
+from seqblocks.types import Rate, Tokens, Wire, common_rate
 
 WHOLE = math.inf  # the whole sequence
 SEQUENCES = ("sequence", "tokens")
@@ -35,21 +36,21 @@ class Ahead(Record):
     other tokens of the input of the enclosing scan, earlier or later. `context`: whether it depends on no token at all.
     """
 
-    window: int = 1
-    extra: float = 0
+    window: Rate = 1
+    extra: Tokens = 0
     first: tuple[str, Node] | None = None  # its path, and the step
     mixes: bool = False
     context: bool = False
-    frame: int = 1
-    later: float = 0
+    frame: Rate = 1
+    later: Tokens = 0
 
     @property
-    def tokens(self) -> float:
+    def tokens(self) -> Tokens:
         """Return the number of later tokens that the value may depend on."""
         return max(self.bound, 0)
 
     @property
-    def bound(self) -> float:
+    def bound(self) -> Tokens:
         """Return the position of the last token that the value may depend on, relative to its own."""
         return min(self.window - 1 + self.extra, self.frame - 1 + self.later)
 
@@ -105,7 +106,7 @@ def latency(model: ModelSpec) -> int | None:
     ahead = find(model)
     if ahead is None or ahead.tokens == WHOLE:
         return None
-    return int(ahead.tokens) if graph.stream_obstacle(model) else graph.frame_size(model.graph) - 1
+    return math.ceil(ahead.tokens) if graph.stream_obstacle(model) else graph.frame_size(model.graph) - 1
 
 
 def latency_ms(model: ModelSpec) -> float | None:
@@ -122,9 +123,14 @@ def _inputs(model: ModelSpec) -> dict[int, Ahead]:
     return {model.graph.input: Ahead(), **dict.fromkeys(model.graph.ports.values(), CONTEXT)}
 
 
-def shown(tokens: float) -> int | str:
+def whole_tokens(tokens: Tokens) -> Tokens:
+    """Return a number of tokens, rounded up: a part of one is a token split into several."""
+    return tokens if tokens == WHOLE else math.ceil(tokens)
+
+
+def shown(tokens: Tokens) -> int | str:
     """Return a lookahead as a number or `all`."""
-    return "all" if tokens == WHOLE else int(tokens)
+    return "all" if tokens == WHOLE else math.ceil(tokens)
 
 
 def _run(body: Graph, known: dict[int, Ahead], path: str, walk: _Walk) -> Ahead:
@@ -209,7 +215,7 @@ def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, bac
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     rate = made if node.other_rate else rate
     if reads_whole or (backwards and made != rate):  # windows in reverse may be others
-        adds: float = WHOLE
+        adds: Tokens = WHOLE
     else:
         adds = node.op.looks_back(*node.wires) if backwards else node.op.looks_ahead(*node.wires)
     mixes = most.mixes or node.op.reads != "token"
@@ -217,12 +223,12 @@ def _op(node: graph.OpNode, read: list[Ahead], path: str, reads_whole: bool, bac
         return most  # the usual case
     window, extra = most.window, most.extra
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
-        window = max(window, made)
+        window, extra = max(window, made), whole_tokens(extra)
     elif adds < 0 and adds % window == 0:  # windows still end together
         extra += adds
     elif adds:
         window, extra = 1, most.bound + adds
-    frame, later = math.lcm(most.frame, made), most.later + max(adds - max(made - rate, 0), 0)
+    frame, later = common_rate(most.frame, made), most.later + whole_tokens(max(adds - max(made - rate, 0), 0))
     later += -(-adds // frame) * frame if adds < 0 else 0
     found = Ahead(window, extra, most.first, mixes, frame=frame, later=later)
     if not found.tokens:
@@ -244,7 +250,7 @@ def _complete(node: graph.OpNode, known: dict[int, Ahead]) -> list[Ahead]:
                     window, extra = 1, ahead.bound + rate - wire.rate
                 else:
                     window, extra = max(ahead.window, rate), ahead.extra
-                ahead = ahead._replace(window=window, extra=extra, frame=math.lcm(ahead.frame, rate))
+                ahead = ahead._replace(window=window, extra=extra, frame=common_rate(ahead.frame, rate))
                 ahead = ahead if ahead.tokens else ahead._replace(first=None)
             found.append(ahead)
     return found
@@ -292,7 +298,7 @@ def _each(node: graph.EachNode, inner: dict[int, Ahead], path: str, walk: _Walk)
         window = max(window, span)
     else:
         window, extra = 1, read.bound + adds
-    found = Ahead(window, extra, read.first, True, frame=math.lcm(read.frame, span), later=read.later)
+    found = Ahead(window, extra, read.first, True, frame=common_rate(read.frame, span), later=read.later)
     return found._replace(first=(path, node)) if found.tokens > read.tokens and read.first is None else found
 
 
@@ -308,5 +314,5 @@ def _most(read: list[Ahead]) -> Ahead:
     apart = any(window % ahead.window for ahead in read)  # whether windows do not end together
     if apart or window + extra > max((ahead.window + ahead.extra for ahead in read), default=1):
         window, extra = 1, most.bound
-    frame, later = math.lcm(*(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
+    frame, later = common_rate(1, *(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
     return Ahead(window, extra, most.first, mixes, frame=frame, later=later)

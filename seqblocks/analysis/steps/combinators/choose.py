@@ -12,7 +12,7 @@ from seqblocks.analysis.steps.nodes import make_node
 from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators.choose import Choose
 from seqblocks.errors import Fault, Note
-from seqblocks.types import Facts, Origin, Wire, has_same_tokens
+from seqblocks.types import Facts, Origin, Wire, has_same_tokens, length_at
 
 CHOSEN = "chosen"  # the length of the chosen tokens, if their number is known only in a call
 
@@ -83,7 +83,7 @@ def _chosen(arguments: Choose, x: Wire) -> Wire:
     """Return the type of the chosen tokens, which have no rows and columns."""
     if isinstance(x.length, int) and arguments.top is not None and arguments.above is None:
         return x._replace(length=arguments.count(x.length), grid=None)
-    return x._replace(length=CHOSEN if x.rate == 1 else f"{CHOSEN}/{x.rate}", grid=None)
+    return x._replace(length=length_at(CHOSEN, x.rate), grid=None)
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
