@@ -368,8 +368,8 @@ class EachNode(SeparateNode):
 
     def reads_whole(self, types: Mapping[int, Wire | None]) -> list[bool]:
         """Return for each wire from outside that the steps read whether each sequence reads all of it."""
-        kinds = [(types[value], types[inside]) for value, inside in self.links[1:]]
-        return [bool(a and b and a._replace(lanes=()) == b._replace(lanes=())) for a, b in kinds]
+        outside = (types[value] for value, _ in self.links[1:])
+        return [self.arguments.axis == "features" or bool(wire and wire.context) for wire in outside]
 
     def cannot_stream(self, orders: Container[str] = ("forward",)) -> str | None:
         return f"it reads the {self.arguments.axis} of a whole image" if self.arguments.on_grid else None

@@ -60,13 +60,15 @@ class Phase(Op):
 
         from seqblocks.kernels import gated_recurrence
 
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if call.state and not x.shape[1]:  # a phase that was rounded to 2 pi would become 0
+            return x.to(dtype), {"sum": call.state["sum"]} if call.return_state else {}
         exact = x.double()
         out: Any = gated_recurrence(
             exact, torch.zeros_like(exact), state=call.state["sum"] if call.state else None,
             return_state=True, resets=call.resets, reverse=call.reverse,
         )  # fmt: skip
         turns, last = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor().detach() for angle in out)
-        dtype = torch.promote_types(x.dtype, torch.float32)
         return turns.to(dtype), {"sum": last.to(dtype)} if call.return_state else {}
 
 

@@ -380,3 +380,12 @@ def test_states_of_several_sequences_are_not_handed_on_between_ranks() -> None:
             sequence_parallel(model)
     finally:
         distributed.destroy_process_group()
+
+
+def test_no_tokens_and_a_wire_whose_tokens_are_those_of_a_single_frame() -> None:
+    inner = "{linear: {from: [input, w], features: 2}}"
+    steps = f"{{linear: {{features: 2, as: w}}}}, {{each: {{axis: frames, size: 4, steps: [{inner}]}}}}"
+    model = built(steps, "{features: 2, length: 4}")
+    y, state = model(draw(2, 4, 2), return_state=True)
+    assert y.shape == (2, 4, 2)
+    assert model(draw(2, 0, 2), state=state).shape == (2, 0, 2)

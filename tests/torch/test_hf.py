@@ -306,7 +306,7 @@ def test_a_later_version_of_transformers_is_an_error_that_says_what_is_untested(
         ("input: {tokens: 9}\n  steps: [embed: 4, scan: {order: reverse, steps: [causal_conv: {kernel: 2}]}, unembed]",
          "its output depends on later tokens"),
         ("input: {tokens: 9}\n  steps: [embed: 4, {downsample: {factor: 2}}, {upsample: {factor: 2}}, unembed]",
-         "it processes 2 tokens at a time, but a language model processes one"),
+         "it changes the rate of its tokens, but a language model makes one for each"),
         ("input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}, pool, {classifier: 3}]",
          "it reads .*, but a language model reads token ids"),
     ],

@@ -6,6 +6,7 @@ In float64, to 1e-9 of the largest value: rounding is about length * 2^-52 on in
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.state import map_state
 from seqblocks.testing import check_law, check_lookahead
 from tests.sampled import sampled
 from tests.torch import test_context_models
@@ -229,3 +231,10 @@ def test_the_law_of_a_model_with_dropout_is_that_of_its_evaluation() -> None:
     with pytest.raises(seqblocks.UsageError, match=r"call model\.eval\(\) first"):
         check_law(model)
     check_law(model.eval())
+
+
+def test_a_call_without_tokens_keeps_a_phase_that_was_rounded_to_a_whole_turn() -> None:
+    model = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 2}, steps: [phase]}\n")
+    state = map_state(lambda x: torch.full_like(x, 2 * math.pi), model.init_state(1))  # in float32, above 2 pi
+    _, after = model(torch.zeros(1, 0, 2), state=state, return_state=True)
+    assert torch.equal(after["phase"]["sum"], state["phase"]["sum"])
