@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,15 @@ def declared(body: Graph) -> States:
         if inside:
             out[node.name] = inside
     return out | ({"input": dict(body.kept)} if body.kept else {})
+
+
+def smallest_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the smallest float dtype, which a model was built in: some parameters of one in 16 bits are float32."""
+    smallest: torch.dtype | None = None
+    for p in parameters:  # torch.compile does not always trace min with a key
+        if p.is_floating_point() and (smallest is None or p.dtype.itemsize < smallest.itemsize):
+            smallest = p.dtype
+    return smallest
 
 
 def new_state(

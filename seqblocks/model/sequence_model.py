@@ -37,7 +37,7 @@ from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shards import TensorShards
 from seqblocks.runtime.shared_parameters import connect, share_entries, tie, tie_names, tied_names
 from seqblocks.runtime.weight_decay import decay_rules
-from seqblocks.state import States, check_state, declared, new_state, reset
+from seqblocks.state import States, check_state, declared, new_state, reset, smallest_dtype
 from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.stream import Stream
 from seqblocks.streaming.token_rows import has_tokens
@@ -471,11 +471,8 @@ class SequenceModel(Body):
         return next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
 
     def own_dtype(self) -> torch.dtype:
-        """Return the dtype that the model was built in. Some parameters of a half-precision model are float32."""
-        smallest: torch.dtype | None = None
-        for p in self.parameters():  # torch.compile does not always trace min with a key
-            if p.is_floating_point() and (smallest is None or p.dtype.itemsize < smallest.itemsize):
-                smallest = p.dtype
+        """Return the dtype that the model was built in."""
+        smallest = smallest_dtype(self.parameters())
         like = self._buffers.get("_like")
         return smallest or (torch.float32 if like is None else like.dtype)
 

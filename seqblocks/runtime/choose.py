@@ -16,7 +16,7 @@ from seqblocks.kernels.dispatch.compiled import batched
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.modules import Place, makes
-from seqblocks.state import States, declared, map_state, new_state, reset
+from seqblocks.state import States, declared, map_state, new_state, reset, smallest_dtype
 from seqblocks.state_layout import State
 
 
@@ -145,8 +145,7 @@ class Choose(Body):
         """Return the states before the first token of a call."""
         if call.state:
             return call.state
-        kind = next((each.dtype for each in self.parameters() if each.is_floating_point()), x.dtype)
-        return new_state(self._states, x.shape[0], x.device, kind)
+        return new_state(self._states, x.shape[0], x.device, smallest_dtype(self.parameters()) or x.dtype)
 
     # --- where the number of chosen tokens cannot be known ------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Each(Body):
         super().__init__(node.bodies[""], place, node.verb)
         arguments = node.arguments
         self._axis, self._size, self._shift = arguments.axis, arguments.width, arguments.shift
-        self._on_grid, self._carries = arguments.on_grid, arguments.carries
+        self._carries = arguments.carries
         self._padded = arguments.padded if arguments.pad else None
         self._gridded = gridded(node, place)
         wire = node.wires[0]

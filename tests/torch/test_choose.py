@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import seqblocks
 from seqblocks import cost
@@ -182,6 +183,17 @@ def test_compiled_and_exported() -> None:
         torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
     with pytest.raises(RunError, match="can only be exported for a fixed number of tokens"):
         trace(above, "forward")
+
+
+def test_states_begin_in_the_dtype_of_the_model() -> None:
+    """The first parameter of the steps is in float32, as all of its kind are in a model of 16 bits."""
+    qkv, attention = "{linear: {features: 18, as: [q, k, v]}}", "{attention: {q: q, k: k, v: v, heads: 2, cache: 8}}"
+    steps = f"{{ssm: {{state: 2, dt: input}}}}, {qkv}, {attention}, {{linear: {{features: 6, as: o}}}}, {{calc: r * o}}"
+    text = SPEC[: SPEC.index("        steps:\n          - residual")] + f"        steps: [{steps}]\n"
+    model = build("above: 1000", torch.bfloat16, text)  # no token is chosen
+    _, state = model(given(2, 5, 6).bfloat16(), return_state=True)
+    expected = tree_map(lambda s: s.dtype, model.init_state(2))
+    assert tree_map(lambda s: s.dtype, state) == expected
 
 
 CONTEXT = """
