@@ -259,9 +259,29 @@ def rounded(group: Any) -> dict[str, tuple[float, float]]:
     return found
 
 
+def keys_of_another_rate(group: Any) -> Errors:
+    """Attend to fewer keys than queries, and to more: a rank receives as many keys as the earlier tokens have."""
+    lines = "{from: input, features: 8}", "{from: merged, features: 8}"
+    errors: Errors = {}
+    for few_keys, (query, key) in enumerate((lines[::-1], lines)):
+        steps = f"""
+    - downsample: {{factor: 4, method: mean, as: merged}}
+    - linear: {query[:-1]}, as: q}}
+    - linear: {key[:-1]}, as: k}}
+    - linear: {key[:-1]}, as: v}}
+    - attention: {{q: q, k: k, v: v, heads: 2, cache: 2}}
+"""
+        text = f"seqblocks: 1\nmodel:\n  input: {{features: 8}}\n  steps:{steps}"
+        model = larger(seqblocks.build_text(text, dtype="float64", device="cpu", seed=0))
+        for summaries in (False, True):
+            found = Example(model, (2, 4)).compare(sequence_parallel(model, group, summaries=summaries))
+            errors |= {f"{few_keys} {summaries} {name}": value for name, value in found.items()}
+    return errors
+
+
 CASES = (
     an_empty_part, micro_batches, checkpointed_layers, evaluation, frozen, distributed_data_parallel, sharded,
-    weighted,
+    weighted, keys_of_another_rate,
 )  # fmt: skip
 
 
