@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -22,7 +21,6 @@ from seqblocks.suggestions import did_you_mean
 
 VARIABLE = "SEQBLOCKS_IMPORT"
 PROJECT = "pyproject.toml"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class Request(NamedTuple):
@@ -90,13 +88,10 @@ def import_torch(why: str, otherwise: str = "", shares_cores: bool = False) -> A
     """Import and return torch. Raises UnavailableError if it is absent or fails to load.
 
     shares_cores: let threads that wait for others sleep soon. By default those of GNU's OpenMP spin for milliseconds;
-    where other processes use the cores, a training step then takes many times as long. And freed memory is kept for the
-    next step: a tenth of a step of a small model was the system's handing out the same pages again.
+    where other processes use the cores, a training step then takes many times as long.
     """
-    if shares_cores:
-        if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what it takes itself if it knows of too few cores
-        _keep_freed_memory()
+    if shares_cores and "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what it takes itself if it knows of too few cores
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -105,15 +100,6 @@ def import_torch(why: str, otherwise: str = "", shares_cores: bool = False) -> A
         raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
     except (ImportError, OSError) as error:  # a missing CUDA library
         raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc's malloc neither return freed memory to the system nor map blocks of up to 32 MB one by one."""
-    if sys.platform == "linux":
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
-        if set_option is not None:
-            set_option(_TRIM_THRESHOLD, 2**31 - 1)
-            set_option(_MMAP_THRESHOLD, 2**25)
 
 
 def _module(request: Request) -> ModuleType:

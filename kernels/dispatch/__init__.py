@@ -11,7 +11,7 @@ from seqblocks.kernels.dispatch.choice import (
     saves_launches,
     use_backend,
     why,
-)  # fmt: skip
+)
 from seqblocks.kernels.dispatch.compiled import transformed
 from seqblocks.kernels.dispatch.registry import IMPLEMENTATIONS, always, implementation, load_implementations, register
 

@@ -354,15 +354,15 @@ model:
     - inner: {share: first, name: again}
     - linear: {from: first.v, features: 8, name: out}
     - repeat:
-        name: layers
+        name: stack
         times: 2
         share: [inner.up]
         steps: [{inner: {}}, {add: {with: "layers[-1].inner.v or input", as: s}}]
-    - add: {with: layers.0.inner.v}
+    - add: {with: stack.0.inner.v}
     - unembed: {vocabulary: 32, tie: {weight: embed.weight}}
 init: {"out.weight": zeros, "linear.bias": zeros}
 checkpoint:
-  layers.{layer}.inner.up: "blocks.{layer}.up"
+  stack.{layer}.inner.up: "blocks.{layer}.up"
   "out": head
 """
     found = seqblocks.analyse(text)
@@ -372,59 +372,11 @@ checkpoint:
     steps = sorted((*each.span[1:3], each.name, place.line) for each, place in reads if each.kind == "step")
     assert [(line, name, definition) for line, _, name, definition in steps] == [
         (11, "first", 10), (12, "first", 10), (16, "inner", 17), (16, "up", 5), (17, "layers", 14), (17, "inner", 17),
-        (18, "layers", 14), (18, "inner", 17), (19, "embed", 9), (20, "out", 12), (22, "layers", 14), (22, "inner", 17),
+        (18, "stack", 14), (18, "inner", 17), (19, "embed", 9), (20, "out", 12), (22, "stack", 14), (22, "inner", 17),
         (22, "up", 5), (23, "out", 12),
     ]  # fmt: skip
     wires = {(each.span.line, place.line) for each, place in reads if each.name == "v"}
     assert wires == {(4, 5), (12, 5), (17, 5), (18, 5)}
-
-
-STEPS = """seqblocks: 1
-blocks:
-  twin:
-    outputs: [y]
-    steps:
-      - linear: {features: 8, as: y}
-      - linear: {features: 8}
-model:
-  input: {tokens: 50}
-  steps:
-    - embed: {features: 8}
-    - twin: {as: first}
-    - twin: {from: first.y, name: second, share: first}
-    - repeat:
-        name: stack
-        times: 2
-        steps:
-          - linear: {features: 8, as: v}
-          - identity: {from: "layers[-1].v or v"}
-    - add: {with: stack.1.v}
-    - add: {with: second.y}
-    - linear: {features: 50, bias: false, tie: embed}
-"""
-
-
-def test_names_of_steps_have_definitions() -> None:
-    found = seqblocks.analyse(STEPS)
-    assert not found.diagnostics
-    reads = [
-        (each.kind, each.span.text, each.span.line, each.definition and (each.definition.text, each.definition.line))
-        for each in found.references
-        if each.span.line in (13, 19, 20, 21, 22) and each.kind in ("step", "wire")
-    ]
-    assert sorted(reads) == [
-        ("step", "embed", 22, ("embed", 11)),
-        ("step", "first", 13, ("first", 12)),
-        ("step", "first", 13, ("first", 12)),
-        ("step", "layers", 19, ("stack", 15)),
-        ("step", "second", 21, ("second", 13)),
-        ("step", "stack", 20, ("stack", 15)),
-        ("wire", "v", 19, ("v", 18)),
-        ("wire", "v", 19, ("v", 18)),
-        ("wire", "v", 20, ("v", 18)),
-        ("wire", "y", 13, ("y", 6)),
-        ("wire", "y", 21, ("y", 6)),
-    ]
 
 
 @pytest.mark.parametrize("name", sampled(TEXTS))

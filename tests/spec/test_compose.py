@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,20 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some
 SPECS = [compose(seed) for seed in range(600)]
 
 
+def mappings(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield all mappings of a spec."""
+    if isinstance(node, dict):
+        yield node
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from mappings(value)
+
+
 def test_every_verb_and_key_is_written() -> None:
-    written: Counter[str] = Counter()
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            written.update(list(node))
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, list):
-            for value in node:
-                visit(value)
-
-    for text in SPECS:
-        visit(json.loads(text))
+    written = Counter(key for text in SPECS for node in mappings(json.loads(text)) for key in node)
     keys = {"from", "as", "init", "tie", "share", "when", "own", "let", "args", "drop_path", "pattern"}
     expected = {*builtin_verbs(), *COMBINATORS, *keys}
     missing = {word for word in expected if written[word] < 5}
@@ -44,19 +41,8 @@ def test_every_verb_and_key_is_written() -> None:
 
 
 def test_arguments_that_change_how_a_verb_runs_are_written() -> None:
-    written: Counter[str] = Counter()
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            for verb, inside in node.items():
-                written.update(f"{verb}.{key}" for key in (inside if isinstance(inside, dict) else ()))
-                visit(inside)
-        elif isinstance(node, list):
-            for value in node:
-                visit(value)
-
-    for text in SPECS:
-        visit(json.loads(text))
+    steps = [node.items() for text in SPECS for node in mappings(json.loads(text))]
+    written = Counter(f"{verb}.{key}" for pairs in steps for verb, x in pairs if isinstance(x, dict) for key in x)
     expected = {"attention.prefix", "attention.scores", "attention.keep_first", "experts.capacity", "experts.shared"}
     assert all(written[word] >= 5 for word in expected), written
 

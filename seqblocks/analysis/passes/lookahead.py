@@ -1,10 +1,10 @@
 """Compute the lookahead of each value: how many later tokens of the model's input a position may depend on.
 
-Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from; if
-tokens were split, it is between two of them. A
-position depends on its inputs, and an op adds `Op.looks_ahead`. An op that combines several tokens into one reads whole
-windows; nested windows end together, so their lookaheads do not add up. A scan in reverse turns the earlier tokens that
-an op reads (`Op.looks_back`) into later ones. In other orders, they may be anywhere in the sequence.
+Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from;
+tokens that were split have positions between those of input tokens. A position depends on its inputs, and an op adds
+`Op.looks_ahead`. An op that combines several tokens into one reads whole windows; nested windows end together, so their
+lookaheads do not add up. A scan in reverse turns the earlier tokens that an op reads (`Op.looks_back`) into later ones.
+In other orders, they may be anywhere in the sequence.
 
 Only tokens of the streaming input count. Values that depend on other inputs alone have no lookahead. A vector computed
 from the whole sequence and broadcast to its tokens looks ahead to the end.

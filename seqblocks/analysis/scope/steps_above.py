@@ -19,23 +19,17 @@ def bodies_around(ctx: Context) -> Iterator[Body]:
         body = body.outer
 
 
-def refer_step(ctx: Context, bodies: Iterable[Body], name: str, node: Scalar, start: int = 0) -> None:
-    """Note that part of a text names a step of one of these lists, if references are collected."""
-    if ctx.run.references is None:
-        return
-    found = next((step for body in bodies for step in body.steps if step.name == name), None)
-    if found:
-        ctx.run.references.add("step", name, node.part(start, len(name)), found.name_span)
-
-
 def refer_wire(ctx: Context, node: Scalar, start: int, name: str, value: int, bodies: Iterable[Body]) -> None:
-    """Note that part of a text reads a wire, perhaps an output `NAME.WIRE` of a block, if references are collected."""
+    """Note that part of a text reads a wire, perhaps an output `NAME.WIRE` of a block, if references are collected.
+
+    bodies: lists of steps, one of which has the step NAME.
+    """
     if ctx.run.references is None:
         return
     step, dot, _ = name.partition(".")
     wire = name.rpartition(".")[2]
-    if dot:
-        refer_step(ctx, bodies, step, node, start)
+    if dot and (found := next((body.nodes[step] for body in bodies if step in body.nodes), None)):
+        ctx.run.references.step(found, node.part(start, len(step)))
     ctx.run.references.wire(wire, node.part(start + len(name) - len(wire), len(wire)), value)
 
 
