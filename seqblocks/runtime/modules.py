@@ -291,6 +291,14 @@ def take_modes(module: nn.Module, source: nn.Module) -> None:
         each.training = modes.get(name, source.training)
 
 
+def take_buffers(module: nn.Module, source: nn.Module, shared: bool) -> None:
+    """Give the steps of a module the buffers of those with the same names in another, or copies of them."""
+    for name, _ in list(module.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        buffer = source.get_buffer(name)
+        module.get_submodule(path).register_buffer(leaf, buffer if shared else buffer.clone())
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a module has hooks on its calls or a replaced `forward`."""
     return bool(

@@ -128,7 +128,8 @@ class Example:
         """Run the model frame by frame, and return the outputs by name and time."""
         state, found, frame = model.init_state(2, None, None, **self.context), {}, model.frame_size
         for at in range(0, self.x.shape[1], frame):
-            y, state = model.step(self.x[:, at] if frame == 1 else self.x[:, at : at + frame], state)
+            frames = self.x[:, at : at + frame] if model.takes_frames else self.x[:, at]
+            y, state = model.step(frames, state)
             found |= {f"{name} {at}": each.double() for name, each in _by_name(y).items()}
         return found
 
@@ -180,6 +181,33 @@ def holds(seed: int, ranks: int, threads: Threads) -> None:
     except seqblocks.RunError as error:
         if not re.search(r"is past the \d+ of position_embed|its cache has room for", str(error)):
             raise
+
+
+# Steps that composed specs rarely have before a split one: with running statistics, and formulas that a scan computes.
+NORM = """
+  input: {image: {size: 6, channels: 2}}
+  steps: [{patch_embed: {patch: 3, features: 4}}, batch_norm, {swiglu: 8}]
+"""
+FORMULAS = """
+  input: {features: 4}
+  steps:
+    - cell:
+        state: {a: {features: 4, start: 0.5, learned: true}, b: 4}
+        steps:
+          - linear: {features: 4, name: first, as: x1}
+          - calc: {a: sigmoid(x1) * a + 0.3 * b, b: sigmoid(x1) * b + 0.3 * a, both: x1 + b}
+          - multiply: {by: b}
+          - linear: {features: 4, name: last}
+    - swiglu: 8
+"""
+
+
+@pytest.mark.parametrize("text", [NORM, FORMULAS], ids=["statistics", "formulas"])
+def test_what_ranks_have_as_a_whole(text: str, threads: Threads) -> None:
+    model = larger(seqblocks.build_text(f"seqblocks: 1\nmodel:{text}", dtype="float64", seed=0))
+    for buffer in model.buffers():
+        buffer.add_(2)
+    check(model, tensor_plan(model.spec, 2), Example(model, 1), threads)
 
 
 @settings(GENERAL, max_examples=36)
