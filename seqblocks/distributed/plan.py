@@ -16,7 +16,7 @@ from seqblocks.op import Op
 from seqblocks.parameters import Parameter
 from seqblocks.roles import Split, splits
 from seqblocks.runtime.shards import Sharding
-from seqblocks.state_layout import State, kept_state
+from seqblocks.state_layout import State, in_lanes, kept_state
 from seqblocks.types import Wire
 
 
@@ -230,7 +230,8 @@ class _Planner:
     def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
         """Return the state of a step on one rank: for its part of the op, or its part of a context's value."""
         if not node.kept:
-            return op.state(*wires) if node.state else {}  # a context is read whole, without a state
+            lanes = node.type.lanes if node.type else ()
+            return in_lanes(op.state(*wires), lanes) if node.state else {}  # a context is read whole, without a state
         wire = self._local(node.type, is_part)
         assert wire
         return {"output": kept_state(wire)}

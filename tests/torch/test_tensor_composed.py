@@ -105,7 +105,7 @@ class Example:
         length = model.spec.input.length
         length = length if isinstance(length, int) else FRAMES * model.frame_size
         self.x = random_input(model, 2, length, seed).detach()
-        self.context = {name: x.detach() for name, x in random_context(model, 2, seed).items()}
+        self.context = {name: x.detach() for name, x in random_context(model, 2, seed, length).items()}
         self.resets: Tensor | None = None
         if model.resets_obstacle is None and seed % 2:
             self.resets = torch.zeros(2, length, dtype=torch.bool)
@@ -183,7 +183,7 @@ def holds(seed: int, ranks: int, threads: Threads) -> None:
             raise
 
 
-# Steps that composed specs rarely have before a split one: with running statistics, and formulas that a scan computes.
+# Running statistics, formulas that a scan computes, and states of several sequences, beside steps that are split.
 NORM = """
   input: {image: {size: 6, channels: 2}}
   steps: [{patch_embed: {patch: 3, features: 4}}, batch_norm, {swiglu: 8}]
@@ -200,10 +200,21 @@ FORMULAS = """
           - linear: {features: 4, name: last}
     - swiglu: 8
 """
+EACH = """
+  input: {features: 12}
+  steps:
+    - each:
+        axis: features
+        size: 4
+        steps:
+          - linear: {features: 24, as: [q, k, v], name: qkv}
+          - attention: {q: q, k: k, v: v, heads: 2}
+          - linear: 4
+"""
 
 
-@pytest.mark.parametrize("text", [NORM, FORMULAS], ids=["statistics", "formulas"])
-def test_what_ranks_have_as_a_whole(text: str, threads: Threads) -> None:
+@pytest.mark.parametrize("text", [NORM, FORMULAS, EACH], ids=["statistics", "formulas", "states of each"])
+def test_steps_that_composed_specs_rarely_have(text: str, threads: Threads) -> None:
     model = larger(seqblocks.build_text(f"seqblocks: 1\nmodel:{text}", dtype="float64", seed=0))
     for buffer in model.buffers():
         buffer.add_(2)
