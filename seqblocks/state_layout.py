@@ -41,3 +41,11 @@ def kept_state(wire: Wire) -> State:
         return State(sizes, dtype, context=True)
     name = "length" if isinstance(wire.length, int) else names_of(wire.length or "seq")[0]
     return State(sizes, dtype, context=True, length=name)
+
+
+def in_lanes(state: dict[str, State], lanes: tuple[int | str, ...]) -> dict[str, State]:
+    """Return a state for all sequences that `each` makes of one; none if their number depends on a call."""
+    counts = tuple(lane for lane in lanes if isinstance(lane, int))
+    if len(counts) < len(lanes):
+        return {}
+    return {name: each._replace(shape=(*counts, *each.shape)) for name, each in state.items()}

@@ -8,7 +8,7 @@ The state law, which holds for every model that streams:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
 from math import ceil, prod
@@ -67,6 +67,7 @@ def check_law(
     Raises AssertionError if a check fails, RunError if the model cannot stream, and UsageError for positions outside
     the sequence or a model with dropout in training mode (call `model.eval()` first).
     """
+    _check_model(check_law, model)
     context = random_context(model, batch, seed, seq * model.frame_size)
     model.init_state(batch, **context)  # raises if the model cannot stream
     cuts = _checked_cuts(cuts, seq)
@@ -94,6 +95,11 @@ def check_law(
         _assert_tree_close("steps without gradients: state", state, last, tolerance)
     if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
         _assert_tree_close("resets: each sequence by itself", _pieces(model, x, context, marks), whole, tolerance)
+
+
+def _check_model(check: Callable[..., None], model: object) -> None:
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"{check.__name__} needs a model from seqblocks.build, not {type(model).__name__}")
 
 
 def _check_no_tokens(
@@ -152,6 +158,7 @@ def check_lookahead(
     that reads images, returns a vector, or has unlimited lookahead. Tokens after several positions are replaced by new
     random ones; outputs that may not depend on them must stay equal, up to `tolerance` of the largest value.
     """
+    _check_model(check_lookahead, model)
     found = {name: ahead.tokens for name, ahead in lookahead.of_outputs(model.spec).items()}
     ahead = {name: ceil(tokens) for name, tokens in found.items() if tokens < lookahead.WHOLE}
     if not ahead:
@@ -212,6 +219,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
 
     seq: number of frames, as in `check_law`, if the spec does not fix the length.
     """
+    _check_model(check_shapes, model)
     seq = _length(model, seq)
     streams = model.streaming_obstacle is None
     states = declared(model.graph)

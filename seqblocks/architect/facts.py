@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -48,7 +47,9 @@ def kv_bytes_per_token(body: Graph, dtype: str) -> float:
     for node in graph.walk(body):
         caches = [state for state in node.state.values() if state.per_token]
         rate = float(node.state_rate) if isinstance(node, graph.OpNode) else 1
-        total += sum(math.prod(s.shape[1:]) * BYTES[dtype if s.dtype == "model" else s.dtype] for s in caches) / rate
+        tokens = len(node.type.lanes) if node.type else 0  # the axis of the tokens, after the sequences of `each`
+        numbers = ((state.numel // state.shape[tokens], state.dtype) for state in caches)
+        total += sum(count * BYTES[dtype if kind == "model" else kind] for count, kind in numbers) / rate
     return int(total) if total.is_integer() else total
 
 

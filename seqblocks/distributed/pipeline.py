@@ -17,7 +17,8 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Gridded
 from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
-from seqblocks.runtime.modules import Place, take_modes
+from seqblocks.runtime.modules import Place, take_buffers, take_modes
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shared_parameters import connect, tie
 
 
@@ -63,6 +64,9 @@ class Stage(Body):
     def reset_parameters(self, seed: int = 0) -> None:
         """Initialise all parameters to the values that the whole model has with this seed."""
         draw_all(self, self.graph, seed)
+        for step in self.modules():
+            if isinstance(step, Primitive):
+                step.reset_buffers()
         self.tie()
 
     def tie(self) -> None:
@@ -71,7 +75,7 @@ class Stage(Body):
 
 
 def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
-    """Return a stage of a model, which uses the model's own parameters. It stays on "meta" if the model is.
+    """Return a stage of a model, which uses the model's own parameters and buffers. It stays on "meta" if the model is.
 
     The model is cut between its steps and between the layers of its repeats, so that the stages have about as many
     multiply-accumulates each. Raises UsageError if it cannot be cut into that many stages, or if steps of two
@@ -89,6 +93,7 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
     for name, _ in list(stage.named_parameters()):
         path, _, leaf = name.rpartition(".")
         stage.get_submodule(path).register_parameter(leaf, model.get_parameter(name))
+    take_buffers(stage, model, shared=True)
     stage.tie()
     take_modes(stage, model)
     return stage

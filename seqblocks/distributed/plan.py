@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from seqblocks import graph
+from seqblocks.analysis.steps.combinators.cell import stages_of
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node, OpNode
 from seqblocks.op import Op
 from seqblocks.parameters import Parameter
 from seqblocks.roles import Split, splits
 from seqblocks.runtime.shards import Sharding
-from seqblocks.state_layout import State, kept_state
+from seqblocks.state_layout import State, in_lanes, kept_state
 from seqblocks.types import Wire
 
 
@@ -163,13 +164,23 @@ class _Planner:
             for value, inner in zip(outer, (body.input, *body.captures) if is_separate else body.reads, strict=True):
                 if value in self.parts:  # otherwise an earlier layer exports it, which is planned below, and whole
                     self._pass(value, inner)
+        scanned = self._scanned(node)
+        self.undivided |= {*map(id, scanned)}
         bodies = {label: self._body(body, graph.join(path, label)) for label, body in node.bodies.items()}
+        self._need_whole(*(value for each in scanned for value in each.reads))
         result = next(reversed(node.bodies.values())).result
         self._check_result(node, result)
         is_part = self.parts[result] and not is_separate
         self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
         self._note_whole(*node.exports)
         return node._replace(bodies=bodies, type=self._local(node.type, is_part))
+
+    def _scanned(self, node: Node) -> list[Node]:
+        """Return the formulas of a cell that a scan computes. It does not call these steps, so they cannot exchange."""
+        if not isinstance(node, graph.CellNode):
+            return []
+        stages = stages_of(node.bodies[""], self.spec.types)
+        return stages.loop if stages.groups else []
 
     def _check_result(self, node: Node, result: int) -> None:
         joined = isinstance(node, graph.ScanNode) and bool(node.directions) and node.arguments.merge == "concat"
@@ -219,7 +230,8 @@ class _Planner:
     def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
         """Return the state of a step on one rank: for its part of the op, or its part of a context's value."""
         if not node.kept:
-            return op.state(*wires) if node.state else {}  # a context is read whole, without a state
+            lanes = node.type.lanes if node.type else ()
+            return in_lanes(op.state(*wires), lanes) if node.state else {}  # a context is read whole, without a state
         wire = self._local(node.type, is_part)
         assert wire
         return {"output": kept_state(wire)}
@@ -239,6 +251,8 @@ class _Planner:
         """Return the split of a step that communicates the fewest values per token, or None to compute it whole."""
         reads_parts = any(self.parts[value] for value in node.reads)
         if node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
+            return None
+        if node.op.buffers(*node.wires):  # a rank has them as a whole
             return None
         try:
             found = [split for split in splits(node.op, self.ranks, node.wires) if self._fits(node, split)]

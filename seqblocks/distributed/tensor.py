@@ -18,7 +18,7 @@ from seqblocks.errors import UsageError
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
-from seqblocks.runtime.modules import take_modes
+from seqblocks.runtime.modules import take_buffers, take_modes
 from seqblocks.runtime.primitive import Primitive, is_primitive
 from seqblocks.runtime.residual_sums import added_up
 from seqblocks.runtime.shards import TensorShards, assign, is_sharded
@@ -69,6 +69,7 @@ def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
         local.get_submodule(path).register_parameter(leaf, own)
         if not whole.is_meta:
             assign(own, local.tensor_shards.take(name, whole.detach()))
+    take_buffers(local, model, shared=False)
     local.tie()
 
 

@@ -134,7 +134,7 @@ def call_child(
         tensors = _inputs(tensors, node, call)  # wires that are joined are one tensor for the module
     if not takes_call:
         tensors = _for_linear(child, tensors)
-    y: Any = child(*tensors, call=call) if takes_call else child(*tensors)
+    y: Any = child(*tensors, call=call) if takes_call else _replaced(child, tensors)
     if call.made is not None or is_linear(child):
         if not isinstance(y, Tensor) and call.phase != "context":
             raise RunError(f"{name}: a hook or a wrapper returned {type(y).__name__}, and a step returns a tensor")
@@ -144,6 +144,13 @@ def call_child(
     if (call.streaming or call.relay) and not (node is not None and node.op is not None and node.op.reads == "token"):
         raise RunError(f"{name}: the {type(child).__name__} that replaces it carries no state")
     return y, {}
+
+
+def _replaced(child: nn.Module, tensors: Sequence[Any]) -> Any:
+    """Call a module that takes no Call. torch puts SyncBatchNorm in the place of `batch_norm`, with features second."""
+    if isinstance(child, nn.SyncBatchNorm) and tensors[0].dim() == 3:
+        return child(tensors[0].mT).mT
+    return child(*tensors)
 
 
 def take_exports(call: Call, exports: Mapping[int, int], name: str) -> dict[int, Any]:
@@ -289,6 +296,14 @@ def take_modes(module: nn.Module, source: nn.Module) -> None:
     modes = {name: each.training for name, each in source.named_modules()}
     for name, each in module.named_modules():
         each.training = modes.get(name, source.training)
+
+
+def take_buffers(module: nn.Module, source: nn.Module, shared: bool) -> None:
+    """Give the steps of a module the buffers of those with the same names in another, or copies of them."""
+    for name, _ in list(module.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        buffer = source.get_buffer(name)
+        module.get_submodule(path).register_buffer(leaf, buffer if shared else buffer.clone())
 
 
 def is_hooked(module: nn.Module) -> bool:

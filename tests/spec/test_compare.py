@@ -84,6 +84,20 @@ def test_a_cache_grows_with_its_keys_not_with_the_queries(of_queries: str, of_ke
     assert measure(model, "kv_bytes_per_token") == expected
 
 
+@pytest.mark.parametrize(("axis", "size", "expected"), [("features", 4, 3 * 64), ("places", 3, 64)])
+def test_a_cache_grows_for_all_sequences_that_each_makes(axis: str, size: int, expected: int) -> None:
+    """Keys and values of 8 numbers in float32: of 3 groups of features at each token; of one of 3 places."""
+    steps = f"""
+    - each:
+        axis: {axis}
+        size: {size}
+        steps: [{{linear: {{features: 24, as: [q, k, v]}}}}, {{attention: {{q: q, k: k, v: v, heads: 2}}}}]
+"""
+    model = seqblocks.load_text(f"seqblocks: 1\nmodel:\n  input: {{features: 12}}\n  steps:{steps}")[1]
+    assert model is not None
+    assert measure(model, "kv_bytes_per_token") == expected
+
+
 def test_attention_costs_more_in_longer_sequences() -> None:
     """A token reads on average (length + 1) / 2 keys and as many values of 768 numbers, in each of 12 layers."""
     facts = seqblocks.compare("transformer_125m@context=4096", lengths=[1024, 4096]).facts[0]

@@ -54,7 +54,7 @@ class Example:
         self.model, self.types = model, _output_types(model)
         self.edges = [0, *(model.frame_size * count for count in accumulate(shares))]
         self.x = random_input(model, 2, self.edges[-1], seed).detach()
-        self.context = random_context(model, 2, seed)
+        self.context = random_context(model, 2, seed, self.edges[-1])
         self.resets = self._marks() if marks and model.resets_obstacle is None else None
         model.zero_grad()
         self.y = _by_name(model(self.x, resets=self.resets, **self.context))

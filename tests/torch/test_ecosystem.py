@@ -177,6 +177,19 @@ def test_spectral_and_weight_norm(model: seqblocks.SequenceModel, norm: Any) -> 
     steps_agree(model)
 
 
+@pytest.mark.parametrize("tokens", [4, 7])
+def test_the_module_swap_of_sync_batch_norm(tokens: int) -> None:
+    """torch's class has the features second: with as many tokens as features, it would normalise tokens instead."""
+    model = seqblocks.build_text("seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps: [batch_norm, {linear: 3}]\n")
+    model.batch_norm.running_mean.copy_(torch.arange(4.0))
+    model.batch_norm.running_var.copy_(1 + torch.arange(4.0))
+    x = torch.randn(2, tokens, 4, generator=torch.Generator().manual_seed(0))
+    expected = model.eval()(x)
+    swapped = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    assert type(swapped.batch_norm) is nn.SyncBatchNorm
+    torch.testing.assert_close(swapped(x), expected)
+
+
 def test_torchs_flop_counter(model: seqblocks.SequenceModel) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

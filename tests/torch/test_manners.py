@@ -51,6 +51,8 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: checkpoint.save(torch.compile(small()), "x"), "save the model in it, model.get_submodule"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "a folder is written, but no/such/folder/x.pt"),
         (lambda: checkpoint.save(small(), "."), r"\. is the working directory, which cannot be replaced\. Write"),
+        (lambda: testing.check_law(torch.nn.Linear(2, 2)), "check_law needs a model from seqblocks.build, not Linear"),
+        (lambda: testing.check_shapes(3), "check_shapes needs a model from seqblocks.build, not int"),
         (lambda: small().init_state("x"), "batch_size must be a number of sequences, not 'x'"),
         (lambda: small().stream(torch.ones(2, 3)), "batch_size must be a number of sequences, not Tensor$"),
         (lambda: small().init_state(2.0), "not 2.0"),

@@ -46,6 +46,19 @@ def test_consecutive_stages_equal_the_model(stages):
     assert sorted(names) == sorted(model.state_dict())
 
 
+def test_running_statistics_are_those_of_the_model():
+    text = "{image: {size: 6}}\n  steps: [{patch_embed: {patch: 3, features: 4}}, batch_norm, pool, {classifier: 2}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel:\n  input: {text}")
+    x = torch.randn(8, 3, 6, 6)
+    torch.testing.assert_close(in_stages(model, 2, x)[0], model(x))  # in training: both update the statistics
+    assert model.batch_norm.num_batches_tracked == 2
+    torch.testing.assert_close(in_stages(model.eval(), 2, x)[0], model(x))
+    stages = [pipeline_stage(model, at, 2) for at in range(2)]
+    for stage in stages:
+        stage.reset_parameters()
+    assert model.batch_norm.num_batches_tracked == 0
+
+
 def test_tokens_of_images_keep_their_grid():
     model = seqblocks.build("vil_digits").eval()
     x = torch.randn(2, model.spec.input.features, *model.spec.input.grid)

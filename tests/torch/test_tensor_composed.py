@@ -105,7 +105,7 @@ class Example:
         length = model.spec.input.length
         length = length if isinstance(length, int) else FRAMES * model.frame_size
         self.x = random_input(model, 2, length, seed).detach()
-        self.context = {name: x.detach() for name, x in random_context(model, 2, seed).items()}
+        self.context = {name: x.detach() for name, x in random_context(model, 2, seed, length).items()}
         self.resets: Tensor | None = None
         if model.resets_obstacle is None and seed % 2:
             self.resets = torch.zeros(2, length, dtype=torch.bool)
@@ -128,7 +128,8 @@ class Example:
         """Run the model frame by frame, and return the outputs by name and time."""
         state, found, frame = model.init_state(2, None, None, **self.context), {}, model.frame_size
         for at in range(0, self.x.shape[1], frame):
-            y, state = model.step(self.x[:, at] if frame == 1 else self.x[:, at : at + frame], state)
+            frames = self.x[:, at : at + frame] if model.takes_frames else self.x[:, at]
+            y, state = model.step(frames, state)
             found |= {f"{name} {at}": each.double() for name, each in _by_name(y).items()}
         return found
 
@@ -180,6 +181,44 @@ def holds(seed: int, ranks: int, threads: Threads) -> None:
     except seqblocks.RunError as error:
         if not re.search(r"is past the \d+ of position_embed|its cache has room for", str(error)):
             raise
+
+
+# Running statistics, formulas that a scan computes, and states of several sequences, beside steps that are split.
+NORM = """
+  input: {image: {size: 6, channels: 2}}
+  steps: [{patch_embed: {patch: 3, features: 4}}, batch_norm, {swiglu: 8}]
+"""
+FORMULAS = """
+  input: {features: 4}
+  steps:
+    - cell:
+        state: {a: {features: 4, start: 0.5, learned: true}, b: 4}
+        steps:
+          - linear: {features: 4, name: first, as: x1}
+          - calc: {a: sigmoid(x1) * a + 0.3 * b, b: sigmoid(x1) * b + 0.3 * a, both: x1 + b}
+          - multiply: {by: b}
+          - linear: {features: 4, name: last}
+    - swiglu: 8
+"""
+EACH = """
+  input: {features: 12}
+  steps:
+    - each:
+        axis: features
+        size: 4
+        steps:
+          - linear: {features: 24, as: [q, k, v], name: qkv}
+          - attention: {q: q, k: k, v: v, heads: 2}
+          - linear: 4
+"""
+
+
+@pytest.mark.parametrize("text", [NORM, FORMULAS, EACH], ids=["statistics", "formulas", "states of each"])
+def test_steps_that_composed_specs_rarely_have(text: str, threads: Threads) -> None:
+    model = larger(seqblocks.build_text(f"seqblocks: 1\nmodel:{text}", dtype="float64", seed=0))
+    for buffer in model.buffers():
+        buffer.add_(2)
+    check(model, tensor_plan(model.spec, 2), Example(model, 1), threads)
 
 
 @settings(GENERAL, max_examples=36)

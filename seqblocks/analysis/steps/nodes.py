@@ -16,7 +16,7 @@ from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import is_name, is_taken
 from seqblocks.op import Op, find_primitive
-from seqblocks.state_layout import State
+from seqblocks.state_layout import in_lanes
 from seqblocks.types import Origin, Wire
 from seqblocks.widths import ids_have_no_features
 
@@ -42,7 +42,7 @@ def make_node(
     if wire and wire.context:
         more["state"] = {}  # computed once, before the first token
     if wire and wire.lanes and (state := more.get("state")):
-        more["state"] = _in_lanes(state, wire.lanes)
+        more["state"] = in_lanes(state, wire.lanes)
     made = cls(step.name, step.verb, step.span, inputs, (), wire, **more)
     made.name = name = _unique_name(ctx, step, made)
     types, labels, split = _outputs(ctx, step, wire, origin)
@@ -72,14 +72,6 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
     at_ports = [value for values in inputs.values() for value in values]
     captured = [value for body in bodies.values() for value in body.captures]
     return all((each := run.types[value]) and each.context for value in (*at_ports, *captured))
-
-
-def _in_lanes(state: dict[str, State], lanes: tuple[int | str, ...]) -> dict[str, State]:
-    """Return a state for all sequences that `each` makes of one; none if their number depends on a call."""
-    counts = tuple(lane for lane in lanes if isinstance(lane, int))
-    if len(counts) < len(lanes):
-        return {}
-    return {name: each._replace(shape=(*counts, *each.shape)) for name, each in state.items()}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

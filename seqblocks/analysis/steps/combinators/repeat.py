@@ -14,7 +14,7 @@ from seqblocks.analysis.steps.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS
 from seqblocks.combinators.repeat import Repeat, read_pattern
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.document import Node, Scalar, Sequence, plain
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.keys import is_name
 from seqblocks.op import fields_of
@@ -97,13 +97,22 @@ def _check_words(ctx: Context, step: Step, pattern: str | None, words: dict[str,
         words = {word: node for word, node in words.items() if did_you_mean(word, ("pattern",))} or words
     for word, steps in words.items():
         if word not in used and not (chosen and pattern):
-            fault = _not_in_pattern(word, pattern, used) if pattern else _unknown_key(word, isinstance(steps, Sequence))
+            kinds = [each for each in steps.entries if each in used] if isinstance(steps, Mapping) else []
+            fault = (
+                _not_in_pattern(word, pattern, used, kinds) if pattern
+                else _unknown_key(word, isinstance(steps, Sequence))
+            )  # fmt: skip
             ctx.report(fault, step.key_span(word))
             step.incomplete = True
 
 
-def _not_in_pattern(word: str, pattern: str, words: set[str]) -> Fault:
-    return Fault("E603", f"{quote(word)} is not in the pattern", found=pattern, hint=lambda: did_you_mean(word, words))
+def _not_in_pattern(word: str, pattern: str, words: set[str], kinds: list[str]) -> Fault:
+    """Return the fault of a key. kinds: words of the pattern in its value, which belong beside it."""
+
+    def hint() -> str | None:
+        return f"write `{kinds[0]}:` beside `pattern:`, without {quote(word)}" if kinds else did_you_mean(word, words)
+
+    return Fault("E603", f"{quote(word)} is not in the pattern", found=pattern, hint=hint)
 
 
 def _unknown_key(key: str, holds_steps: bool) -> Fault:
