@@ -47,7 +47,7 @@ def kv_bytes_per_token(body: Graph, dtype: str) -> float:
     total = 0.0
     for node in graph.walk(body):
         caches = [state for state in node.state.values() if state.per_token]
-        rate = float(node.type.rate) if node.type else 1
+        rate = float(node.state_rate) if isinstance(node, graph.OpNode) else 1
         total += sum(math.prod(s.shape[1:]) * BYTES[dtype if s.dtype == "model" else s.dtype] for s in caches) / rate
     return int(total) if total.is_integer() else total
 

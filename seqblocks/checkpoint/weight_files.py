@@ -17,7 +17,7 @@ from seqblocks.checkpoint.record import safetensors
 from seqblocks.errors import UnavailableError, UsageError, listing
 
 INDEX = ".index.json"
-ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # in any case
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # with the suffix INDEX, they list shards
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -88,13 +88,13 @@ def _file(path: Path) -> Weights:
         size = os.stat(path).st_size
     except (OSError, ValueError):
         name = path.as_posix()
-        is_repository = name.count("/") == 1 and not path.parent.exists() and path.suffix not in ENDINGS
+        is_repository = name.count("/") == 1 and not path.parent.exists() and path.suffix.lower() not in ENDINGS
         hint = f". To load a release of the Hub, download it first: hf download {name} --local-dir DIR"
         raise UsageError(f"there is no file {path}{hint if is_repository else ''}") from None
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file")
     try:
-        return _safetensors(path) if path.suffix == ".safetensors" else _torch(path, size)
+        return _safetensors(path) if path.suffix.lower() == ".safetensors" else _torch(path, size)
     except (UnavailableError, UsageError):
         raise
     except pickle.UnpicklingError:

@@ -44,7 +44,7 @@ def target_of(path: Path, replace: bool = True) -> Path:
         raise UsageError(f"{path} is a symbolic link in a cycle; save needs a folder")
     if mode and not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a folder; save needs one")
-    if not mode and path.suffix in ENDINGS:
+    if not mode and path.suffix.lower() in ENDINGS:
         raise UsageError(f"a folder is written, but {path} is the name of a file. Use {path.with_suffix('')}")
     if mode and os.path.samefile(os.curdir, target):  # processes, such as a shell, would stay in the old folder
         raise UsageError(f"{path} is the working directory, which cannot be replaced. Write to a folder in it")

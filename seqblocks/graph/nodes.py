@@ -214,6 +214,13 @@ class OpNode(PrimitiveNode):
         return any(port.other_rate and wire is not None and wire.rate != self.type.rate for port, wire in pairs)
 
     @property
+    def state_rate(self) -> Rate:
+        """Tokens of the model's input per token that its state keeps: per key, where keys have another rate."""
+        pairs = zip(self.op.ports, self.wires, strict=True)
+        wires = [wire for port, wire in pairs if port.other_rate and wire] or [wire for wire in self.wires[:1] if wire]
+        return wires[0].rate if wires else 1
+
+    @property
     def read_by_token(self) -> list[int]:
         ports = {port.name for port in self.op.ports if not port.length}
         values = [value for port in self.inputs.keys() & ports for value in self.inputs[port]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -48,6 +49,8 @@ from seqblocks.streaming.generate import CHUNK
 OF_THE_LOSS = {"num_items_in_batch"}
 OF_THE_CACHE = {"cache_position"}
 OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+OPTIONS = {"output_hidden_states", "output_router_logits", "return_dict"}
+MAIN_INPUTS = {"tokens": "input_ids", "image": "pixel_values"}  # by kind; of others: inputs_embeds
 
 
 class Ran(NamedTuple):
@@ -103,6 +106,13 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
         """Raise UsageError if this class cannot run a spec."""
+        main = MAIN_INPUTS.get(spec.input.kind, "inputs_embeds")
+        other_inputs = {*MAIN_INPUTS.values(), "inputs_embeds"} - {main}
+        taken = {*inspect.signature(cls.forward).parameters} - other_inputs - {"kwargs"}
+        taken |= OPTIONS | OF_THE_LOSS | OF_THE_CACHE | OF_PACKED
+        if names := [name for name in list(spec.inputs)[1:] if name in taken]:
+            what = f"an input of {spec.name} cannot be named {names[0]} in transformers"
+            raise UsageError(f"{what}: calls of its models have an argument of that name. Rename it in the spec")
 
     @classmethod
     def part(cls, spec: ModelSpec) -> ModelSpec:
@@ -414,6 +424,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
         """Raise UsageError if a spec is not a causal language model."""
+        super().check_fit(spec, config)
         if reason := hf_config.causal_lm_obstacle(spec):
             raise UsageError(f"{spec.name} is not a causal language model: {reason}")
 
@@ -554,8 +565,7 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
 
     def __init__(self, config: SeqblocksConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        kinds = {"tokens": "input_ids", "image": "pixel_values"}
-        self.main_input_name = kinds.get(self.model.spec.input.kind, "inputs_embeds")
+        self.main_input_name = MAIN_INPUTS.get(self.model.spec.input.kind, "inputs_embeds")
 
     @classmethod
     def part(cls, spec: ModelSpec) -> ModelSpec:

@@ -104,7 +104,8 @@ class PositionEmbed(Op):
             return x + rearrange(places, "1 rows columns features -> 1 (rows columns) features"), {}
         before = call.state["position"] if call.state else None
         count = weight.shape[1]
-        if call.grid and call.grid.size and self.length is None and x.shape[1] != count and not call.streaming:
+        is_whole = not call.streaming and call.relay is None
+        if call.grid and call.grid.size and self.length is None and x.shape[1] != count and is_whole:
             raise RunError(
                 f"position_embed has places for {count} tokens of an image, and this one has {x.shape[1]}; "
                 "before class_token it has a grid, which is interpolated for images of other sizes"

@@ -71,7 +71,7 @@ class Grid:
 
 
 class Carrying(NamedTuple):
-    """A step that carries state: its path in the model, its declared state, and input tokens per token of the step."""
+    """A step that carries state: its path in the model, its declared state, and input tokens per token of the state."""
 
     path: str
     op: Op

@@ -50,8 +50,7 @@ class Primitive(StepModule, Owner):
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
         self._joins_prefix = graph.is_prefix_join(node)
-        rate = node.wires[0].rate if node.wires and node.wires[0] else 1
-        self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
+        self._carrying = Carrying(place.path, node.op, node.state, node.state_rate) if node.state else None
         self._gridded = gridded(node, place)
         wires = [wire for wire in node.wires if wire]
         self._sized_input = wires[0] if wires and turns_length_into_width(node.op, wires) else None

@@ -68,6 +68,22 @@ def test_positions_and_a_tied_head_are_embeddings() -> None:
     assert seqblocks.compare("transformer_125m", dtype="bf16").facts[0]["kv_bytes_per_token"] == 12 * 2 * 768 * 2
 
 
+@pytest.mark.parametrize(("of_queries", "of_keys", "expected"), [("h", "merged", 16), ("merged", "h", 64)])
+def test_a_cache_grows_with_its_keys_not_with_the_queries(of_queries: str, of_keys: str, expected: int) -> None:
+    """A key and a value of 8 numbers in float32 for each token, or for every fourth."""
+    steps = f"""
+    - embed: {{features: 8, as: h}}
+    - downsample: {{factor: 4, method: mean, as: merged}}
+    - linear: {{from: {of_queries}, features: 8, as: q}}
+    - linear: {{from: {of_keys}, features: 8, as: k}}
+    - linear: {{from: {of_keys}, features: 8, as: v}}
+    - attention: {{q: q, k: k, v: v, heads: 2}}
+"""
+    model = seqblocks.load_text(f"seqblocks: 1\nmodel:\n  input: {{tokens: 16}}\n  steps:{steps}")[1]
+    assert model is not None
+    assert measure(model, "kv_bytes_per_token") == expected
+
+
 def test_attention_costs_more_in_longer_sequences() -> None:
     """A token reads on average (length + 1) / 2 keys and as many values of 768 numbers, in each of 12 layers."""
     facts = seqblocks.compare("transformer_125m@context=4096", lengths=[1024, 4096]).facts[0]

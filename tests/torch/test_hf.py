@@ -318,6 +318,24 @@ def test_specs_that_are_no_language_models(steps: str, message: str) -> None:
     assert AutoModel.from_config(config).model.spec.output
 
 
+@pytest.mark.parametrize("name", ["cache", "labels", "output_hidden_states", "cu_seq_lens_q", "input_ids"])
+def test_inputs_with_names_of_arguments(name: str) -> None:
+    """Such an input would never reach the spec."""
+    text = f"""
+seqblocks: 1
+model:
+  inputs: {{ids: {{tokens: 9}}, {name}: {{vector: 4}}}}
+  steps: [{{embed: 4}}, {{add: {name}}}, unembed]
+"""
+    model = built(text)
+    assert model(ids=torch.ones(1, 2, dtype=torch.long), **{name: torch.ones(1, 4, dtype=model.own_dtype())}).shape
+    with pytest.raises(UsageError, match=f"cannot be named {name} in transformers: .* Rename it in the spec"):
+        hf.wrap(model)
+    with pytest.raises(UsageError, match=f"cannot be named {name} in transformers"):
+        AutoModelForCausalLM.from_config(hf.SeqblocksConfig(spec=text))
+    hf.wrap(built(text.replace(name, "pixel_values")))  # the name of the input of another class
+
+
 def test_errors_of_the_other_classes(digits: Any) -> None:
     with pytest.raises(UsageError, match=r"does not classify images: it reads .* but an image classifier reads one"):
         AutoModelForImageClassification.from_config(hf.SeqblocksConfig(spec=TIED))

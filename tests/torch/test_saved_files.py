@@ -220,7 +220,7 @@ def test_folders_above_are_created(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_file_is_refused(tmp_path: Path) -> None:
-    for name in ("m.pt", "m.pth", "m.safetensors", "m.bin"):
+    for name in ("m.pt", "m.pth", "m.safetensors", "m.bin", "m.PT", "m.SafeTensors"):
         with pytest.raises(seqblocks.UsageError, match=rf"a folder is written, but .*{name} is the name of a fi.*/m$"):
             save(model(), tmp_path / "new" / name)
     assert names(tmp_path) == []

@@ -24,7 +24,9 @@ ALLOWED = {
     "vector": ("vector",),
 }  # fmt: skip
 # Arguments of a model's call, which no input may be named after.
-CALL_ARGUMENTS = ("state", "return_state", "resets", "cu_seqlens", "grid", "batch_size", "device", "dtype", "batch")
+CALL_ARGUMENTS = (
+    "self", "state", "return_state", "resets", "cu_seqlens", "grid", "batch_size", "device", "dtype", "batch"
+)  # fmt: skip
 
 _KINDS = "{tokens: vocabulary}, {features: width}, {vector: width} or {image: {size: 224, channels: 3}}"  # for messages
 
