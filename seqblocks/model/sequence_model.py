@@ -66,7 +66,7 @@ class SequenceModel(Body):
         names = frozenset(item.name for item in shared)
         sources = grid_sources(spec.graph, spec.types)
         obstacle = graph.stream_obstacle(spec)
-        self._has_context = bool(spec.graph.ports) or (obstacle is None and graph.begins(spec.graph))
+        self._has_context = graph.begins(spec.graph)
         place = Place(spec.types, sources, "", names, streams=self._has_context, exact=self._exact)
         super().__init__(spec.graph, place, spec.name)
         connect(self, shared)

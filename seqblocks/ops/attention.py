@@ -277,6 +277,8 @@ class Attention(_Heads):
     def ignores_resets(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> str | None:
         if self.prefix:
             return "its first tokens see each other"
+        if self.bias == "relative" or (scores and not self.adds_to_keys(scores)):
+            return "its scores of pairs are those of one sequence"
         return None if q.rate == k.rate else "keys of merged tokens may be of two sequences"
 
     def macs(self, q: Wire, k: Wire, v: Wire, scores: Wire | None = None) -> int:

@@ -23,11 +23,13 @@ from seqblocks.state_layout import State
 class Rows(NamedTuple):
     """Sequences of a batch with equally many chosen tokens.
 
-    rows: their numbers, None for all; places [rows, count]: of the chosen tokens among those of all sequences.
+    rows: their numbers, None for all; places [rows, count]: of the chosen tokens among those of all sequences. chosen
+    [rows * count, 1]: whether these are chosen, None if all are.
     """
 
     rows: Tensor | None
     places: Tensor
+    chosen: Tensor | None = None
 
 
 @makes(ChooseNode)
@@ -60,7 +62,8 @@ class Choose(Body):
         chosen = self._best_of_each(scores, call.resets) if best or above is None else scores > above
         if not best and self._needs_all(chosen):
             return self._in_order(inputs, chosen, call)
-        return self._on_rows(self._rows(chosen), inputs, call)
+        pads = torch.compiler.is_compiling() and self._by_tokens and not (call.training or call.return_state)
+        return self._on_rows([_padded(chosen)] if pads else self._rows(chosen), inputs, call)
 
     # --- the choice ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class Choose(Body):
         results, after = [], before
         if part is not None and call.return_state:  # of sequences without a chosen token
             after = reset(self._states, before, part[:, -1] > 0)
-        for rows, places in groups:
+        for rows, places, chosen in groups:
             state = before if rows is None else map_state(lambda s: s.index_select(0, rows), before)  # noqa: B023
             first, pending = (None, None) if part is None else _resets(part, rows, places)
             inner = self._inner(call, state if call.state else None, first)
@@ -125,14 +128,15 @@ class Choose(Body):
                 for each, whole in zip(flat, self._whole, strict=True)
             ]
             y, made = super()._compute(*given, call=inner)
-            results.append(y.to(x.dtype).flatten(0, 1))
+            new = y.to(x.dtype).flatten(0, 1)
+            results.append(new if chosen is None else torch.where(chosen, new, flat[0].index_select(0, index)))
             if not call.return_state or not places.shape[1]:
                 continue
             made = made if pending is None else reset(self._states, made, pending)
             after = made if rows is None else _with_rows(after, rows, made)
         if not results:  # or there are no tokens
             return x.clone(), after if call.return_state else {}
-        at = [places.flatten() for _, places in groups]
+        at = [group.places.flatten() for group in groups]
         index, new = (each[0] if len(each) == 1 else torch.cat(each) for each in (at, results))
         y = flat[0].scatter(0, index.unsqueeze(1).expand_as(new), new)  # index_copy would keep `new` for its gradient
         return y.unflatten(0, x.shape[:2]), after if call.return_state else {}
@@ -181,6 +185,16 @@ class Choose(Body):
     def extra_repr(self) -> str:
         given = {"top": self._arguments.top, "above": self._arguments.above}
         return ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
+
+
+def _padded(chosen: Tensor) -> Rows:
+    """Return all tokens of each sequence: first the chosen ones, then the others, which no chosen one reads.
+
+    Compiled code whose sizes depend on the choice would be split here, and compiled anew for many batches.
+    """
+    order = (~chosen).to(torch.uint8).sort(dim=1, stable=True).indices
+    first = chosen.shape[1] * torch.arange(chosen.shape[0], device=chosen.device).unsqueeze(1)
+    return Rows(None, order + first, chosen.gather(1, order).flatten().unsqueeze(1))
 
 
 def _without_lanes(states: States, count: int) -> States:

@@ -168,3 +168,12 @@ def test_models_compile_and_export(given: str) -> None:
     for seq in (5, 37):
         x = torch.randn(2, seq, 8, dtype=torch.float64)
         near([program(x)], [model(x)])
+
+
+@pytest.mark.parametrize(("wire", "scores"), [("", "bias: relative"), (PAIRS, "scores: w")])
+def test_scores_of_pairs_are_those_of_one_sequence(wire: str, scores: str) -> None:
+    attention = f"{{attention: {{q: src, k: src, v: src, heads: 4, causal: false, {scores}}}}}"
+    steps = f"{{identity: {{as: src}}}}, {wire}{attention}"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 8, length: 9}}, steps: [{steps}]}}\n")
+    with pytest.raises(seqblocks.RunError, match="its scores of pairs are those of one sequence"):
+        model(torch.randn(1, 9, 8), cu_seqlens=torch.tensor([0, 4, 9]))

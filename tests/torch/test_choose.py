@@ -185,6 +185,21 @@ def test_compiled_and_exported() -> None:
         trace(above, "forward")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_code_is_not_compiled_for_each_number_of_chosen_tokens(packed: bool) -> None:
+    """24 batches of other sizes need one graph each time, and fewer programs than torch's limit."""
+    model = build("above: 0.1").eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for at in range(24):
+            x = given(1 + at % 5, 2 + 7 * at % 23, 6)
+            resets = torch.rand(x.shape[:2]) < 0.3 if packed else None
+            for values in (x, 0 * x):
+                y = model(values, resets=resets)
+                torch.testing.assert_close(compiled(values, resets=resets), y, rtol=1e-12, atol=1e-12)
+
+
 def test_states_begin_in_the_dtype_of_the_model() -> None:
     """The first parameter of the steps is in float32, as all of its kind are in a model of 16 bits."""
     qkv, attention = "{linear: {features: 18, as: [q, k, v]}}", "{attention: {q: q, k: k, v: v, heads: 2, cache: 8}}"

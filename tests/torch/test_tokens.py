@@ -166,6 +166,15 @@ def test_an_image_is_read_before_the_text() -> None:
     assert made.tolist() == ids[:, 2:].tolist()
 
 
+def test_resets_do_not_reach_learned_tokens() -> None:
+    """Also in a model that does not stream: here, a convolution over four learned tokens beside nine of the input."""
+    steps = "{learned_tokens: {count: 4}}, {scan: {order: forward, steps: [{causal_conv: {kernel: 2}}], as: c}}"
+    read = "{cross_attention: {q: input, k: c, v: c, heads: 2}}"
+    model = built(f"{steps}, {read}, {{scan: {{order: reverse, name: back, steps: [{{causal_conv: {{kernel: 3}}}}]}}}}")
+    packed = model(X[:1], cu_seqlens=torch.tensor([0, 4, 9]))
+    torch.testing.assert_close(packed, torch.cat([model(X[:1, :4]), model(X[:1, 4:])], 1), rtol=1e-12, atol=1e-12)
+
+
 def test_learned_queries_read_a_sequence() -> None:
     steps = "{learned_tokens: {count: 5, features: 4, as: q}}, {cross_attention: {q: q, k: input, v: input, heads: 2}}"
     with pytest.raises(seqblocks.SpecError, match="as wide as"):
