@@ -32,6 +32,7 @@ class TracedPlan(TokenPlan):
     """
 
     may_break = False
+    takes_half = False
 
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
