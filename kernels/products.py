@@ -30,6 +30,9 @@ ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads 
 ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
 BLOCK_ROWS = 128
 MIN_CONVERTED = 8  # tokens: for fewer, converting the matrix takes longer than the slow product
+CONVERTED_FEW = 16  # tokens: up to this many, converting the matrix takes longer than multiplying
+FEW_CONVERTED_ELEMENTS = 1 << 18  # of a matrix that are converted at once for few tokens, so that they stay in a cache
+MANY_CONVERTED_ELEMENTS = 1 << 23  # for more tokens, so that little memory is allocated
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -135,10 +138,24 @@ def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
-        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
         return _by_rows(x, weight, bias)
     return _by_onednn(x, weight, bias)
+
+
+def _by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W' + b in float32 for x [N, I] in float32 and W in 16 bits, converting some of its rows at a time."""
+    rows, width = weight.shape
+    elements = FEW_CONVERTED_ELEMENTS if x.shape[0] <= CONVERTED_FEW else MANY_CONVERTED_ELEMENTS
+    count = max(1, elements // width)
+    if rows <= count:
+        return linear(x, weight.float(), bias)
+    converted, y = x.new_empty(count, width), x.new_empty(x.shape[0], rows)
+    for at in range(0, rows, count):
+        part = weight[at : at + count]
+        y[:, at : at + count] = linear(x, converted[: len(part)].copy_(part))
+    return y if bias is None else y.add_(bias)
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

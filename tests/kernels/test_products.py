@@ -234,8 +234,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_slow_dtypes_are_multiplied_in_float32(dtype: torch.dtype, biased: bool) -> None:
-    """The result and all gradients are those of float32, rounded once; a second derivative too."""
+@pytest.mark.parametrize("elements", [products.FEW_CONVERTED_ELEMENTS, 80])
+def test_slow_dtypes_are_multiplied_in_float32(
+    dtype: torch.dtype, biased: bool, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result and all gradients are those of float32, rounded once; a second derivative too.
+
+    elements: of a matrix that are converted at once: all, or four rows.
+    """
+    monkeypatch.setattr(products, "FEW_CONVERTED_ELEMENTS", elements)
     x, weight, bias, dy = drawn((2, 8, 20), (6, 20), (6,), (2, 8, 6), dtype=dtype)
     results = []
     for run, kind in ((products.linear, dtype), (linear, torch.float32)):
