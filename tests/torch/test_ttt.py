@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm, silu
 
 import seqblocks
+from seqblocks.checkpoint import load_official
 from seqblocks.testing import check_law
 
 HEADS, HEAD, BATCH, EPS = 2, 6, 4, 1e-6
@@ -96,6 +99,16 @@ def test_values_and_gradients(model: Any) -> None:
 
 def test_the_law(model: Any) -> None:
     check_law(model, seq=11, cuts=(3, 8), resets=((0, 5),))
+
+
+def test_weights_of_the_released_code_give_its_logits() -> None:
+    """11 tokens: two mini-batches and a remainder, which the release computes in its dual form; see the file's README."""
+    with np.load(Path(__file__).parent.parent / "golden" / "hub" / "ttt_linear.npz") as file:
+        data = dict(file)
+    model = seqblocks.build("ttt_small", set=SMALL, dtype="float64").eval()
+    load_official(model, {key[2:]: torch.from_numpy(data[key]) for key in data if key.startswith("w/")})
+    ids, expected = (torch.from_numpy(data[key]) for key in ("in/input_ids", "out/logits"))
+    torch.testing.assert_close(model(ids), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_the_count_is_that_of_the_release() -> None:
