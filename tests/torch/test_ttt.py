@@ -112,9 +112,6 @@ def test_weights_of_the_released_code_give_its_logits() -> None:
 
 
 def test_the_count_is_that_of_the_release() -> None:
-    """The sizes of the tensors of the released code for "125m", whose output shares the embedding."""
-    dim, heads, hidden, vocabulary, batch = 768, 12, 2048, 32_000, 16
-    mixer = 4 * dim**2 + (dim + 1) * heads + batch + 4 * dim + heads * (dim // heads) ** 2 + dim
-    layer = mixer + 3 * dim * hidden + 2 * dim
+    """The released class has 110,276,688 parameters for "125m" (on the meta device); its output shares the embedding."""
     model = seqblocks.build("ttt_small", device="meta")
-    assert sum(p.numel() for p in model.parameters()) == vocabulary * dim + 12 * layer + dim == 110_276_688
+    assert sum(p.numel() for p in model.parameters()) == 110_276_688
