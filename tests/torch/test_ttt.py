@@ -102,7 +102,7 @@ def test_the_law(model: Any) -> None:
 
 
 def test_weights_of_the_released_code_give_its_logits() -> None:
-    """11 tokens: two mini-batches and a remainder, which the release computes in its dual form; see the file's README."""
+    """11 tokens: two mini-batches and a rest, which the release computes in its dual form (see the README there)."""
     with np.load(Path(__file__).parent.parent / "golden" / "hub" / "ttt_linear.npz") as file:
         data = dict(file)
     model = seqblocks.build("ttt_small", set=SMALL, dtype="float64").eval()
@@ -112,6 +112,6 @@ def test_weights_of_the_released_code_give_its_logits() -> None:
 
 
 def test_the_count_is_that_of_the_release() -> None:
-    """The released class has 110,276,688 parameters for "125m" (on the meta device); its output shares the embedding."""
+    """The released class has 110,276,688 parameters for "125m" on the meta device; its output shares the embedding."""
     model = seqblocks.build("ttt_small", device="meta")
     assert sum(p.numel() for p in model.parameters()) == 110_276_688
