@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import torch as centaurus_torch
-from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.torch import (
     Chunk,
@@ -30,6 +29,7 @@ from seqblocks.kernels.centaurus.torch import (
     counts,
     fast_length,
 )
+from seqblocks.kernels.centaurus.triton import launch as centaurus_triton
 from seqblocks.kernels.dispatch import self_check
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
