@@ -88,7 +88,7 @@ def test_chunks_in_parts_of_the_tokens(
     x = {name: t.requires_grad_() for name, t in subject.inputs(batch=2, S=S).items()}
     results = []
     for part in (1 << 40, 1):
-        for name in ("PART", "PART_WITH_GRADIENTS"):
+        for name in ("PART_ELEMENTS", "PART_ELEMENTS_WITH_GRADIENTS"):
             monkeypatch.setattr(centaurus_torch, name, part)
         monkeypatch.setattr(centaurus_torch, "_chunk_by_chunk", lambda *given: calls.append(given) or run(*given))
         out = subject(x, **options)
