@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.products import prepare_linear
-from seqblocks.kernels.stored import StoredMatrix
 
 COPY_MAX_ELEMENTS = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
 WHOLE_BLOCKS_MAX_TOKENS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
@@ -19,7 +18,7 @@ NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for a
 class Matrix(NamedTuple):
     """A linear map: weight [O, I], bias [O]. blocks: the number of equal blocks of a block-diagonal weight."""
 
-    weight: Tensor | StoredMatrix
+    weight: Tensor  # or a StoredMatrix
     bias: Tensor | None = None
     blocks: int = 1
 

@@ -26,7 +26,7 @@ def half_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
 
 
 def can_plan(body: Graph) -> bool:
-    """Return whether a 16-bit model can be planned: its outputs have its dtype, and no state is as long as a context."""
+    """Return whether a 16-bit model can be planned: its outputs have its dtype, no state is as long as a context."""
     keeps = any(state.length for node in walk(body) for state in node.state.values())
     return not keeps and all(_is_rounded(body, value) for value in body.results)
 

@@ -16,7 +16,7 @@ from torch import nn
 from seqblocks.graph import ModelSpec, OpNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
-from seqblocks.kernels.products import Matrix
+from seqblocks.kernels.joined import Matrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
