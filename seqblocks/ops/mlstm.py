@@ -88,7 +88,7 @@ class MLSTM(Op):
         from seqblocks.workspace import mlstm
 
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
-        return tape.view(mlstm.scan(tape, q, k, v, i, f, self.normalize), tape.out)
+        return tape.view(mlstm.scan(tape, q, k, v, i, f), tape.out)
 
     def forward(
         self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
