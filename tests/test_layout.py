@@ -45,6 +45,7 @@ ORDER = """
     rotary_scaling
     language/*
     parameters
+    patterns
     recipes
     tape
     workspace/*
