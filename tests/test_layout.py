@@ -20,6 +20,7 @@ import pytest
 
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS
+from seqblocks.serve import playground
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -377,6 +378,11 @@ for name in {names}:
     assert not came, f"{{name}} loads {{came}}"
 """
     )
+
+
+def test_the_page_in_the_browser_has_all_folders_above_the_line():
+    above = {name.partition("/")[0] for name in TABLE[:LINE] if "/" in name}
+    assert set(playground.FOLDERS) == above | {"specs"}
 
 
 def test_kernels_import_without_triton():

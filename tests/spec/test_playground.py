@@ -102,7 +102,7 @@ sys.exit(f"not among the page's files: {elsewhere}" if elsewhere else 0)
 
 
 def test_the_files_of_seqblocks_suffice(tmp_path: Path) -> None:
-    """A module outside the rooms of the page would stop it; this Python tells so without Pyodide."""
+    """A module outside the folders of the page would stop it; this Python tells so without Pyodide."""
     for name, content in playground._own():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def marked(cases: Iterable[str], mark: pytest.MarkDecorator = pytest.mark.slow) 
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
-    if case.startswith(("mamba", "recurrentgemma", "gemma", "lfm2")):
+    if case.startswith(("mamba", "recurrentgemma", "gemma", "lfm2", "ttt")):
         out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
     return out
 
