@@ -224,6 +224,12 @@ def test_a_spec_with_faults_is_compared_as_far_as_it_is_known(run_main: Run, fol
     assert data["facts"] == {}
 
 
+def test_equal_steps_of_a_faulty_spec_with_one_name() -> None:
+    narrow, shift = {"linear": {"features": 4, "as": "narrow"}}, {"token_shift": {"from": "input", "mix": "narrow"}}
+    found = str(difference([narrow, shift, shift], [narrow]))
+    assert found.count("token_shift removed, 0 parameters") == 2, found
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
