@@ -133,7 +133,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     with sdpa_kernel(SDPBackend.MATH) if forward_mode() else nullcontext():  # fused kernels have reverse mode only
         y = scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
-            attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
+            attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=bool(q.shape[2] != k.shape[2]),
         )
     if y.requires_grad and not watched():
         _refuse_second_derivative(y)
