@@ -118,3 +118,7 @@ def kernels(times: list[dict[str, Any]]) -> Iterator[str]:
         for name, (count, ms) in shown.items():
             label = name if len(name) <= 60 else f"{name[:57]}..."
             yield f"| {r['case']}, {as_text(r['shape'])} | {r['candidate']} | `{label}` | {count:g} | {ms:.3f} |"
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}".rstrip(": ")

@@ -36,7 +36,7 @@ def in_float32(run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tens
         return run(x, weight, bias)
     return run(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
-SAVED = 1 << 22  # bytes; larger tensors, saved in each layer, determine the peak memory of a training step
+SAVED_MAX_BYTES = 1 << 22  # bytes; larger tensors, saved in each layer, determine the peak memory of a training step
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
@@ -83,7 +83,7 @@ def is_worth_saving(like: Tensor) -> bool:
 
     For short sequences, computing it again takes several percent of a training step, and the memory is small.
     """
-    return like.numel() * like.element_size() <= SAVED
+    return like.numel() * like.element_size() <= SAVED_MAX_BYTES
 
 
 def no_second_derivative(op: str, name: str) -> Callable[..., Any]:

@@ -49,13 +49,22 @@ class Rates(Tokens):
         (query, of_query), (key, of_key) = pairs if self.maybe(0.7) else pairs[::-1]
         shared, values = self.chance.randint(1, 2), self.chance.randint(1, 3)
         heads, width = shared * self.chance.randint(1, 2), self.chance.randint(1, 3)
-        self.add(
-            body, "attention", replace(of_query, width=heads * values),
-            q=self.project(body, query, of_query, heads * width), k=self.project(body, key, of_key, shared * width),
-            v=self.project(body, key, of_key, shared * values), heads=heads, kv_heads=shared, cache=100,
-            window=self.chance.choice([None, None, 1, 2, 3]), soft_cap=self.chance.choice([None, None, 2]),
-            sinks=self.chance.choice([None, True]),
-        )  # fmt: skip
+        q, merges = self.project(body, query, of_query, heads * width), self.maybe(0.5)
+        results = []
+        for name, kind in [(key, of_key), *([(query, of_query)] if merges else [])]:
+            self.add(
+                body, "attention", replace(of_query, width=heads * (values + merges)),
+                q=q, k=self.project(body, name, kind, shared * width),
+                v=self.project(body, name, kind, shared * values), heads=heads, kv_heads=shared, cache=100,
+                window=self.chance.choice([None, None, 1, 2, 3]), soft_cap=self.chance.choice([None, None, 2]),
+                sinks=self.chance.choice([None, True]), logsumexp=merges or None,
+                rotary=100 if name == query and width % 2 == 0 else None,
+            )  # fmt: skip
+            results.append(self.named(body) if merges else "")
+        if merges:
+            again = self.maybe(0.2)
+            names = {"from": results[0], "with": results[1], "heads": heads, "logsumexp": again or None}
+            self.add(body, "merge_attention", replace(of_query, width=heads * (values + again)), **names)
 
     def windows(self, body: Body) -> None:
         """Merge tokens into features, or split features into tokens, by a pattern."""

@@ -30,6 +30,7 @@ def attention_between(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    logsumexp: bool = False,
     state: AttentionState | tuple[Tensor, ...] | None = None,
     keep: int | None = None,
     return_state: bool = False,
@@ -38,11 +39,12 @@ def attention_between(
     """Attend to complete keys of another rate.
 
     q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV], G a divisor of H; each call begins with a whole number of keys and
-    of queries. window: visible keys, the one in which the query ends included. scale, soft_cap, sinks: as for
-    `attention`. state: that of the previous call, whose length counts keys. keep: keys in the returned state (default:
-    window - 1 with a window, else as many as in the given state, else all).
+    of queries. window: visible keys, the one in which the query ends included. scale, soft_cap, sinks, logsumexp: as
+    for `attention`; the log is -1e30 for queries that see no key. state: that of the previous call, whose length counts
+    keys. keep: keys in the returned state (default: window - 1 with a window, else as many as in the given state, else
+    all).
 
-    Returns y [B, S, H, DV] in v's dtype, 0 for queries that see no key, and with return_state the next state.
+    Returns y [B, S, H, DV or DV + 1] in v's dtype, 0 for queries that see no key, and with return_state the next state.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     _check(q, k, v, window)
@@ -54,7 +56,7 @@ def attention_between(
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     inputs = {"q": q, "k": keys, "v": values, "sinks": sinks}
     run = dispatch.choose("attention_between", backend, inputs, dtype=q.dtype)
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, None, sinks)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, None, sinks, logsumexp=logsumexp)
     y: Tensor = run(q, keys, values, T, before, window, scores)
     if not return_state:
         return y
@@ -96,6 +98,9 @@ def _reference(
     with without_autocast(q.device.type):
         keys, values = (x.to(exact).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         products = torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
+        if scores.logsumexp:
+            read = scores.visible(scores.scale * products, seen | none, None)
+            return scores.with_logsumexp(read, values.transpose(1, 2), none).transpose(1, 2)
         p = scores.weights(scores.scale * products, seen | none, None).masked_fill(none, 0.0)
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
 
@@ -113,8 +118,7 @@ def _torch(
         key = torch.arange(first, last, device=q.device) - past
         seen = visible(torch.arange(a, b, device=q.device), key, S, new, before, window)
         none = ~seen.any(-1, keepdim=True)  # a softmax of nothing would be NaN
-        y = _masked(query, k[:, first:last], v[:, first:last], seen | none, None, scores)
-        return y.masked_fill(none.unsqueeze(-1), 0.0)
+        return _masked(query, k[:, first:last], v[:, first:last], seen | none, None, scores, none)
 
     if unknown(S) or S <= BLOCK:
         return block(q, 0, S, 0, T)
@@ -128,7 +132,7 @@ def _torch(
 
 
 def _of_no_tokens(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    return empty_with_gradients(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v, scores.sinks)
+    return empty_with_gradients(v.new_zeros(*q.shape[:3], scores.width(v)), q, k, v, scores.sinks)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:

@@ -72,6 +72,7 @@ def attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    logsumexp: bool = False,
     segments: Tensor | None = None,
     state: State | None = None,
     keep: int | None = None,
@@ -89,9 +90,10 @@ def attention(
     [H]: subtracted from a score for each token between query and key (see `alibi_slopes`). sinks [H]: score of a
     further key with the value 0, which every query sees; the weights of the others then add up to less than 1. bias
     [H, S, S] or [H, B, S, S]: added to the scores. segments [B, S]: a token sees only those with its number, in any
-    order. These two need causal=False, without window, chunk and resets. state: the state that the previous call
-    returned. keep: number of tokens in the returned state (default: window - 1 with a window, chunk - 1 with chunks,
-    else as many as in the given state, else all tokens).
+    order. These two need causal=False, without window, chunk and resets. logsumexp: y has a further feature, the log of
+    the sum of exponentials, in at least float32, by which results for several sets of keys can be merged. state: the
+    state that the previous call returned. keep: number of tokens in the returned state (default: window - 1 with a
+    window, chunk - 1 with chunks, else as many as in the given state, else all tokens).
     resets [B, S] bool: true where a token is the first of a new sequence, which cannot see earlier tokens.
     If not causal and without window, chunk, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
@@ -140,7 +142,7 @@ def attention(
     run = dispatch.choose(
         "attention", backend, inputs, dtype=q.dtype, window=window, resets=resets is not None
     )
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks, bias)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, slopes, sinks, bias, logsumexp)
     if several:
         assert sequence is not None
         y = _contained(run, q, keys, values, sequence, causal, window, scores, kept)

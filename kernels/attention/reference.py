@@ -54,7 +54,11 @@ def run(
         products = torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
         query = torch.arange(T - S, T, device=q.device)  # a memory (not causal) may have fewer keys than queries
         seen = sees(query, place, sequence, causal, window, kept).unsqueeze(1)
-        p = scores.weights(scores.scale * products, seen, later(query, place, kept).abs().unsqueeze(1))
+        distance = later(query, place, kept).abs().unsqueeze(1)
+        if scores.logsumexp:
+            visible = scores.visible(scores.scale * products, seen, distance)
+            return scores.with_logsumexp(visible, values.transpose(1, 2)).transpose(1, 2)
+        p = scores.weights(scores.scale * products, seen, distance)
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
 
 

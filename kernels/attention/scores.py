@@ -10,13 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NOTHING = -1e30  # log of the sum of no exponentials: finite, so that differences of two are no NaN
+
 
 class Scores(NamedTuple):
     """The function from products of queries and keys to weights.
 
     scale: factor of the products. soft_cap: limit of the scores (Gemma 2, arXiv:2408.00118). slopes [H]: subtracted
     from the scores for each token of distance (ALiBi, arXiv:2108.12409). sinks [H]: score of a further key whose value
-    is 0 (gpt-oss, arXiv:2508.10925). bias [H, S, T] or [H, B, S, T]: added to the scores.
+    is 0 (gpt-oss, arXiv:2508.10925). bias [H, S, T] or [H, B, S, T]: added to the scores. logsumexp: whether outputs
+    have the log of the sum of exponentials as a further feature.
     """
 
     scale: float
@@ -24,11 +27,17 @@ class Scores(NamedTuple):
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
+    logsumexp: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are the softmax of the scaled products."""
-        return self.soft_cap is None and self.slopes is None and self.sinks is None and self.bias is None
+        """Whether only the weights are needed, and are the softmax of the scaled products."""
+        given = (self.soft_cap, self.slopes, self.sinks, self.bias)
+        return not self.logsumexp and all(each is None for each in given)
+
+    def width(self, v: Tensor) -> int:
+        """Return the features of a head of the output."""
+        return v.shape[-1] + self.logsumexp
 
     def capped(self, scores: Tensor) -> Tensor:
         """Return scaled scores of any shape after the soft cap."""
@@ -50,12 +59,19 @@ class Scores(NamedTuple):
         seen, distance, of shapes that can be expanded to it: whether a query sees a key, and the number of tokens
         between them, which only slopes need.
         """
+        return self.of_visible(self.visible(scores, seen, distance))
+
+    def visible(self, scores: Tensor, seen: Tensor, distance: Tensor | None) -> Tensor:
+        """Return what the softmax reads: -inf for keys that are not seen."""
         scores = self.capped(scores)
         if self.slopes is not None and distance is not None:
             scores = scores - self.slopes.to(scores.dtype)[..., None, None] * distance.to(scores.dtype)
         if self.bias is not None:
             scores = scores + self.bias.to(scores.dtype)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        return scores.masked_fill(~seen, -torch.inf)
+
+    def of_visible(self, scores: Tensor) -> Tensor:
+        """Return the weights of what `visible` returned."""
         if self.sinks is None:
             return torch.softmax(scores, -1)
         sink = self.sinks.to(scores.dtype)[..., None, None]
@@ -64,6 +80,22 @@ class Scores(NamedTuple):
         most = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()  # any number gives the same weights
         odds = torch.exp(scores - most)
         return odds / (odds.sum(-1, keepdim=True) + torch.exp(sink - most))
+
+    def with_logsumexp(self, scores: Tensor, values: Tensor, none: Tensor | None = None) -> Tensor:
+        """Return weighted values [..., S, DV] and the log of the sum of exponentials, [..., S, DV + 1] in one tensor.
+
+        scores [..., S, T]: as returned by `visible`, in the dtype of the result. none [..., S, 1]: which queries see no
+        key; their scores are any finite numbers. A sink counts as an exponential.
+        """
+        total, sink = scores.logsumexp(-1, keepdim=True), None
+        if self.sinks is not None:
+            sink = self.sinks.to(scores.dtype)[..., None, None]
+            total = torch.logaddexp(total, sink)
+        y = (torch.exp(scores - total).to(values.dtype) @ values).to(scores.dtype)
+        if none is not None:
+            y = y.masked_fill(none, 0.0)
+            total = total.masked_fill(none, NOTHING) if sink is None else torch.where(none, sink, total)
+        return torch.cat([y, total], -1)
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:

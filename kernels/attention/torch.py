@@ -34,7 +34,7 @@ def run(
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        empty = v.new_zeros(*q.shape[:3], v.shape[3])
+        empty = v.new_zeros(*q.shape[:3], scores.width(v))
         return empty_with_gradients(empty, q, k, v, scores.slopes, scores.sinks, scores.bias)
     if kept is not None:
         assert window is not None
@@ -97,10 +97,16 @@ def _distance(query: Tensor, key: Tensor, scores: Scores, kept: Kept | None = No
     return None if scores.slopes is None else later(query, key, kept).abs()
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor | None, scores: Scores) -> Tensor:
-    """Attend with a mask [B or 1, S, T]. distance [B or 1, S, T]: tokens between query and key, for slopes."""
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor | None, scores: Scores, none: Tensor | None = None
+) -> Tensor:
+    """Attend with a mask [B or 1, S, T].
+
+    distance [B or 1, S, T]: tokens between query and key, for slopes. none [B or 1, S, 1]: which queries see no key.
+    """
     if scores.plain:
-        return _fused(q, k, v, seen, False, scores.scale)
+        y = _fused(q, k, v, seen, False, scores.scale)
+        return y if none is None else y.masked_fill(none.unsqueeze(-1), 0.0)
     # A power of two as factor of q prevents overflow of products in float16, and rounds nothing.
     rest, exponent = math.frexp(scores.scale)
     H, G = q.shape[2], k.shape[2]
@@ -109,9 +115,14 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor | No
     # Heads before the batch, which may have an open size: exporters cannot divide by it.
     queries, keys, values = (x.movedim(2, 0) for x in (q * 2.0**exponent, k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scores.with_heads(H, 1)
     # no names for products of queries and keys: they would stay alive
-    p = scores.with_heads(H, 1).weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
-    return (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
+    if scores.logsumexp:
+        visible = scores.visible(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
+        return scores.with_logsumexp(visible, values, none).movedim(0, 2)
+    p = scores.weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
+    y = (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
+    return y if none is None else y.masked_fill(none.unsqueeze(-1), 0.0)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -122,7 +133,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     with sdpa_kernel(SDPBackend.MATH) if forward_mode() else nullcontext():  # fused kernels have reverse mode only
         y = scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
-            attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
+            attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=bool(q.shape[2] != k.shape[2]),
         )
     if y.requires_grad and not watched():
         _refuse_second_derivative(y)
@@ -198,7 +209,7 @@ def _windowed(
         _distance(place[block : 2 * block], place, scores),
         scores,
     )
-    y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)
+    y = y.reshape(B, blocks, block, H, scores.width(v)).flatten(1, 2)
     return pad(y, [0, 0, 0, 0, 0, -after]) if any_length else y[:, :S]
 
 

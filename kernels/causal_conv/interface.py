@@ -22,8 +22,8 @@ from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
 SUM_MAX_TOKENS = 8  # tokens: for at most this many, the sum over taps is faster than a convolution
-ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
-PART = 1 << 18  # elements convolved at a time, so that copies and results of a long sequence stay in cache
+SUM_TOKENS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
+PART_ELEMENTS = 1 << 18  # elements convolved at a time, so that copies and results of a long sequence stay in cache
 
 
 def causal_conv(
@@ -305,7 +305,7 @@ def _silu(y: Tensor, activation: str | None) -> Tensor:
 def _parts(x: Tensor) -> list[tuple[int, int]]:
     """Return the parts (first, end) of the tokens of x [B, S, D] that are convolved at a time."""
     rows = _rows(x.shape[0])
-    size = max(rows, PART // (x.shape[0] * x.shape[2]) // rows * rows)
+    size = max(rows, PART_ELEMENTS // (x.shape[0] * x.shape[2]) // rows * rows)
     return [(a, min(a + size, x.shape[1])) for a in range(0, x.shape[1], size)]
 
 
@@ -327,7 +327,7 @@ def _depthwise_part(
 
 
 def _rows(batch: int) -> int:
-    return max(1, ROWS // batch)
+    return max(1, SUM_TOKENS // batch)
 
 
 class _WeightGradient:

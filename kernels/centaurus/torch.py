@@ -26,10 +26,10 @@ from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
-CHUNK = 64
-CHUNK_WITH_RESETS = 16  # one product per pair of tokens and sequence replaces a matrix product
-PART = 1 << 19  # elements of the channels of a part of the tokens: their temporaries stay in the cache
-PART_WITH_GRADIENTS = 1 << 20  # The gradients of matrices are computed for each part and added.
+CHUNK_TOKENS = 64
+CHUNK_TOKENS_WITH_RESETS = 16  # one product per pair of tokens and sequence replaces a matrix product
+PART_ELEMENTS = 1 << 19  # elements of the channels of a part of the tokens: their temporaries stay in the cache
+PART_ELEMENTS_WITH_GRADIENTS = 1 << 20  # The gradients of matrices are computed for each part and added.
 WORKING_SET = 1 << 22  # elements of one such product
 
 # Cost of a multiply-accumulate in an FFT, relative to one in a matrix product (measured on two CPU cores).
@@ -69,7 +69,7 @@ def counts(bank: Bank, x: Tensor) -> dict[str, float]:
     (batch, S, H), (N, M) = x.shape, bank.decay.shape
     G = bank.C.shape[0] if bank.C.dim() == 2 else N // H if bank.mode == "full" else H
     around = batch * S * N * (H + G if bank.C.dim() == 2 else 2)
-    T = min(CHUNK, S)
+    T = min(CHUNK_TOKENS, S)
     powers = 4 * N * M  # exp, cos and sin of one lag, as products
     out = {"chunks": around + batch * S * N * (T + 4 * M) + FFT_WEIGHT * T * (powers + N * T)}
     size = fast_length(2 * S)
@@ -183,7 +183,7 @@ def _chunks(
     if S == 1:  # one token needs no scan
         return centaurus_reference.run(bank, x, state, resets, reverse)
     state = bank.fresh(x) if state is None else state
-    T = CHUNK if resets is None else CHUNK_WITH_RESETS
+    T = CHUNK_TOKENS if resets is None else CHUNK_TOKENS_WITH_RESETS
     if resets is not None:
         state = state.masked_fill(along(resets[:, -1 if reverse else 0], state), 0.0)
     if torch.compiler.is_compiling():  # the length may be symbolic
@@ -193,7 +193,7 @@ def _chunks(
     return _leave(bank, v, H), state
 
 
-def chunk_length(S: int, most: int = CHUNK) -> int:
+def chunk_length(S: int, most: int = CHUNK_TOKENS) -> int:
     """Return the length of chunks that are about equal: 65 tokens are 33 + 32, not 64 + 1."""
     return -(-S // -(-S // most))
 
@@ -225,7 +225,7 @@ def part_by_part(
 
 def _part(x: Tensor, chunk: Chunk) -> int:
     """Return the number of tokens of a part, a multiple of those of a chunk; on other devices than CPUs, all tokens."""
-    (N, T, _), most = chunk.within.shape, PART_WITH_GRADIENTS if torch.is_grad_enabled() else PART
+    (N, T, _), most = chunk.within.shape, PART_ELEMENTS_WITH_GRADIENTS if torch.is_grad_enabled() else PART_ELEMENTS
     return max(1, most // (N * x.shape[0] * T)) * T if x.is_cpu else x.shape[1]
 
 

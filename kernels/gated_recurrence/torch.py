@@ -23,7 +23,7 @@ from seqblocks.kernels.gated_recurrence import reference
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, reset_times
 
-NUMBERS = 1 << 19  # elements computed at a time on a CPU
+PART_ELEMENTS = 1 << 19  # elements computed at a time on a CPU
 TOKEN_MIN_ELEMENTS = 2048  # over the batch: fewer take less time than the overhead of a call
 
 
@@ -35,7 +35,7 @@ def _block_length(x: Tensor) -> int:
 def _spans(x: Tensor, reverse: bool) -> list[slice]:
     """Return slices of tokens that are computed at a time, in scan order: on a CPU, as many as fit into its cache."""
     B, S, E = x.shape
-    span = S if x.device.type != "cpu" else max(1, NUMBERS // (B * E))
+    span = S if x.device.type != "cpu" else max(1, PART_ELEMENTS // (B * E))
     spans = [slice(at, min(at + span, S)) for at in range(0, S, span)]
     return [slice(S - x.stop, S - x.start) for x in spans] if reverse else spans
 

@@ -40,9 +40,9 @@ from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
 
-BLOCK = 16  # size of the systems that are solved by substitution
-SPAN = 512  # tokens computed at a time on a CPU
-NUMBERS = 1 << 17  # elements of the largest input that are computed at a time on a CPU
+SYSTEM_TOKENS = 16  # size of the systems that are solved by substitution
+PART_TOKENS = 512  # tokens computed at a time on a CPU
+PART_ELEMENTS = 1 << 17  # elements of the largest input that are computed at a time on a CPU
 Maybe = Tensor | None  # an input that some rules do not have
 
 
@@ -178,7 +178,7 @@ def _inverse(system: Tensor) -> Tensor:
     No product has powers of the system, which can be large although the inverse is not.
     """
     L = system.shape[-1]
-    if L <= BLOCK:
+    if L <= SYSTEM_TOKENS:
         identity = torch.eye(L, dtype=system.dtype, device=system.device).expand_as(system)
         return torch.linalg.solve_triangular(-system, identity, upper=False, unitriangular=True)
     half = L // 2
@@ -316,7 +316,7 @@ def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
     """Return the groups; a single one on devices other than the CPU, where span is 0."""
     B, S, H, HV = *q.shape[:3], v.shape[2]
     everything = slice(None)
-    room = max(1, NUMBERS // (min(span, S) * max(q.shape[3], v.shape[3]))) if span else B * HV
+    room = max(1, PART_ELEMENTS // (min(span, S) * max(q.shape[3], v.shape[3]))) if span else B * HV
     if room >= B * HV:
         return [_Group(everything, everything, everything)]
     if room >= HV:
@@ -504,7 +504,7 @@ def run(
     on_cpu = q.device.type == "cpu"
     corrected = beta is not None or a is not None  # these rules need more products within a chunk
     size = chunk_size or (64 if not on_cpu else 16 if corrected else 32)
-    span = max(SPAN, 1 << (size.bit_length() - 1)) if on_cpu else 0
+    span = max(PART_TOKENS, 1 << (size.bit_length() - 1)) if on_cpu else 0
 
     def whole(*x: Maybe) -> tuple[Tensor, Tensor]:
         y, last, _ = _op(*x, resets, reverse, scale, size, span)

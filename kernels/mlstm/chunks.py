@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.mlstm.gates import BLOCK, Chunk, Gates, Plan, exp2_
+from seqblocks.kernels.mlstm.gates import BLOCK_QUERIES, Chunk, Gates, Plan, exp2_
 
-PAIRS = 1 << 17  # weights of pairs of tokens that are computed in the same operations
+PART_PAIRS = 1 << 17  # weights of pairs of tokens that are computed in the same operations
 
 
 def cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
@@ -39,7 +39,7 @@ def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
 
     Not with one block of queries, because torch multiplies one head at a time if the result is not contiguous.
     """
-    return part.shape[0] == 1 and part.dtype == dtype and part.shape[2] > BLOCK
+    return part.shape[0] == 1 and part.dtype == dtype and part.shape[2] > BLOCK_QUERIES
 
 
 def rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Te
     """Yield D of each chunk as a list of blocks [N, queries, keys]. Short chunks are computed several at a time."""
     N = (group[1] - group[0]) * gates.e.shape[1]
     reverse = plan.reverse
-    for few in _runs(plan.chunks, PAIRS // N):
+    for few in _runs(plan.chunks, PART_PAIRS // N):
         e, x, segment = (None if g is None else _of_chunks(g, group, few) for g in (gates.e, gates.x, gates.segment))
         assert e is not None
         assert x is not None

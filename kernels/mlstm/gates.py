@@ -14,7 +14,7 @@ from torch import Tensor
 from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; larger batches are processed in groups of sequences
-BLOCK = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
+BLOCK_QUERIES = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
 SUMMED = 512  # the most tokens over which log f is summed: addends lose precision in a large sum
 LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
 # Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
@@ -66,7 +66,7 @@ def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
     chunk, because a pair of tokens costs less than a state.
     """
     B, S, H, DK = q.shape
-    return _planned(B, S, H, max(DK, v.shape[-1]), chunk_size, reverse, BLOCK)
+    return _planned(B, S, H, max(DK, v.shape[-1]), chunk_size, reverse, BLOCK_QUERIES)
 
 
 @functools.lru_cache(maxsize=64)

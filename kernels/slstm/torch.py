@@ -24,7 +24,7 @@ from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_tim
 from seqblocks.kernels.slstm import reference as slstm_reference
 from seqblocks.kernels.slstm.reference import SLSTMState
 
-PART = 64  # tokens for which the factors of the backward pass are computed at once
+PART_TOKENS = 64  # tokens for which the factors of the backward pass are computed at once
 
 
 def _order(S: int, reverse: bool) -> range:
@@ -119,8 +119,8 @@ def _slstm_backward(
         last = order[-1]
         given_after = (dy_time, dc_all, dn_all, dm_all)
         carry = [x[last] for x in given_after]
-        for at in range(S, 0, -PART):
-            part = order[max(0, at - PART) : at]
+        for at in range(S, 0, -PART_TOKENS):
+            part = order[max(0, at - PART_TOKENS) : at]
             span = slice(min(part), max(part) + 1)
             past = [_before(x, first, span, reverse, marks) for x, first in zip((cs, ns, ms), start, strict=True)]
             factors = _factors(full[span], cs[span], ns[span], ms[span], *past)

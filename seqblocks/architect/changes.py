@@ -94,7 +94,7 @@ def _details(a: Step, b: Step) -> Iterator[tuple[str, str, str]]:
         yield "verb", a.verb, b.verb
     for name in dict.fromkeys((*a.own, *b.own)):
         before, after = a.own.get(name, ""), b.own.get(name, "")
-        if before != after:
+        if (before or "none") != (after or "none"):  # arguments of a faulty step are not known
             yield name, before, after
     for port in dict.fromkeys((*a.reads, *b.reads)):
         old, new = a.reads.get(port, ()), b.reads.get(port, ())
@@ -209,7 +209,7 @@ def _merged_at(found: list[_Found], place: int) -> Iterator[_Found]:
         if place < len(path) and path[place].isdecimal():
             key: Any = (each.kind, path[:place], path[place + 1 :], each.verb, each.details, each.params)
         else:
-            key = each
+            key = id(each)  # faulty specs may have equal changes, of two steps with one name
         groups.setdefault(key, []).append(each)
     for same in groups.values():
         first = same[0]

@@ -19,6 +19,7 @@ from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.streaming.maps import Reader
 from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.source import Path
+from seqblocks.streaming.together import Together
 
 Traffic = tuple[list[int], int, int]  # bytes of activations, bytes of parameters, elements of the output
 
@@ -40,8 +41,9 @@ class Clock(Protocol):
         """Give a function that runs a pass with all steps timed."""
 
 
-def reading_cost(now: Callable[[], float], readings: int = 50) -> float:
+def reading_cost(now: Callable[[], float]) -> float:
     """Return the seconds that it takes to read a clock: more in a sandbox, and on a busy machine."""
+    readings = 50
     start = now()
     for _ in range(readings):
         now()
@@ -188,10 +190,12 @@ class _MarkedPlan(TokenPlan):
             self._mark(())
         return super()._body(module, body, inputs, path)
 
-    def _first_of(self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path) -> dict[int, str]:
-        made = super()._first_of(module, nodes, values, path)
-        done = [node for node in nodes if node.outputs[0] in made]
-        self._mark(tuple(".".join((*path, node.name)) for node in done) if done[0].op else ())
+    def _with_others(
+        self, module: nn.Module, node: Node, together: Together, values: dict[int, str], path: Path
+    ) -> dict[int, str]:
+        made = super()._with_others(module, node, together, values, path)
+        done = [together.nodes[value].name for value in made if value in together.nodes]
+        self._mark(tuple(".".join((*path, name)) for name in done) if node.op else ())
         return made
 
     def _reader(

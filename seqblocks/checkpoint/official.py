@@ -28,9 +28,8 @@ Pairs = list[tuple[Named, Recipe]]
 # [1, 1, length, length], with the number for "masked".
 _DETERMINED = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.inv_freq|attention\.masked_bias|relative_position_index|attn_mask"
-    r"|self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay))"
+    r"|self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay)|(?P<mask>attention\.bias))"
 )
-_MASK = re.compile(r"(?:.*\.)?attention\.bias")
 
 
 class LeftOut(NamedTuple):
@@ -173,7 +172,8 @@ def _is_determined(name: Any, header: Any) -> bool:
     if not isinstance(name, str) or not isinstance(header, Tensor):
         return False
     is_mask = header.dim() == 4 and header.shape[:2] == (1, 1) and header.dtype in (torch.bool, torch.uint8)
-    return bool(_DETERMINED.fullmatch(name) or (is_mask and _MASK.fullmatch(name)))
+    found = _DETERMINED.fullmatch(name)
+    return found is not None and (is_mask or not found["mask"])
 
 
 def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:

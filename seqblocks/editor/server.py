@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lsprotocol import types
-from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams, JsonRpcInvalidRequest
+from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams, JsonRpcInvalidRequest, JsonRpcParseError
 from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol
 from pygls.uris import from_fs_path, to_fs_path
@@ -25,9 +26,10 @@ from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
 from seqblocks.errors import Diagnostic, Span, UnavailableError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
+NO_MESSAGE = 'a message is one object with "jsonrpc": "2.0" and a method, a result or an error'
 LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 DELAY = 0.1  # seconds without a change before diagnostics are published
 LENGTH = re.compile(rb"(?i)content-length[ \t]*:[ \t]*(\d+)\s*")  # a header, as HTTP lets a client write it
@@ -65,27 +67,41 @@ class Headers:
 
 
 class Protocol(LanguageServerProtocol):
-    """Answers also requests with invalid parameters and requests after `shutdown`, which pygls leaves unanswered."""
+    """Answers also what pygls leaves unanswered: invalid messages, and requests after `shutdown`."""
 
     def structure_message(self, data: dict[str, Any]) -> Any:
-        """Return a message, or None for a request that has been refused."""
+        """Return a message, or None for a request that has been refused and for an invalid notification."""
+        if "jsonrpc" not in data:  # a part of a message
+            return data
+        if "method" in data:
+            data.setdefault("params", None)  # may be left out, which pygls reads only for methods of the protocol
         try:
             return super().structure_message(data)
         except JsonRpcException:
-            if "method" not in data or not isinstance(data.get("id"), int | str):
-                raise
-            text = f"the parameters of {data['method']} are not those of the protocol"
-            self._send_response(data["id"], error=JsonRpcInvalidParams(text).to_response_error())
+            if not isinstance(data.get("method"), str):
+                raise JsonRpcInvalidRequest(NO_MESSAGE) from None
+            if isinstance(data.get("id"), int | str):
+                text = f"the parameters of {data['method']} are not those of the protocol"
+                self._send_response(data["id"], error=JsonRpcInvalidParams(text).to_response_error())
             return None
 
     def handle_message(self, message: Any) -> None:
+        """Handle a message. Raises JsonRpcInvalidRequest if it is none."""
         if message is None:
+            return
+        if getattr(message, "jsonrpc", "") != self.VERSION or not isinstance(getattr(message, "method", ""), str):
+            raise JsonRpcInvalidRequest(NO_MESSAGE)
+        if isinstance(message, types.DidChangeTextDocumentNotification) and not self._is_open(message.params):
+            logging.warning("a file that is not open has changed: %s", message.params.text_document.uri)
             return
         if self._shutdown and hasattr(message, "method") and hasattr(message, "id"):
             error = JsonRpcInvalidRequest("the server is shutting down: it takes no more requests")
             self._send_response(message.id, error=error.to_response_error())
         else:
             super().handle_message(message)
+
+    def _is_open(self, params: types.DidChangeTextDocumentParams) -> bool:
+        return params.text_document.uri in self.workspace.text_documents
 
 
 class Server(LanguageServer):
@@ -119,6 +135,14 @@ class Server(LanguageServer):
             return None
         self.opened[uri] = found = Opened(text, _path(uri), self.allow_use, last, uri)
         return found
+
+    def report_server_error(self, error: Exception, source: Any) -> None:
+        """Answer what is no message, which has no id; show other errors to the user."""
+        refusal = _refusal(error)
+        if source is JsonRpcException and refusal:  # in the loop that reads messages
+            self.protocol._send_data({"jsonrpc": "2.0", "id": None, "error": refusal.to_response_error()})
+        else:
+            super().report_server_error(error, source)
 
     # --- positions ----------------------------------------------------------------------------------------------------
 
@@ -267,13 +291,21 @@ def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Pa
 
 def _without_refusals(record: logging.LogRecord) -> bool:
     """Log a refused request as one line: its traceback would look like a fault of the server."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, JsonRpcException) and error.code in (REFUSED, JsonRpcInvalidParams.CODE):
-        record.msg, record.args, record.exc_info, record.exc_text = "refused: %s", (str(error.message),), None, None
+    refusal = _refusal(record.exc_info[1]) if record.exc_info and record.exc_info[1] else None
+    if refusal:
+        record.msg, record.args, record.exc_info, record.exc_text = "refused: %s", (refusal.message,), None, None
         record.levelno, record.levelname = logging.INFO, "INFO"
     elif str(record.msg).startswith("Unable to deserialize"):  # pygls puts a traceback into the text
         record.msg, record.args = "a message of the client is not one of the protocol", ()
     return True
+
+
+def _refusal(error: BaseException) -> JsonRpcException | None:
+    """Return how an error is answered that the client caused, or None if it is a fault of the server."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        return JsonRpcParseError(f"this is not JSON: {error}")
+    codes = (REFUSED, JsonRpcInvalidParams.CODE, JsonRpcInvalidRequest.CODE)
+    return error if isinstance(error, JsonRpcException) and error.code in codes else None
 
 
 def _changes(server: Server) -> None:

@@ -37,6 +37,15 @@ class _Heads(Op):
     sinks: bool = argument(
         False, "whether each head has a learned score `sinks` [H] of a further key, whose value is 0"
     )
+    logsumexp: bool = argument(
+        False, "whether each head has a further feature, the log of the sum of exponentials of its scores, "
+        "for `merge_attention`"
+    )
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        """Whether it returns float32 in a 16-bit model: 16 bits round a log to about 1 %."""
+        return self.logsumexp
 
     @property
     def shared(self) -> int:
@@ -57,7 +66,7 @@ class _Heads(Op):
                 notes=[note] if note else [],
             )
         must_divide(self.shared, v.features, "kv_heads" if self.kv_heads else "heads", "the width of v", at="v")
-        return q.with_features(v.features // self.shared * self.heads)
+        return q.with_features((v.features // self.shared + self.logsumexp) * self.heads)
 
     def parameters(self, q: Wire, k: Wire, v: Wire) -> dict[str, Parameter]:
         return {"sinks": Parameter((self.heads,), Init("zeros"), decay=False)} if self.sinks else {}
@@ -350,7 +359,7 @@ class Attention(_Heads):
         return {name: x if name == "length" else x.flatten(-2) for name, x in state._asdict().items()}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
-        if self.keep_first:
+        if self.keep_first or self.logsumexp:
             return None
         import torch
 
@@ -402,7 +411,7 @@ class Attention(_Heads):
 
         q, k, v = self.cut_memory(tape, q, k, v)
         if q.shape[1] != k.shape[1]:
-            scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+            scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"), None, self.logsumexp)
             return tape.view(attention.between(tape, q, k, v, self.window, scores), tape.out)
         if self.rotary:
             q, k = attention.rotary(tape, q), attention.rotary(tape, k)
@@ -415,7 +424,7 @@ class Attention(_Heads):
         bias = attention.relative(tape, p["relative"], q.shape[1]) if self.bias == "relative" else None
         if added and not self.adds_to_keys(added):
             bias = tape.view(added, (self.heads, q.shape[0], q.shape[1], k.shape[1]))
-        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"), bias)
+        scores = attention.Scores(self.soft_cap > 0, slopes, p.get("sinks"), bias, self.logsumexp)
         if self.prefix and self.prefix < q.shape[1]:
             y = self._memory_of_all(tape, q, k, v, scores)
             q, k, v = (tape.slice(x, (x.shape[0], self.prefix, *x.shape[2:])) for x in (q, k, v))
@@ -470,6 +479,7 @@ class Attention(_Heads):
         run = partial(
             attention, window=self.window or None, rotary=self.rotary or None, scale=scale,
             soft_cap=self.soft_cap or None, slopes=self.slopes(p, q.device), sinks=p.get("sinks"),
+            logsumexp=self.logsumexp,
         )  # fmt: skip
         out = run(
             q,
@@ -504,7 +514,8 @@ class Attention(_Heads):
 
         out = attention_between(
             q, k, v, window=self.window or None, scale=self.scale or None, soft_cap=self.soft_cap or None,
-            sinks=p.get("sinks"), state=state, keep=self.cache_size(), return_state=call.return_state,
+            sinks=p.get("sinks"), logsumexp=self.logsumexp, state=state, keep=self.cache_size(),
+            return_state=call.return_state,
         )  # fmt: skip
         return self._finished(call, out)
 
@@ -601,7 +612,7 @@ class CrossAttention(_Heads):
     def memory(self, tape: Tape, p: Mapping[str, Value], q: Value, k: Value, v: Value) -> Value:
         from seqblocks.workspace import attention
 
-        scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"))
+        scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"), None, self.logsumexp)
         run = attention.fused if scores.plain else partial(attention.blocks, scores=scores, causal=False)
         return tape.view(run(tape, *self.cut_memory(tape, q, k, v)), tape.out)
 
@@ -613,12 +624,13 @@ class CrossAttention(_Heads):
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
         out: Any = attention(
-            q, k, v, causal=False, scale=self.scale or None, soft_cap=self.soft_cap or None, sinks=p.get("sinks")
-        )
+            q, k, v, causal=False, scale=self.scale or None, soft_cap=self.soft_cap or None, sinks=p.get("sinks"),
+            logsumexp=self.logsumexp,
+        )  # fmt: skip
         return out.flatten(-2)
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
-        if self.soft_cap or self.sinks:  # torch's fused attention has neither
+        if self.soft_cap or self.sinks or self.logsumexp:  # torch's fused attention has none of these
             return None
         from torch.nn.functional import scaled_dot_product_attention
 

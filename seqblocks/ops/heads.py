@@ -1,14 +1,15 @@
-"""Operations on the features of each head: repeat, join, roll, softmax and normalisation by the sum."""
+"""Operations on the features of each head: repeat, join, merge, roll, softmax and normalisation by the sum."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from seqblocks.errors import Fault
 from seqblocks.op import ANY, Op, Port, X, argument, primitive
 from seqblocks.tape import Tape, Value
 from seqblocks.types import Facts, Wire
-from seqblocks.widths import must_divide
+from seqblocks.widths import must_divide, must_match
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,53 @@ class JoinHeads(Op):
 
         parts = [each.unflatten(-1, (self.heads, -1)) for each in (x, other)]
         return torch.cat(parts, -1).flatten(-2)
+
+
+@primitive("merge_attention")
+class MergeAttention(Op):
+    """Join two results of attention with `logsumexp` as if one softmax had read the keys of both.
+
+    Each head of x and of `with` is DV values y and the log of the sum of exponentials, L:
+
+        y = (exp(L1) y1 + exp(L2) y2) / (exp(L1) + exp(L2))      L = log(exp(L1) + exp(L2))
+    """
+
+    independent = "heads"
+    exact = mixed = True
+    ports = (X, Port("with", "the other result"))
+    heads: int = argument(..., "number of heads; must divide the width", ge=1)
+    logsumexp: bool = argument(False, "whether the result has L as well, for a further `merge_attention`")
+    source = "online softmax (arXiv:1805.02867); states of attention: FlashInfer (arXiv:2501.01005)"
+
+    def shape(self, x: Wire, other: Wire) -> Wire:
+        width = must_divide(self.heads, x.features, "heads", "the width")
+        if width < 2:
+            hint = "add `logsumexp: true` to the attention"
+            message = "a head needs values and the log of the sum of exponentials"
+            raise Fault("E402", message, at="heads", expected="at least 2 features of each head", hint=hint)
+        must_match("with", other, x.features, "the width of x")
+        return x if self.logsumexp else x.with_features(x.features - self.heads)
+
+    def macs(self, x: Wire, other: Wire) -> int:
+        return 2 * x.features
+
+    def memory(self, tape: Tape, p: Mapping[str, Value], x: Value, other: Value) -> Value:
+        width = x.shape[-1] // self.heads
+        heads = (*x.shape[:-1], self.heads, width)
+        (a, of_a), (b, of_b) = (tape.split(tape.view(each, heads), [width - 1, 1]) for each in (x, other))
+        share = tape.unary(tape.subtract(of_a, of_b), ["output"])
+        y = tape.add(b, tape.multiply(share, tape.subtract(a, b)))
+        if self.logsumexp:
+            y = tape.cat([y, tape.pointwise(of_a, of_b, keeps=[of_a, of_b])])
+        return tape.view(y, tape.out)
+
+    def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor, other: Tensor) -> Tensor:
+        import torch
+
+        (a, of_a), (b, of_b) = (each.unflatten(-1, (self.heads, -1)).tensor_split([-1], -1) for each in (x, other))
+        share = torch.sigmoid(of_a - of_b)
+        y = b + share * (a - b)
+        return (torch.cat([y, torch.logaddexp(of_a, of_b)], -1) if self.logsumexp else y).flatten(-2)
 
 
 class _OfHeads(Op):

@@ -63,9 +63,13 @@ class Row:
         return [*self.notes, f"reads {listing(self.from_layers, 3)}"] if self.from_layers else self.notes
 
     def as_data(self) -> dict[str, Any]:
-        hidden = ("rows", "node", "body", "from_layers")
-        out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden} | {"notes": self.remarks}
-        return out | {"steps": [row.as_data() for row in self.rows]}
+        return self._without() | {"notes": self.remarks, "steps": [row.as_data() for row in self.rows]}
+
+    def _without(self, *hidden: str) -> dict[str, Any]:
+        """Return the fields that JSON can hold, without some."""
+        hidden = ("rows", "node", "body", "from_layers", *hidden)
+        out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden}
+        return out | {"rate": self.rate if isinstance(self.rate, int) else float(self.rate)}
 
     def __repr__(self) -> str:
         return f"<Row {', '.join(self.names)}: {self.verb or self.kind}, {self.output}, {self.params:,} parameters>"
@@ -73,9 +77,8 @@ class Row:
     def inside(self, path: str, depth: int) -> Iterator[dict[str, Any]]:
         """Yield the row and the rows below it without nesting, `step` being the path of the step."""
         step = graph.join(path, ", ".join(self.names))
-        hidden = ("rows", "names", "tied", "notes", "node", "body", "from_layers")
-        out = {key: getattr(self, key) for key in self.__slots__ if key not in hidden}
-        yield {"step": step, "depth": depth} | out | {"notes": ", ".join(self.remarks)}
+        own = self._without("names", "tied", "notes")
+        yield {"step": step, "depth": depth} | own | {"notes": ", ".join(self.remarks)}
         for row in self.rows:
             yield from row.inside(step, depth + 1)
 

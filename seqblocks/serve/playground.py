@@ -39,8 +39,9 @@ pyyaml==6.0.3 --hash=sha256:c458b6d084f9b935061bc36216e8a69a7e293a2f1e68bf956dcd
 """,
 }
 LEFT_OUT = (".pyi", ".typed", "yaml/_yaml.cpython-314-x86_64-linux-gnu.so")  # names end so
-ROOMS = (
-    "analysis", "combinators", "editor", "graph", "language", "ops", "picture", "report", "serve", "specs",
+FOLDERS = (  # all that run without torch: tests/test_layout.py compares them with its table
+    "analysis", "architect", "combinators", "editor", "graph", "language", "ops", "picture", "report", "serve",
+    "specs", "workspace",
 )  # fmt: skip
 PAGE_FILES = ("page.css", "page.js", "worker.mjs")
 POLICY = (
@@ -151,9 +152,9 @@ def _own() -> Iterator[tuple[str, bytes]]:
     """Yield the files of seqblocks that run without torch."""
     root = Path(__file__).parents[1]
     yield from ((f"seqblocks/{each.name}", each.read_bytes()) for each in (*root.glob("*.py"), *root.glob("*.yaml")))
-    for room in ROOMS:
+    for name in FOLDERS:
         # A clone without symbolic links has a file in the place of this folder.
-        folder = root / room if (root / room).is_dir() else root.parent / room
+        folder = root / name if (root / name).is_dir() else root.parent / name
         for path in folder.rglob("*"):
             if path.suffix in (".py", ".yaml", ".json", ".css", ".js"):
-                yield f"seqblocks/{room}/{path.relative_to(folder).as_posix()}", path.read_bytes()
+                yield f"seqblocks/{name}/{path.relative_to(folder).as_posix()}", path.read_bytes()

@@ -17,7 +17,7 @@ made of the same calls: `seqblocks/streaming/frames.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -50,6 +50,7 @@ from seqblocks.streaming.guard import Guard, Updates
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.streaming.maps import Reader, readers
 from seqblocks.streaming.source import Path, PlanSource, Values
+from seqblocks.streaming.together import Together
 from seqblocks.streaming.token_rows import Reading, as_rows, as_sequences, has_tokens, read
 from seqblocks.token_function import TokenFunction
 
@@ -182,6 +183,8 @@ class TokenPlan:
         with_maps = dict(self._with_maps(module, body, nodes))
         replaced = {node.outputs[0] for reader, _ in with_maps.values() for node in reader.maps}
         nodes = [node for node in nodes if node.outputs[0] not in replaced]
+        matrix, joins = partial(self._matrix, module), partial(self._joins, module)
+        together = Together(nodes, values, matrix, joins)
         for at, node in enumerate(nodes):
             if not self._frames.have_several_tokens and node.name == getattr(module, "_first_of_tail", None):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
@@ -189,10 +192,12 @@ class TokenPlan:
             if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
             if found := with_maps.get(node.outputs[0]):
-                values |= self._reader(module, *found, values, path)
+                made = self._reader(module, *found, values, path)
             else:
-                values |= self._first_of(module, nodes[at:], values, path)
-            values |= {here: self._exports[inside] for here, inside in node.exports.items()}
+                made = self._with_others(module, node, together, values, path)
+            made |= {here: self._exports[inside] for here, inside in node.exports.items()}
+            values |= made
+            together.note(made)
         self._exports |= {value: values[value] for value in body.exports}
         for name, value in body.carried.items():  # memory of its own: it may be the input, or a part of another value
             self._source.keep((*path, name), f"{values[value]}.clone()")
@@ -214,15 +219,18 @@ class TokenPlan:
             return ""
         return self._source.constant(join([each.several for each in functions]))
 
-    def _first_of(self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path) -> dict[int, str]:
-        """Compute the first node, and later ones if one call computes them too. Return the variables by value."""
-        node = nodes[0]
+    def _with_others(
+        self, module: nn.Module, node: Node, together: Together, values: dict[int, str], path: Path
+    ) -> dict[int, str]:
+        """Compute a node, and later ones if one call computes them too. Return the variables by value."""
         read = [values[value] for value in node.reads]
-        alike = [other for other in nodes if other.reads == node.reads and not other.split]
-        if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read, path)):
-            return made
-        if made := self._joined_steps(module, nodes, values, path):
-            return made
+        if found := together.products.get(node.outputs[0]):
+            return self._one_product(module, found, read, path)
+        steps = together.joined(node)
+        if len(steps) > 1:
+            if made := self._joined_steps(module, steps, values, path):
+                return made
+            together.cannot_join(node)
         y = self._node(self._child(module, node.name), node, read, (*path, node.name))
         parts = self._source.split(y, node.split) if node.split else [y]
         return dict(zip(node.outputs if node.split else node.outputs[:1], parts, strict=True))
@@ -260,13 +268,9 @@ class TokenPlan:
         return {**dict(zip(node.outputs, parts, strict=True)), **exports}
 
     def _one_product(
-        self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
-    ) -> dict[int, str] | None:
+        self, module: nn.Module, found: list[tuple[graph.OpNode, Matrix]], inputs: Sequence[str], path: Path
+    ) -> dict[int, str]:
         """Compute linear maps of the same input in one product. Return the variables of their outputs by value."""
-        ops = [node for node in nodes if isinstance(node, graph.OpNode)]
-        found = [(node, matrix) for node in ops if (matrix := self._matrix(module._modules[node.name], node))]
-        if len(found) < 2 or found[0][0] is not nodes[0]:
-            return None
         children, call = [(self._child(module, node.name), node) for node, _ in found], self._call
         for child, _ in children:
             assert is_primitive(child)
@@ -308,21 +312,13 @@ class TokenPlan:
             yield reader.node.outputs[0], (reader, run)
 
     def _joined_steps(
-        self, module: nn.Module, nodes: list[Node], values: dict[int, str], path: Path
+        self, module: nn.Module, found: list[graph.OpNode], values: dict[int, str], path: Path
     ) -> dict[int, str] | None:
-        """Compute the first node and later ones of the same op, whose inputs are known, as one step if possible.
+        """Compute steps of the same op, whose inputs are known, as one step if possible.
 
         Return the variables of their outputs by value.
         """
-        first = nodes[0]
-        if not isinstance(first, graph.OpNode) or not first.op.joins_features:
-            return None
-        op, tokens = first.op, self._frames.tokens(first)
-        alike = (node for node in nodes if isinstance(node, graph.OpNode) and node.op == op)
-        alike = (node for node in alike if self._frames.tokens(node) == tokens)
-        found = [node for node in alike if self._can_join(module._modules[node.name], node, values)]
-        if len(found) < 2 or found[0] is not first:
-            return None
+        first, op = found[0], found[0].op
         steps: list[Any] = [module._modules[node.name] for node in found]
         widths, call = [node.type.features for node in found if node.type], self._call
 
@@ -343,13 +339,14 @@ class TokenPlan:
         made = self._source.call_joined(run, inputs, [(*path, node.name) for node in found], [*found[0].state], several)
         return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
 
-    def _can_join(self, module: nn.Module | None, node: graph.OpNode, values: dict[int, str]) -> bool:
-        ready = all(value in values for value in node.reads) and node.outputs[0] not in values and not node.split
-        complete = len(node.inputs) == len(node.op.ports)
-        return ready and complete and is_plain(module, node)
+    def _joins(self, module: nn.Module, node: graph.OpNode) -> Hashable | None:
+        """Return what steps have in common that can run as one, None if a step cannot."""
+        if len(node.inputs) < len(node.op.ports) or not is_plain(module._modules[node.name], node):
+            return None
+        return type(node.op), repr(node.op), frozenset(self._frames.tokens(node))
 
-    def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
-        return _matrix(module, node, self._call)
+    def _matrix(self, module: nn.Module, node: graph.OpNode) -> Matrix | None:
+        return _matrix(module._modules[node.name], node, self._call)
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in holders(module).values():

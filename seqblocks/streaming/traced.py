@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from seqblocks.graph import ModelSpec, Node, OpNode
+from seqblocks.graph import ModelSpec, OpNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.kernels.products import Matrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
@@ -44,32 +45,33 @@ class TracedPlan(TokenPlan):
         self._source.add(f"if {self._source.constant(module.__dict__)}['training']: return None")
 
     def _one_product(
-        self, module: nn.Module, nodes: list[Node], inputs: Sequence[str], path: Path
-    ) -> dict[int, str] | None:
+        self, module: nn.Module, found: list[tuple[OpNode, Matrix]], inputs: Sequence[str], path: Path
+    ) -> dict[int, str]:
         """Compute them one after another, as concatenating the matrices would copy them for each token.
 
         Their outputs are concatenated instead, which copies nothing in compiled code. A compiler calls a library for
         each product, and steps between these calls would become several kernels instead of one.
         """
-        found = [node for node in nodes if self._is_product(module._modules[node.name], node)]
-        if len(found) < 2 or found[0] is not nodes[0]:
-            return None
-        products = [self._node(self._child(module, node.name), node, inputs, (*path, node.name)) for node in found]
+        nodes = [node for node, _ in found]
+        products = [self._node(self._child(module, node.name), node, inputs, (*path, node.name)) for node in nodes]
         whole = self._source.assign(f"cat(({', '.join(products)}), -1)")
-        parts = self._source.split(whole, tuple(node.type.features for node in found if node.type))
-        return {node.outputs[0]: part for node, part in zip(found, parts, strict=True)}
+        parts = self._source.split(whole, tuple(node.type.features for node in nodes if node.type))
+        return {node.outputs[0]: part for node, part in zip(nodes, parts, strict=True)}
 
-    def _is_product(self, module: nn.Module | None, node: Node) -> bool:
-        if not is_plain(module, node):
-            return False
-        assert is_primitive(module)
-        return is_own_matrix(module.op, parameters_of(module, self._call))
+    def _matrix(self, module: nn.Module, node: OpNode) -> Matrix | None:
+        step = module._modules[node.name]
+        if not is_plain(step, node):
+            return None
+        assert is_primitive(step)
+        parameters = parameters_of(step, self._call)
+        found = step.op.matrix(parameters) if is_own_matrix(step.op, parameters) else None
+        return Matrix(*found) if found else None
 
     def _with_maps(self, *_: Any) -> Iterator[Any]:
         return iter(())  # it would copy their weights
 
-    def _joined_steps(self, *_: Any) -> dict[int, str] | None:
-        return None  # so would concatenating other parameters
+    def _joins(self, *_: Any) -> None:
+        """Concatenating other parameters would copy them too."""
 
     def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source

@@ -20,10 +20,12 @@ class Scores(NamedTuple):
     slopes: Value | None = None
     sinks: Value | None = None
     bias: Value | None = None
+    logsumexp: bool = False
 
     @property
     def plain(self) -> bool:
-        return not self.capped and self.slopes is None and self.sinks is None and self.bias is None
+        given = (self.slopes, self.sinks, self.bias)
+        return not (self.capped or self.logsumexp) and all(each is None for each in given)
 
 
 def relative(tape: Tape, table: Value, tokens: int) -> Value:
@@ -34,7 +36,7 @@ def relative(tape: Tape, table: Value, tokens: int) -> Value:
     return tape.view(y, (table.shape[-1], tokens, tokens), dense=False)
 
 
-def rotary(tape: Tape, x: Value, interleaved: bool = False) -> Value:
+def rotary(tape: Tape, x: Value) -> Value:
     """Record the rotation of all features of x [B, S, H, D], like `kernels.positions.turned`."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     angles, item = (1, x.shape[1], 1, half[-1]), max(x.item, 4)
@@ -73,10 +75,31 @@ def explicit(tape: Tape, q: Value, k: Value, v: Value, scores: Scores) -> Value:
     if B > 1:  # products of matrices need heads before the batch
         queries, k, v = (tape.copy(x) for x in (queries, k, v))
     mask = tape.new((S, T), 1)
+    if scores.logsumexp:
+        products = tape.unary(tape.cast(_products(tape, queries, k), max(q.item, 4)), [])
+        y = _with_logsumexp(tape, products, v, scores, mask)
+        return tape.view(y, (B, S, H, width + 1), dense=False)
     p = tape.cast(_weights(tape, tape.unary(_products(tape, queries, k), []), scores, mask), v.item)
     y = tape.new((H, B, S, width), v.item)
     tape.function([p, v], [y], [p, v])
     return tape.view(y, (B, S, H, width), dense=False)
+
+
+def _with_logsumexp(tape: Tape, x: Value, v: Value, scores: Scores, mask: Value) -> Value:
+    """Record weighted values [H, B, S, DV + 1] with the log of the sum of exponentials, like `with_logsumexp`."""
+    x = _visible(tape, x, scores, mask)
+    each = (*x.shape[:-1], 1)
+    tape.passing(x.bytes)
+    total = tape.new(each, x.item)
+    tape.function([x], [total], [x, total], 2 * x.bytes)
+    if scores.sinks is not None:
+        sink = tape.view(scores.sinks, (x.shape[0], 1, 1, 1))
+        sink = tape.cast(sink, x.item)
+        total = tape.pointwise(total, sink, keeps=[total, sink])
+    p = tape.cast(tape.unary(tape.subtract(x, total), ["output"]), v.item)
+    y = tape.new((*x.shape[:-1], v.shape[-1]), v.item)
+    tape.function([p, v], [y], [p, v])
+    return tape.cat([tape.cast(y, x.item), total])
 
 
 def _products(tape: Tape, q: Value, k: Value) -> Value:
@@ -87,8 +110,8 @@ def _products(tape: Tape, q: Value, k: Value) -> Value:
     return y
 
 
-def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
-    """Record the weights of scaled scores x [H, B, S, T]."""
+def _visible(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
+    """Record what the softmax of scaled scores x [H, B, S, T] reads."""
     if scores.capped:
         x = tape.unary(tape.unary(tape.unary(x, []), ["output"]), [])
     if scores.slopes is not None:
@@ -102,6 +125,12 @@ def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
         x = tape.add(x, tape.cast(tape.view(bias, some, dense=False), x.item))
     y = tape.new(x.shape, x.item)
     tape.function([x], [y], [mask])
+    return y
+
+
+def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
+    """Record the weights of scaled scores x [H, B, S, T]."""
+    y = _visible(tape, x, scores, mask)
     del x
     if scores.sinks is None:
         return tape.unary(y, ["output"])
@@ -182,8 +211,9 @@ def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Score
         else:
             y = explicit(tape, query, keys, values, scores)
         del seen
+        none = tape.new((1, b - a, 1, 1), 1)
         masked = tape.new(y.shape, y.item)
-        tape.function([y], [masked], [tape.new((1, b - a, 1, 1), 1)])
+        tape.function([y], [masked], [none])
         return masked
 
     if S <= BLOCK:
@@ -196,7 +226,7 @@ def windowed(
     tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores | None = None
 ) -> Value:
     """Record attention in blocks of `window` queries, with the keys of the neighbouring blocks."""
-    B, S, H, _ = q.shape
+    B, S = q.shape[:2]
     block = max(2, window)
     blocks = -(-S // block)
     span = (2 if causal else 3) * block
@@ -216,5 +246,5 @@ def windowed(
         y = fused(tape, queries, keys, values, mask)
     else:
         y = explicit(tape, queries, keys, values, scores)
-    y = tape.view(y, (B, blocks * block, H, v.shape[-1]))
-    return y if blocks * block == S else tape.slice(y, (B, S, H, v.shape[-1]))
+    y = tape.view(y, (B, blocks * block, *y.shape[2:]))
+    return y if blocks * block == S else tape.slice(y, (B, S, *y.shape[2:]))

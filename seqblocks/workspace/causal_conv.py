@@ -5,9 +5,9 @@ from __future__ import annotations
 from seqblocks.tape import Tape, Value
 
 SUM_MAX_TOKENS = 8
-ROWS = 64
-PART = 1 << 18
-SAVED = 1 << 22  # bytes
+SUM_TOKENS = 64
+PART_ELEMENTS = 1 << 18
+SAVED_MAX_BYTES = 1 << 22  # bytes
 
 
 def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str) -> Value:
@@ -16,12 +16,12 @@ def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation
     K = weight.shape[-1]
     if S <= SUM_MAX_TOKENS or x.item == 8:
         return _taps(tape, x, weight, bias, activation)
-    rows = max(1, ROWS // B)
-    length = min(S, max(rows, PART // (B * D) // rows * rows))
+    rows = max(1, SUM_TOKENS // B)
+    length = min(S, max(rows, PART_ELEMENTS // (B * D) // rows * rows))
     part, state = B * length * D * x.item, tape.new((B, K - 1, D), x.item)
     whole = length == S
     y = tape.new(x.shape, x.item)
-    saved = activation == "silu" and x.bytes <= SAVED
+    saved = activation == "silu" and x.bytes <= SAVED_MAX_BYTES
     tape.passing(part if whole and not saved else 2 * part)
     sums = K * B * rows * D * max(4, x.item)
     window, size = (B, S + K - 1, D), [(v.shape, v.item) if v is not None else None for v in (weight, bias)]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from seqblocks.tape import Shape, Tape, Value
 
-CHUNK = 64
-PART_WITH_GRADIENTS = 1 << 20
+CHUNK_TOKENS = 64
+PART_ELEMENTS_WITH_GRADIENTS = 1 << 20
 FFT_WEIGHT = 4.0
 
 
@@ -63,7 +63,7 @@ def cheapest(bank: Bank, shape: Shape) -> str:
     dense = len(bank.C.shape) == 2
     G = bank.C.shape[0] if dense else N // H if bank.mode == "full" else H
     around = batch * S * N * (H + G if dense else 2)
-    T, powers, size = min(CHUNK, S), 4 * N * M, fast_length(2 * S)
+    T, powers, size = min(CHUNK_TOKENS, S), 4 * N * M, fast_length(2 * S)
     out = {"chunks": around + batch * S * N * (T + 4 * M) + FFT_WEIGHT * T * (powers + N * T)}
     fft = 1.25 * size * max(1, size.bit_length())
     kernel = S * (powers + 2 * N * M) + fft * N
@@ -200,9 +200,9 @@ def _fold(tape: Tape, bank: Bank, x: Value) -> Value:
 def _chunks(tape: Tape, bank: Bank, x: Value) -> Value:
     """Record the plan with chunks of T tokens, some of them at a time."""
     (B, S, H), (N, M) = x.shape, bank.decay.shape
-    T = -(-S // -(-S // CHUNK))
+    T = -(-S // -(-S // CHUNK_TOKENS))
     within, into, out_of, through = _matrices(tape, bank, T)
-    size = max(1, PART_WITH_GRADIENTS // (N * B * T)) * T
+    size = max(1, PART_ELEMENTS_WITH_GRADIENTS // (N * B * T)) * T
     state = tape.view(tape.new((B, N, M, 2), x.item), (N, B, 2, M))
     sizes = [min(size, S - at) for at in range(0, S, size)]
     parts = [x] if len(sizes) == 1 else tape.split(x, sizes, 1)

@@ -6,7 +6,7 @@ import math
 
 from seqblocks.tape import Tape, Value
 
-NUMBERS = 1 << 19
+PART_ELEMENTS = 1 << 19
 TOKEN_MIN_ELEMENTS = 2048
 
 
@@ -16,7 +16,7 @@ def scan(tape: Tape, x: Value, decay: Value) -> Value:
     item = max(x.item, decay.item, 4)
     x, decay = tape.cast(x, item), tape.cast(decay, item)
     y, state = tape.new(x.shape, item), tape.new((B, E), item)
-    span = min(S, max(1, NUMBERS // (B * E)))
+    span = min(S, max(1, PART_ELEMENTS // (B * E)))
     part = B * span * E * item
     blocks = 1 if B * E >= TOKEN_MIN_ELEMENTS else span // max(1, math.isqrt(span))
     products = 0 if blocks <= 1 else part

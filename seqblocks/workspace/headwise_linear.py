@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks.tape import Tape, Value
 
-TILE = 32
+TILE_FEATURES = 32
 
 
 def product(tape: Tape, x: Value, weight: Value, bias: Value | None) -> Value:
@@ -15,7 +15,7 @@ def product(tape: Tape, x: Value, weight: Value, bias: Value | None) -> Value:
         return tape.view(y, (*x.shape[:-1], y.shape[-1] * y.shape[-2]))
     G, O, I = weight.shape
     width = max(I, O)
-    join = max([1, *[n for n in range(2, min(G, TILE // max(width, 1)) + 1) if G % n == 0]])
+    join = max([1, *[n for n in range(2, min(G, TILE_FEATURES // max(width, 1)) + 1) if G % n == 0]])
     if join > 1:
         tiles = tape.new((G // join, join * O, join * I), weight.item)
         tape.function([weight], [tiles])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from seqblocks.tape import Shape, Tape, Value
 
-SPAN = 512
-NUMBERS = 1 << 17
+PART_TOKENS = 512
+PART_ELEMENTS = 1 << 17
 CHUNK, CORRECTED_CHUNK = 32, 16  # tokens; the second for rules that correct what a state holds
 
 
@@ -49,17 +49,17 @@ def scan(
     B, S, H, K = q.shape
     HV, V = v.shape[2:]
     state = tape.new((B, HV, K, V), item)
-    starts = (S // SPAN + 2) * state.bytes
+    starts = (S // PART_TOKENS + 2) * state.bytes
     kind = "" if decay is None else "head" if len(decay.shape) == 3 else "key"
     rule = "delta" if beta is not None else "dplr" if a is not None else "add"
-    sizes = Sizes(B, min(S, SPAN), H, HV // H, K, V, kind, rule, bonus is not None, item)
+    sizes = Sizes(B, min(S, PART_TOKENS), H, HV // H, K, V, kind, rule, bonus is not None, item)
     forward, backward = workspace(_at_a_time(sizes))
     inputs = [x for x in (q, k, v, decay, beta, a, b, bonus) if x is not None]
-    several = S > SPAN or _at_a_time(sizes) != sizes
+    several = S > PART_TOKENS or _at_a_time(sizes) != sizes
     y = tape.new(v.shape, item)
     tape.passing(forward)
     # The gradient of the last state is zeros. Gradients of one part are in use while those of the next are computed.
-    before = min(SPAN, S - SPAN) if S > SPAN else S
+    before = min(PART_TOKENS, S - PART_TOKENS) if S > PART_TOKENS else S
     part = int(sum(x.bytes for x in inputs) * _share(sizes, S) * before / sizes.tokens) if several else 0
     zeros = starts  # their gradient
     tape.function(inputs, [y], [*inputs, state, starts], 3 * state.bytes + zeros + backward + part)
@@ -71,7 +71,7 @@ def scan(
 
 def _at_a_time(x: Sizes) -> Sizes:
     """Return the sizes of the sequences and heads that are computed at a time."""
-    room = max(1, NUMBERS // (x.tokens * max(x.keys, x.values)))
+    room = max(1, PART_ELEMENTS // (x.tokens * max(x.keys, x.values)))
     values = x.heads * x.groups
     if room >= x.batch * values:
         return x

@@ -6,7 +6,7 @@ from seqblocks.tape import Tape, Value
 
 WORKING_SET = 1 << 19
 MIN_CHUNK_TOKENS = 8
-SAVED = 1 << 22  # bytes
+SAVED_MAX_BYTES = 1 << 22  # bytes
 
 
 def chunk_length(batch: int, channels: int, states: int) -> int:
@@ -24,7 +24,7 @@ def scan(
     state = tape.new((batch, E, N), item)
     length = min(chunk_length(batch, E, N), S)
     chunks, part = -(-S // length), batch * min(length, S) * E * item
-    saved = u.bytes <= SAVED
+    saved = u.bytes <= SAVED_MAX_BYTES
     inner = batch * S * E * item
     keeps: list[Value | int] = [x for x in (u, dt, A, B, C, D, z, state) if x is not None]
     keeps += [inner] * (saved * (softplus + (z is not None)))

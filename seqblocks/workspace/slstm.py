@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from seqblocks.tape import Tape, Value
 
-PART = 64
-FACTORS = 15  # tensors of a part in the backward pass: 12 factors, and the 3 states from which they are computed
+PART_TOKENS = 64
+PART_TENSORS = 15  # tensors of a part in the backward pass: 12 factors, and the 3 states from which they are computed
 
 
 def scan(tape: Tape, gates: list[Value], recurrent: Value, bias: Value) -> Value:
@@ -20,12 +20,13 @@ def scan(tape: Tape, gates: list[Value], recurrent: Value, bias: Value) -> Value
     _, *states = each
     each.clear()
     token = B * width * item
-    numbers, parts = S * token, [token * min(PART, at) for at in range(S, 0, -PART)]
+    numbers, parts = S * token, [token * min(PART_TOKENS, at) for at in range(S, 0, -PART_TOKENS)]
     # Zeros for the gradients of c, n, m and of the sums, the gradients of all gates in the order of time, and the
     # factors of a part. While they are computed, those of the part before are in use; later y before each token, and
     # copies of it and of all gradients. The gradients of the gates are allocated after that.
-    computed = max(FACTORS * before + (FACTORS + 5) * part for before, part in zip([0, *parts], parts, strict=False))
-    back = 7 * numbers + max(computed, FACTORS * parts[-1] + 6 * numbers)
+    pairs = zip([0, *parts], parts, strict=False)
+    computed = max(PART_TENSORS * before + (PART_TENSORS + 5) * part for before, part in pairs)
+    back = 7 * numbers + max(computed, PART_TENSORS * parts[-1] + 6 * numbers)
     keeps: list[Value | int] = [recurrent, *(token for _ in range(4)), y, *states, full]
     tape.function([stacked, recurrent, bias], [y], keeps, back)
     return tape.view(y, (B, S, width))

@@ -63,14 +63,14 @@ def test_the_fast_gradient_can_be_differentiated(activation: str | None) -> None
     assert_close(*second, CAUSAL_CONV.bar(3 * 15))
 
 
-@pytest.mark.parametrize("part", [1, interface.PART])
+@pytest.mark.parametrize("part", [1, interface.PART_ELEMENTS])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("taps", [1, 4])
 def test_fast_gradients_of_several_losses_at_once(
     taps: int, reverse: bool, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "PART", part)
-    monkeypatch.setattr(interface, "ROWS", 4)
+    monkeypatch.setattr(interface, "PART_ELEMENTS", part)
+    monkeypatch.setattr(interface, "SUM_TOKENS", 4)
     shapes = (2, 15, 3), (3, 1, taps), (3,), (2, taps - 1, 3)
     leaves = [draw(*shape, seed=at).float().requires_grad_() for at, shape in enumerate(shapes)]
     x, weight, bias, state = leaves
@@ -82,10 +82,10 @@ def test_fast_gradients_of_several_losses_at_once(
         torch.testing.assert_close([g[at] for g in found], [*expected], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("limit", [0, numerics.SAVED])
+@pytest.mark.parametrize("limit", [0, numerics.SAVED_MAX_BYTES])
 def test_the_second_derivative_includes_the_activation(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values before the SiLU that the forward pass saved are constants, and must not be used for it."""
-    monkeypatch.setattr(numerics, "SAVED", limit)
+    monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", limit)
     given = [torch.randn(*shape) for shape in ((2, 15, 8), (8, 1, 4), (8,))]
 
     def second(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -139,10 +139,10 @@ def test_the_reference_is_compiled_and_exported_for_any_length() -> None:
         assert_close({"out": program.module()(*longer)}, {"out": Caller()(*longer)}, CAUSAL_CONV.bar(20))
 
 
-@pytest.mark.parametrize("limit", [0, numerics.SAVED])
+@pytest.mark.parametrize("limit", [0, numerics.SAVED_MAX_BYTES])
 def test_nothing_of_full_length_is_saved_but_the_input(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is computed again; the values before the SiLU too, unless they are small."""
-    monkeypatch.setattr(numerics, "SAVED", limit)
+    monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", limit)
     x, weight, bias = torch.randn(1, 300, 64, requires_grad=True), torch.randn(64, 1, 4), torch.randn(64)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
@@ -154,7 +154,7 @@ def test_nothing_of_full_length_is_saved_but_the_input(limit: int, monkeypatch: 
         assert torch.equal(F.silu(before), y)
 
 
-@pytest.mark.parametrize("limit", [0, numerics.SAVED])
+@pytest.mark.parametrize("limit", [0, numerics.SAVED_MAX_BYTES])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are convolved in 5 parts. Values are the same bits; sums over tokens differ by rounding."""
@@ -167,8 +167,8 @@ def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypa
         return [y, *torch.autograd.grad(y.square().sum(), (x, state, weight, bias))]
 
     whole = run()
-    monkeypatch.setattr(interface, "PART", 1)
-    monkeypatch.setattr(numerics, "SAVED", limit)
+    monkeypatch.setattr(interface, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", limit)
     assert len(interface._parts(inputs[0])) == 5
     y, dx, dstate, *sums = run()
     assert torch.equal(y, whole[0])

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import torch as centaurus_torch
-from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.centaurus.interface import discretised
 from seqblocks.kernels.centaurus.torch import (
     Chunk,
@@ -30,6 +29,7 @@ from seqblocks.kernels.centaurus.torch import (
     counts,
     fast_length,
 )
+from seqblocks.kernels.centaurus.triton import launch as centaurus_triton
 from seqblocks.kernels.dispatch import self_check
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
@@ -88,7 +88,7 @@ def test_chunks_in_parts_of_the_tokens(
     x = {name: t.requires_grad_() for name, t in subject.inputs(batch=2, S=S).items()}
     results = []
     for part in (1 << 40, 1):
-        for name in ("PART", "PART_WITH_GRADIENTS"):
+        for name in ("PART_ELEMENTS", "PART_ELEMENTS_WITH_GRADIENTS"):
             monkeypatch.setattr(centaurus_torch, name, part)
         monkeypatch.setattr(centaurus_torch, "_chunk_by_chunk", lambda *given: calls.append(given) or run(*given))
         out = subject(x, **options)

@@ -53,7 +53,7 @@ def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None
 def test_blocks_of_every_remainder(numbers: int, wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block or several, all tokens at a time or five, with resets at their edges, equal the definition."""
     monkeypatch.setattr(blockwise, "TOKEN_MIN_ELEMENTS", wide)
-    monkeypatch.setattr(blockwise, "NUMBERS", numbers)
+    monkeypatch.setattr(blockwise, "PART_ELEMENTS", numbers)
     generator = torch.Generator().manual_seed(0)
     for length in range(2, 27):
         x, decay = (torch.randn(2, length, 3, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -174,8 +174,8 @@ def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_parts_of_a_long_sequence(heads: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU computes some tokens of `heads` heads at a time, of 3 sequences with 4 value heads each."""
-    monkeypatch.setattr(chunkwise, "SPAN", 32)
-    monkeypatch.setattr(chunkwise, "NUMBERS", 32 * 8 * heads)
+    monkeypatch.setattr(chunkwise, "PART_TOKENS", 32)
+    monkeypatch.setattr(chunkwise, "PART_ELEMENTS", 32 * 8 * heads)
     generator = torch.Generator().manual_seed(5)
     q, k, g = (torch.randn(3, 110, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     v, k = torch.randn(3, 110, 4, 8, generator=generator, dtype=torch.float64), 0.1 * k

@@ -373,12 +373,12 @@ def test_vmap_over_what_follows_the_scan(name: str) -> None:
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-@pytest.mark.parametrize(("limit", "count"), [(0, 3), (numerics.SAVED, 5)])
+@pytest.mark.parametrize(("limit", "count"), [(0, 3), (numerics.SAVED_MAX_BYTES, 5)])
 def test_nothing_of_full_length_is_saved_but_the_inputs(
     limit: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate is computed again; the steps after the softplus and the outputs before the gate too, if not small."""
-    monkeypatch.setattr(numerics, "SAVED", limit)
+    monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", limit)
     x = _full_length()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
@@ -398,7 +398,7 @@ def test_saved_values_equal_those_computed_again(reverse: bool, monkeypatch: pyt
         return torch.autograd.grad(y.square().sum(), tuple(x.values()))
 
     saved = gradients()
-    monkeypatch.setattr(numerics, "SAVED", 0)
+    monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", 0)
     for found, expected in zip(saved, gradients(), strict=True):
         assert torch.equal(found, expected)
 

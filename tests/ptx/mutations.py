@@ -84,7 +84,7 @@ plant("accumulate", "sum in float16", "headwise_linear f32 70 5x3x16", "headwise
 plant("other", "`other` of a masked load missing", "head_norm f32 67x3x20", "head_norm/triton.py",
       ("    value = tl.load(x + r[:, None] * xs + c[None, :], mask, 0.0).to(tl.float32)\n    out, _",
        "    value = tl.load(x + r[:, None] * xs + c[None, :], mask).to(tl.float32)\n    out, _"))
-plant("strides", "strides swapped", "centaurus f32 dws segments S=90", "centaurus/triton.py",
+plant("strides", "strides swapped", "centaurus f32 dws segments S=90", "centaurus/triton/kernels.py",
       ("    u += b * ub + t * us + n % F\n    if resets is not None:\n        resets += b * S + t\n    mask",
        "    u += b * us + t * ub + n % F\n    if resets is not None:\n        resets += b * S + t\n    mask"))
 plant("scratch", "scratch read that nothing wrote, where zeros would be right",

@@ -324,7 +324,9 @@ async function mermaid() {
 const squares = await (await browser.newContext()).newPage();
 figures.letters = await squares.evaluate(() => {
   const context = new OffscreenCanvas(1, 1).getContext("2d");
-  return ["13px system-ui", "12px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"].map(font => {
+  const button = document.body.appendChild(document.createElement("button"));  // whose font is the browser's own
+  const ofButtons = getComputedStyle(button).font;
+  return ["13px system-ui", "12px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace", ofButtons].map(font => {
     context.font = font;
     return Math.round(100 * context.measureText("letters of the page").width);
   });

@@ -37,6 +37,7 @@ class Client:
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.diagnostics: dict[str, queue.Queue[list[dict[str, Any]]]] = {}
         self.asked: list[str] = []  # what the server asked the client to do
+        self.shown: list[str] = []  # messages for the user
         self.number = 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
@@ -96,8 +97,16 @@ class Client:
     def notify(self, method: str, params: Any) -> None:
         self._send({"method": method, "params": params})
 
+    def answer_to(self, text: str) -> tuple[Any, int]:
+        """Return the id and the code of the error that answers a text."""
+        self._write(text.encode("latin-1"))
+        answer = self.answers.get(timeout=30)
+        return answer["id"], answer["error"]["code"]
+
     def _send(self, message: dict[str, Any]) -> None:
-        data = json.dumps({"jsonrpc": "2.0", **message}).encode()
+        self._write(json.dumps({"jsonrpc": "2.0", **message}).encode())
+
+    def _write(self, data: bytes) -> None:
         assert self.process.stdin
         self.process.stdin.write((self.header.format(len(data)) + "\r\n").encode() + data)
         self.process.stdin.flush()
@@ -125,6 +134,8 @@ class Client:
         elif method and "id" in message:
             self.asked.append(method)
             self._send({"id": message["id"], "result": None})
+        elif method == "window/showMessage":
+            self.shown.append(message["params"]["message"])
         elif "id" in message:
             self.answers.put(message)
 

@@ -43,7 +43,8 @@ def test_every_verb_and_key_is_written() -> None:
 def test_arguments_that_change_how_a_verb_runs_are_written() -> None:
     steps = [node.items() for text in SPECS for node in mappings(json.loads(text))]
     written = Counter(f"{verb}.{key}" for pairs in steps for verb, x in pairs if isinstance(x, dict) for key in x)
-    expected = {"attention.prefix", "attention.scores", "attention.keep_first", "experts.capacity", "experts.shared"}
+    expected = {"attention.prefix", "attention.scores", "attention.keep_first", "attention.logsumexp",
+                "merge_attention.logsumexp", "experts.capacity", "experts.shared"}
     assert all(written[word] >= 5 for word in expected), written
 
 

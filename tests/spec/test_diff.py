@@ -18,7 +18,7 @@ import seqblocks
 from seqblocks.architect.changes import Change, ranges
 from seqblocks.architect.designs import Design
 from seqblocks.architect.diff import Difference, TensorChange, diff
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 from tests.spec.texts import GOOD
 
@@ -222,6 +222,12 @@ def test_a_spec_with_faults_is_compared_as_far_as_it_is_known(run_main: Run, fol
     data = json.loads(run_main("diff", "bad.yaml", "good.yaml", "--format", "json", cwd=folder).stdout)
     assert [len(each) > 0 for each in data["faults"]] == [True, False]
     assert data["facts"] == {}
+
+
+def test_equal_steps_of_a_faulty_spec_with_one_name() -> None:
+    narrow, shift = {"linear": {"features": 4, "as": "narrow"}}, {"token_shift": {"from": "input", "mix": "narrow"}}
+    found = str(difference([narrow, shift, shift], [narrow]))
+    assert found.count("token_shift removed, 0 parameters") == 2, found
 
 
 @pytest.mark.parametrize(

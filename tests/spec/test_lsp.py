@@ -405,6 +405,27 @@ def test_invalid_late_and_oddly_headed_requests_have_answers(tmp_path: Path) -> 
     assert "Traceback" not in log.read_text()
 
 
+def test_what_is_no_message_is_refused(tmp_path: Path) -> None:
+    """Such an answer has the id null, and messages after it are answered. A file that is not open changes nothing."""
+    log = tmp_path / "log"
+    client = Client([*COMMAND, "--log", str(log)], tmp_path, {})
+    request = '{"jsonrpc": "2.0", "id": 7, "method": "shutdown"}'
+    for text in ("{", "\xff", "[" * 100_000):
+        assert client.answer_to(text) == (None, -32700)
+    for text in ("[]", f"[{request}]", "5", "{}", '{"jsonrpc": "2.0"}', '{"jsonrpc": "2.0", "id": 7, "method": 5}',
+                 request.replace("2.0", "1.0")):  # fmt: skip
+        assert client.answer_to(text) == (None, -32600)
+    assert client.answer_to('{"jsonrpc": "2.0", "id": 8, "method": "nonsense"}') == (8, -32601)
+    for method in ("didClose", "didChange", "didSave"):
+        changes = {"contentChanges": [{"text": TEXT}]}
+        client.notify(f"textDocument/{method}", {"textDocument": {"uri": "file:///a.yaml", "version": 2}, **changes})
+    client.notify("textDocument/didOpen", 3)
+    assert client.request("textDocument/hover", {**HERE, "position": {"line": 0, "character": 0}}) is None
+    client.close()
+    assert client.shown == []
+    assert "Traceback" not in log.read_text()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_the_server_ends_with_its_client(tmp_path: Path) -> None:
     """A client that is killed closes the pipe; the server must neither stay nor spin."""

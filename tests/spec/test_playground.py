@@ -16,7 +16,7 @@ import pytest
 from seqblocks.cli.main import main
 from seqblocks.errors import Report, Source, UnavailableError
 from seqblocks.language import document
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.serve import playground
 from seqblocks.serve.shown import answer
 from tests.spec import hostile
@@ -102,7 +102,7 @@ sys.exit(f"not among the page's files: {elsewhere}" if elsewhere else 0)
 
 
 def test_the_files_of_seqblocks_suffice(tmp_path: Path) -> None:
-    """A module outside the rooms of the page would stop it; this Python tells so without Pyodide."""
+    """A module outside the folders of the page would stop it; this Python tells so without Pyodide."""
     for name, content in playground._own():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import pytest
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.serve.server import REQUEST_MAX_BYTES, Server, serve
 from tests.sampled import sampled
 
@@ -72,6 +72,17 @@ def test_numbers_that_json_does_not_have_are_left_out(server: Server) -> None:
     text = TEXT.replace("{dim: 64,", "{dim: 64, a: .nan, b: .inf, c: -.inf, d: 1.0e+400, e: 0.5, yes_: true,")
     status, found = ask(server, "analyse", {"text": text})
     assert (status, found["let"]) == (200, {"dim": 64, "e": 0.5})
+
+
+def test_rates_below_one(server: Server, run_main: Any, tmp_path: Path) -> None:
+    """An upsampled wire has a fraction of a token of the input for each of its own, which JSON has only as a float."""
+    steps = "[{upsample: {factor: 6}}, {downsample: {factor: 3, method: mean}}, {downsample: 4}]"
+    (tmp_path / "spec.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n")
+    rates = [1 / 6, 0.5, 2]
+    status, found = ask(server, "analyse", {"text": (tmp_path / "spec.yaml").read_text()})
+    assert (status, [row["rate"] for row in found["rows"]]) == (200, rates)
+    done = run_main("build", tmp_path / "spec.yaml", "--summary", "--format", "json")
+    assert (done.returncode, [row["rate"] for row in json.loads(done.stdout)["steps"]]) == (0, rates)
 
 
 def test_what_is_shown_of_a_text(server: Server) -> None:

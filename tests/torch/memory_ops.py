@@ -96,6 +96,11 @@ OPS: dict[str, list[str]] = {
     "attention, merged queries": [
         "downsample: {factor: 4, as: q}", "attention: {q: q, k: x, v: x, heads: 4, window: 8, sinks: true}",
     ],
+    "attention, logsumexp": [f"{ATTENTION}, logsumexp: true}}"],
+    "merge_attention": [
+        f"{ATTENTION}, window: 16, logsumexp: true, as: a}}", "downsample: {factor: 4, from: x, as: k}",
+        "attention: {q: x, k: k, v: k, heads: 4, sinks: true, logsumexp: true}", "merge_attention: {with: a, heads: 4}",
+    ],
     "attention, shared keys": ["linear: {features: 32, as: k}", "attention: {q: x, k: k, v: k, heads: 4, kv_heads: 2}"],
     "gated_recurrence": [*PER_KEY, "gated_recurrence: {from: x, decay: d}"],
     "gated_recurrence, complement": [*PER_KEY, "gated_recurrence: {from: x, decay: d, factor: complement}"],

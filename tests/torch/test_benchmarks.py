@@ -221,13 +221,13 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
     monkeypatch.setattr(triton_common, "INTERPRETED", True)  # which also works on a CPU
     monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")
     monkeypatch.setattr(custom_op, "is_seen", lambda args: False)  # torch.library would stop at the shapes
-    cases = sys.modules["gpu_cases"]
+    cases, checks, clock = (sys.modules[name] for name in ("gpu_cases", "gpu_checks", "gpu_clock"))
     monkeypatch.setattr(cases, "packed", cases.packed.__wrapped__)  # a cached tensor is of another FakeTensorMode
 
     def launched(case: Any, shape: dict[str, int], **sizes: int) -> set[str]:
         with FakeTensorMode(), launched_for(**sizes), gpu.launches(run=False) as found:
             leaves = gpu.draw_leaves(case, shape, "cpu", torch.bfloat16)
-            for passes in gpu._passes(case, leaves, lambda x: case.ours(x, "triton")):
+            for passes in clock._passes(case, leaves, lambda x: case.ours(x, "triton")):
                 passes()
         return {*map(str, found)}
 
@@ -235,7 +235,8 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
         for shape in case.shapes:
             timed = launched(case, shape)
             assert timed
-            assert timed <= launched(case, gpu.shortened(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
+            sizes = checks.launch_sizes(case, shape)
+            assert timed <= launched(case, cases.shortened(case, shape), **sizes), (key, shape)
 
 
 def test_the_gpu_benchmark_has_a_case_for_every_triton_kernel(
@@ -245,15 +246,15 @@ def test_the_gpu_benchmark_has_a_case_for_every_triton_kernel(
 
     from seqblocks.kernels import dispatch
 
-    found = set()
+    found, stop = set(), sys.modules["gpu_checks"].LaunchSizes
 
     def choose(op: str, *args: Any, **facts: Any) -> Any:
         found.add(op)
-        raise gpu.LaunchSizes({})
+        raise stop({})
 
     monkeypatch.setattr(dispatch, "choose", choose)
     for case in gpu.CASES.values():
-        with FakeTensorMode(), pytest.raises(gpu.LaunchSizes):
+        with FakeTensorMode(), pytest.raises(stop):
             case.ours(gpu.draw_leaves(case, gpu.rehearsed(case.shapes[0]), "cpu", torch.float32), "triton")
     assert found == {path.parent.name for path in (root / "kernels").glob("*/triton*") if path.stem == "triton"}
 

@@ -270,19 +270,21 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
 
     assert of_attention.BLOCK == attention.BLOCK
     assert of_conv.SUM_MAX_TOKENS == causal_conv.SUM_MAX_TOKENS
-    assert (of_conv.ROWS, of_conv.PART) == (causal_conv.ROWS, causal_conv.PART)
-    assert of_conv.SAVED == of_ssm.SAVED == numerics.SAVED
-    assert (of_centaurus.CHUNK, of_centaurus.PART_WITH_GRADIENTS, of_centaurus.FFT_WEIGHT) == (
-        centaurus.CHUNK, centaurus.PART_WITH_GRADIENTS, centaurus.FFT_WEIGHT
-    )
-    assert of_gated.NUMBERS == gated_recurrence.NUMBERS
+    assert (of_conv.SUM_TOKENS, of_conv.PART_ELEMENTS) == (causal_conv.SUM_TOKENS, causal_conv.PART_ELEMENTS)
+    assert of_conv.SAVED_MAX_BYTES == of_ssm.SAVED_MAX_BYTES == numerics.SAVED_MAX_BYTES
+    assert of_centaurus.CHUNK_TOKENS == centaurus.CHUNK_TOKENS
+    assert of_centaurus.PART_ELEMENTS_WITH_GRADIENTS == centaurus.PART_ELEMENTS_WITH_GRADIENTS
+    assert of_centaurus.FFT_WEIGHT == centaurus.FFT_WEIGHT
+    assert of_gated.PART_ELEMENTS == gated_recurrence.PART_ELEMENTS
     assert of_gated.TOKEN_MIN_ELEMENTS == gated_recurrence.TOKEN_MIN_ELEMENTS
-    assert of_headwise.TILE == headwise_linear.TILE
-    assert (of_linear.SPAN, of_linear.NUMBERS) == (linear_attention.SPAN, linear_attention.NUMBERS)
-    assert (of_mlstm.WORKING_SET, of_mlstm.BLOCK, of_mlstm.PAIRS) == (gates.WORKING_SET, gates.BLOCK, chunks.PAIRS)
+    assert of_headwise.TILE_FEATURES == headwise_linear.TILE_FEATURES
+    assert of_linear.PART_TOKENS == linear_attention.PART_TOKENS
+    assert of_linear.PART_ELEMENTS == linear_attention.PART_ELEMENTS
+    assert (of_mlstm.WORKING_SET, of_mlstm.BLOCK_QUERIES) == (gates.WORKING_SET, gates.BLOCK_QUERIES)
+    assert of_mlstm.PART_PAIRS == chunks.PART_PAIRS
     assert of_ssm.WORKING_SET == selective_scan.WORKING_SET
     assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
-    assert of_slstm.PART == slstm.PART
+    assert of_slstm.PART_TOKENS == slstm.PART_TOKENS
     assert tape.ONEDNN_MIN_MACS == products.ONEDNN_MIN_MACS
 
 

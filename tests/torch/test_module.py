@@ -18,8 +18,8 @@ from torch import nn
 import seqblocks
 from seqblocks import graph
 from seqblocks import state as states
-from seqblocks.language.files import bundled
 from seqblocks.language.keys import ATTRIBUTES
+from seqblocks.language.spec_files import bundled
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law
@@ -387,6 +387,15 @@ def test_tokens_of_an_image_by_columns() -> None:
         model.scan.causal_conv.weight.copy_(torch.tensor([[[10.0, 1.0]]]))  # ten times the previous token, plus this
     found = model(torch.arange(1.0, 7.0).view(1, 6, 1))
     assert found.flatten().tolist() == [1.0, 42.0, 53.0, 14.0, 25.0, 36.0]  # columns 1 4, 2 5, 3 6
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_model_with_attention() -> None:
+    """While torch.jit.trace runs, sizes are tensors, which torch's attention does not take for flags."""
+    model = seqblocks.build("transformer_small", set={"dim": 16, "depth": 1}, device="cpu", seed=0).eval()
+    x = torch.randint(256, (2, 9))
+    traced = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(x.flip(1)), model(x.flip(1)))
 
 
 def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:

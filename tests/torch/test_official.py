@@ -20,7 +20,7 @@ from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 
 FOLDER = Path(__file__).parent.parent / "golden" / "hub"
@@ -61,7 +61,7 @@ def marked(cases: Iterable[str], mark: pytest.MarkDecorator = pytest.mark.slow) 
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
-    if case.startswith(("mamba", "recurrentgemma", "gemma", "lfm2")):
+    if case.startswith(("mamba", "recurrentgemma", "gemma", "lfm2", "ttt")):
         out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
     return out
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -165,6 +166,25 @@ def test_a_step_is_planned_again_after_its_hook_is_removed() -> None:
         assert calls_modules()
         handle.remove()
         assert calls_modules() == before
+
+
+@pytest.mark.parametrize("step", ["linear: {features: 4", "causal_conv: {kernel: 3"])
+def test_a_plan_takes_twice_the_calls_for_twice_the_steps(step: str) -> None:
+    """Steps that one call may compute are looked up, not searched for among all later steps."""
+    counts = []
+    for count in (100, 200):
+        steps = ", ".join(f"{{{step}, name: s{number}}}}}" for number in range(count))
+        model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{steps}]}}").eval()
+        calls: list[str] = []
+        with torch.no_grad():
+            sys.setprofile(lambda frame, event, _, calls=calls: calls.append(event))
+            try:
+                model.step(torch.zeros(1, 4))
+            finally:
+                sys.setprofile(None)
+        assert isinstance(model._token_plan, TokenPlan)
+        counts.append(len(calls))
+    assert counts[1] < 2.1 * counts[0]
 
 
 @pytest.mark.parametrize(("most", "calls"), [(1 << 12, 2), (0, 4)])

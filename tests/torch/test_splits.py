@@ -48,7 +48,9 @@ model:
     - lerp: {to: input}
     - scale: 2
     - phase
-    - join_heads: {with: input, heads: 2}
+    - join_heads: {with: input, heads: 2, as: joined}
+    - merge_attention: {with: joined, heads: 2}
+    - merge_attention: {from: joined, with: joined, heads: 2, logsumexp: true, name: merge_again}
     - linear: {features: 12, as: queries, name: queries}
     - linear: {from: queries, features: 5, as: low, name: low}
     - linear: {from: queries, features: 2, as: common, name: common}

@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 
 from seqblocks.kernels import triton_common
 from seqblocks.kernels.causal_conv import triton as causal_conv_triton
-from seqblocks.kernels.centaurus import triton as centaurus_triton
+from seqblocks.kernels.centaurus.triton import launch as centaurus_triton
 from seqblocks.kernels.head_norm import triton as head_norm_triton
 from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
 from seqblocks.kernels.linear_attention import triton as linear_attention_triton
