@@ -118,7 +118,7 @@ def _factors(nodes: list[Node]) -> Iterator[Any]:
     """Yield the factors of the experts' results: a `scale` right after `experts`."""
     outer = [node for node in nodes if node.verb != "router"]
     for at, node in enumerate(outer):
-        if node.kind == "experts":
+        if isinstance(node, ExpertsNode):
             rest = (each for each in outer[at + 1 :] if each.verb not in EXPERT_STEPS)
             after = next(rest, None)
             if after is not None and after.verb == "scale":

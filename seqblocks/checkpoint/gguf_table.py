@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.checkpoint.gguf_found import Found, Metadata, same
+from seqblocks.graph import ParallelNode
 
 Change = Callable[[Tensor, Found, int], Tensor]
 """Return a tensor of llama.cpp from that of transformers. The number is that of the layer, 0 outside of layers."""
@@ -327,7 +328,7 @@ def _lfm2_refuses(found: Found) -> Iterator[str]:
 
 
 def _neox(found: Found) -> Metadata:
-    return {"use_parallel_residual": any(node.kind == "parallel" for node in found.nodes[0])}
+    return {"use_parallel_residual": any(isinstance(node, ParallelNode) for node in found.nodes[0])}
 
 
 def _neox_refuses(found: Found) -> Iterator[str]:
