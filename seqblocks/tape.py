@@ -187,9 +187,8 @@ class Tape:
 
         return run
 
-    def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, forward: float = 0, backward: float = 0) -> Value:
+    def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, backward: float = 0) -> Value:
         """Return f(x), element by element. keeps: `input` and `output`."""
-        self.passing(forward)
         y = self.new(x.shape, x.item)
         self.function([x], [y], [x if name == "input" else y for name in keeps], backward)
         return y

@@ -36,7 +36,7 @@ def relative(tape: Tape, table: Value, tokens: int) -> Value:
     return tape.view(y, (table.shape[-1], tokens, tokens), dense=False)
 
 
-def rotary(tape: Tape, x: Value, interleaved: bool = False) -> Value:
+def rotary(tape: Tape, x: Value) -> Value:
     """Record the rotation of all features of x [B, S, H, D], like `kernels.positions.turned`."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     angles, item = (1, x.shape[1], 1, half[-1]), max(x.item, 4)

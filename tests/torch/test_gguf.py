@@ -18,7 +18,7 @@ from seqblocks.checkpoint import to_gguf
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.cli.main import main
 from seqblocks.errors import RunError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 gguf = pytest.importorskip("gguf", reason="an optional extra; the test extra installs it")
 
