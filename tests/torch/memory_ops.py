@@ -74,6 +74,9 @@ OPS: dict[str, list[str]] = {
         'cell: {state: {s: 64}, steps: [{calc: {y: "s * x", s: "0.9 * s + a * x", learned: {a: 0.1}}}]}',
     ],
     "cell, loop": ["cell: {state: {s: 64}, steps: [{linear: {from: [input, s], features: 64}}, {tanh: {as: s}}]}"],
+    "cell, every token kept": [
+        "cell: {chunk: 0, state: {s: 64}, steps: [{linear: {from: [input, s], features: 64}}, {tanh: {as: s}}]}",
+    ],
     "shift": ["shift: 3"],
     "causal_conv, silu": ["causal_conv: {activation: silu}"],
     "causal_conv, mixing": ["causal_conv: {mixing: true}"],
