@@ -144,7 +144,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def small_models() -> list[str]:
     """Return the sorted names of the bundled models of at most LARGEST parameters."""
-    from seqblocks.language.files import bundled
+    from seqblocks.language.spec_files import bundled
 
     names = (name for name, path in bundled().items() if path.parent.name == "models")
     return [name for name in names if seqblocks.summarise(seqblocks.load_model(name)).params <= LARGEST]

@@ -6,12 +6,13 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
-from seqblocks.cli import output
+from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.compare import model_of
+from seqblocks.cli.device import device_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.errors import visible
 
 if TYPE_CHECKING:
     from seqblocks.bench import Bench
@@ -20,28 +21,27 @@ UNITS = {"forward": "a forward pass", "train": "a forward and a backward pass", 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build the spec with random weights, and time it. Raises UsageError for a mode that it cannot run."""
+    """Build the spec with random weights, and time it. An interrupt prints what was measured.
+
+    Raises UsageError for a mode that it cannot run.
+    """
     dtype = dtype_named(options.dtype, "--dtype")
     model = model_of(options)
     torch = import_torch("timing a model requires torch")
+    device = device_of(options, torch)
     if options.threads:
         torch.set_num_threads(options.threads)
     from seqblocks.bench import bench
     from seqblocks.model.builder import build_model
 
-    try:
-        built = build_model(model, device=options.device, dtype=getattr(torch, dtype))
-    except (RuntimeError, AssertionError) as error:  # torch knows the device, which is not there
-        raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
-    if built.some_tensor().device.type == "meta":
-        raise UsageError("--device meta computes nothing, so there is nothing to time")
+    built = build_model(model, device=device, dtype=getattr(torch, dtype))
     with progress(options, f"timing {model.name}") as advance:
         found = bench(built, options.mode, options.batch, options.length, options.seconds, advance)
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "spec": options.spec} | found.as_data())
     elif not options.quiet:
         _write(found)
-    return 0
+    return INTERRUPTED if found.interrupted else 0
 
 
 def _write(found: Bench) -> None:

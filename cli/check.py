@@ -14,8 +14,8 @@ from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError, visible
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import locate
 from seqblocks.language.spec import SpecFile
+from seqblocks.language.spec_files import locate
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:
@@ -48,7 +48,7 @@ def analysed(spec: str, options: argparse.Namespace, changes: dict[str, str], re
     if spec != "-":
         return analyse_text(*locate(spec), changes, **given)
     from seqblocks.errors import Report
-    from seqblocks.language.files import read_stream
+    from seqblocks.language.spec_files import read_stream
 
     report = Report()
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)

@@ -58,7 +58,7 @@ def model_of(options: argparse.Namespace) -> ModelSpec:
 
 
 def _standard_input(options: argparse.Namespace) -> Design:
-    from seqblocks.language.files import read_stream
+    from seqblocks.language.spec_files import read_stream
 
     report = Report()
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from shlex import quote
 
 from seqblocks.cli import arguments, output
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.record import Record
 
 SPECS = ("SPEC", "A", "B", "CODE|SPEC")  # what stands for a path or the name of a bundled spec

@@ -16,7 +16,7 @@ from seqblocks.cli.imports import import_torch
 from seqblocks.combinators import COMBINATORS
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, quote, visible
-from seqblocks.language.files import bundled, looks_like_path
+from seqblocks.language.spec_files import bundled, looks_like_path
 from seqblocks.op import builtin_verbs
 from seqblocks.suggestions import did_you_mean, nearest
 

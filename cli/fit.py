@@ -6,7 +6,7 @@ import argparse
 
 from seqblocks._version import __version__
 from seqblocks.architect.fit import Fit, fit
-from seqblocks.cli import output
+from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.check import overrides
 from seqblocks.cli.compare import designs
 from seqblocks.cli.progress import progress
@@ -16,7 +16,10 @@ UNREACHED = 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the best points of the grid, and write the best spec on request. Status 1: a target is out of reach."""
+    """Print the best points of the grid, and write the best spec on request. Status 1: a target is out of reach.
+
+    An interrupt prints the best of the points that were checked, and writes nothing.
+    """
     with progress(options, f"fitting {visible(options.spec)}") as advance:
         found = fit(
             designs([options.spec], options)[0], pairs(options.solve), options.to, set=overrides(options),
@@ -25,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     if not options.quiet:
         output.warnings(found.warnings, 0, options)
-    unmet = found.write(options.write, options.allow_use) if options.write and found.reached else ()
+    writes = options.write and found.reached and not found.interrupted
+    unmet = found.write(options.write, options.allow_use) if writes else ()
     if options.format == "json":
         output.dump({"version": __version__, "ok": found.reached, "spec": options.spec} | found.as_data())
     elif options.format == "text":
@@ -35,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
     if unmet and not options.quiet:
         file = visible(options.write)
         output.notes([f"{file} does not meet its `expect:`: {each.message}" for each in unmet], options)
+    if found.interrupted:
+        return INTERRUPTED
     if not found.reached:
         nowhere = f"; {visible(options.write)} was not written" if options.write else ""
         output.problem(f"out of reach: {', '.join(map(str, found.unreached))}{nowhere}", _plain(options))
@@ -50,11 +56,14 @@ def _write(found: Fit, options: argparse.Namespace) -> None:
     if options.quiet:
         return
     invalid = f", {found.invalid:,} of them invalid" if found.invalid else ""
-    output.write(f"\n{found.checks:,} of {found.points:,} points checked{invalid}; the {_kind(found)} one is")
+    until = " before an interrupt" if found.interrupted else ""
+    output.write(f"\n{found.checks:,} of {found.points:,} points checked{until}{invalid}; the {_kind(found)} one is")
     output.write(f"  {visible(found.best.command)}")
 
 
 def _kind(found: Fit) -> str:
+    if found.interrupted:
+        return "best checked"
     return "best" if found.reached else "nearest"
 
 

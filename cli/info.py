@@ -12,9 +12,9 @@ from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import bundled, looks_like_path
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile
+from seqblocks.language.spec_files import bundled, looks_like_path
 from seqblocks.suggestions import did_you_mean, instead_of
 
 if TYPE_CHECKING:

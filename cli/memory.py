@@ -10,6 +10,7 @@ from seqblocks.architect.memory import Estimate, largest_batch, memory, read_byt
 from seqblocks.cli import output
 from seqblocks.cli.compare import model_of
 from seqblocks.errors import visible
+from seqblocks.graph import ChooseNode, walk
 from seqblocks.report.numbers import bytes_of, count
 
 TOO_LARGE = 1
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.format == "text":
         if not options.quiet:
             _write(found, options.depth)
+            if any(isinstance(node, ChooseNode) and node.arguments.top is None for node in walk(model.graph)):
+                output.write("choose with `above` is assumed to choose all tokens: how many it does is known in a run")
     else:
         output.write(found.markdown(options.depth) if options.format == "markdown" else found.csv(options.depth))
     if limit is not None and best is not None and fits and options.format == "text" and not options.quiet:

@@ -9,7 +9,7 @@ from pathlib import Path
 from seqblocks._version import __version__
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, quote, visible
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.language.writing import write_text
 from seqblocks.suggestions import did_you_mean
 

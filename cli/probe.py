@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.compare import model_of
+from seqblocks.cli.device import device_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
-from seqblocks.cli.trial import device_of
 from seqblocks.errors import UsageError, visible
 from seqblocks.language.writing import write_text
 from seqblocks.suggestions import did_you_mean

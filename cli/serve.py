@@ -8,7 +8,7 @@ from pathlib import Path
 
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, visible
-from seqblocks.language.files import bundled, locate
+from seqblocks.language.spec_files import bundled, locate
 
 
 def run(options: argparse.Namespace) -> int:

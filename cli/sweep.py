@@ -41,6 +41,9 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
     _print(found, rows, front, options)
+    if status and options.format == "text" and not options.quiet:
+        again = f"; the same command continues {visible(options.out)}" if options.out else ""
+        output.write(f"interrupted: these are the designs that were done{again}")
     return status
 
 

@@ -12,6 +12,7 @@ from seqblocks._version import __version__
 from seqblocks.architect.designs import find_design
 from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.compare import model_of
+from seqblocks.cli.device import device_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.errors import UnavailableError, UsageError, visible
@@ -111,18 +112,6 @@ def _texts(spec: ModelSpec) -> Any:
     """Return the texts that determine a model: of its spec, of its overrides and of the files it uses."""
     found = spec.source
     return found and (found.text, sorted(found.overrides), sorted(found.files))
-
-
-def device_of(options: argparse.Namespace, torch: Any) -> Any:
-    """Return the device of --device. Raises UnavailableError if it is not there, UsageError if it computes nothing."""
-    try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnavailableError(f"--device {visible(options.device)}: {str(error).splitlines()[0]}") from None
-    if device.type == "meta":
-        raise UsageError("--device meta computes nothing, so nothing can be learned on it")
-    return device
 
 
 def _folder(options: argparse.Namespace, spec: ModelSpec) -> Path:

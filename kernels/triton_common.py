@@ -346,3 +346,33 @@ def sigmoid(x):
     """Return 1 / (1 + e^-x), computed from e^-|x|, which cannot overflow."""
     v = exp(-tl.abs(x))
     return tl.where(x < 0.0, v, 1.0) * reciprocal(1.0 + v)
+
+
+@jit
+@no_type_check
+def normalised(value, mask, D, eps, CENTRED: tl.constexpr):
+    """Return rows [BT, BD] of D columns scaled to mean square 1, after subtracting their mean if CENTRED, and the
+    scales."""
+    if CENTRED:
+        value = tl.where(mask, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    spread = tl.sum(value * value, 1) / D + eps
+    # With eps = 0, a row after the end would divide by its mean square of 0.
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))
+    return value * scale[:, None], scale
+
+
+@jit
+@no_type_check
+def load_row(x, columns, mask):
+    """Load a row of some columns in float32."""
+    return tl.load(x + columns, mask, 0.0).to(tl.float32)[None, :]
+
+
+@jit
+@no_type_check
+def load_gain(weight, columns, mask, ONE_PLUS: tl.constexpr):
+    """Load the weights of some columns that a norm multiplies by; ONE_PLUS: 1 + weight."""
+    gain = load_row(weight, columns, mask)
+    if ONE_PLUS:
+        gain += 1.0
+    return gain

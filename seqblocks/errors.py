@@ -15,7 +15,8 @@
     PartialWarning (UserWarning)   weights were loaded partially, as requested
 
 Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
-`Diagnostic`. Its message is written where the fault is found.
+`Diagnostic`. Its message is written where the fault is found: in `shape` and the like of an op, or in the file of
+seqblocks/analysis or seqblocks/language that makes the check. docs/messages.md lists all messages.
 """
 
 from __future__ import annotations

@@ -7,9 +7,12 @@ steps, {"blocks": {"0": {"mlstm": {"C": State(...)}}}}; `seqblocks.state` alloca
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from seqblocks.types import Wire, names_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class State(NamedTuple):
@@ -31,6 +34,25 @@ class State(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+class NamedState(Protocol):
+    """The state of a kernel that has several tensors: a NamedTuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def output_and_state(
+    found: Tensor | tuple[Tensor, Tensor | NamedState], name: str = ""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output and the state of an op, {} if none is returned, given what a kernel returned.
+
+    name: that of a state with a single tensor.
+    """
+    if not isinstance(found, tuple):
+        return found, {}
+    last: Any = found[1]
+    return found[0], {name: last} if name else last._asdict()
 
 
 def kept_state(wire: Wire) -> State:

@@ -187,9 +187,8 @@ class Tape:
 
         return run
 
-    def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, forward: float = 0, backward: float = 0) -> Value:
+    def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, backward: float = 0) -> Value:
         """Return f(x), element by element. keeps: `input` and `output`."""
-        self.passing(forward)
         y = self.new(x.shape, x.item)
         self.function([x], [y], [x if name == "input" else y for name in keeps], backward)
         return y
@@ -201,8 +200,10 @@ class Tape:
 
         same: those whose gradient is that of the result. backward: bytes needed there besides the gradients.
         """
-        shape = broadcast(*(value.shape for value in inputs))
-        y = self.new(shape, max(value.item for value in inputs))
+        shape, item = broadcast(*(value.shape for value in inputs)), max(value.item for value in inputs)
+        wider = [self.new(value.shape, item) for value in inputs if value.item < item]  # torch converts these
+        y = self.new(shape, item)
+        del wider
         sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
 
         def run(grads: list[Value | None]) -> list[Value | None]:
@@ -302,6 +303,8 @@ class Tape:
     def expand(self, x: Value, shape: Shape | Value) -> Value:
         """Return a view of x with repeated elements; the gradient is summed."""
         shape = shape.shape if isinstance(shape, Value) else shape
+        if shape == x.shape:
+            return self.view(x, shape)
         y, size = x.again(shape, dense=False), (x.shape, x.item)
         self.function([x], [y], (), lambda grads: [self.new(*size)])
         return y

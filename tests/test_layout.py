@@ -1,7 +1,7 @@
 """Check the structure of the repository: imports between files, files without torch, package contents.
 
-The table ROOMS gives the order of the rooms: files and folders of the package. A file may import only rooms above its
-own, whether at its top, inside a function or for type checkers. A new file fails these tests until it is listed there.
+The table ORDER has a row for each file and folder of the package. A file may import only from rows above its own,
+whether at its top, inside a function or for type checkers. A new file fails these tests until it is listed there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The files and folders of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import what is
 # above the folder, and other files of the folder unless that creates an import cycle. A folder in it may have a row of
 # its own.
-ROOMS = """
+ORDER = """
     _version
     errors
     record
@@ -45,6 +45,7 @@ ROOMS = """
     rotary_scaling
     language/*
     parameters
+    patterns
     recipes
     tape
     workspace/*
@@ -83,9 +84,9 @@ ROOMS = """
 
 LINKS = {"kernels": "../kernels", "cli": "../cli", "specs": "../specs"}
 TYPES_FROM_BELOW = {("ops/*", "seqblocks.runtime.call")}  # imports for annotations alone: what `forward` is passed
-MAY_USE_KERNELS = "ops/*"  # the first room that may import torch; rooms above it compute nothing
+MAY_USE_KERNELS = "ops/*"  # the first row that may import torch; rows above it compute nothing
 KERNELS_MAY_IMPORT = {"errors", "token_function"}
-HEAVY = {"torch", "triton", "numpy"}  # packages that the rooms above the torch line import only when something runs
+HEAVY = {"torch", "triton", "numpy"}  # packages that the rows above the torch line import only when something runs
 
 # External packages that may be imported, and the requirement in pyproject.toml that installs each.
 REQUIREMENTS = {
@@ -106,12 +107,12 @@ REQUIREMENTS = {
     "pygls": "pygls",
     "lsprotocol": "pygls",
 }
-ROOMS_OF_EXTRAS = {  # imported only on request: also at the top of a file
+ROWS_OF_EXTRAS = {  # imported only on request: also at the top of a file
     "hf/*": {"transformers"},
     "editor/*": {"pygls", "lsprotocol"},  # in server.py
 }
 
-TABLE = [line.strip() for line in ROOMS.strip().splitlines()]
+TABLE = [line.strip() for line in ORDER.strip().splitlines()]
 LINE = next(place for place, name in enumerate(TABLE) if name.startswith("---"))
 PLACE = {name: place for place, name in enumerate(TABLE) if place != LINE}
 
@@ -177,7 +178,7 @@ def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
             yield from _imports(child, package, at_import and not inside)
 
 
-def room(module: str) -> str:
+def row(module: str) -> str:
     """Return the row of the table for a module of seqblocks (not of kernels/ or cli/)."""
     first, *rest = module.split(".")[1:] or ["__init__"]
     if rest and (inner := f"{first}/{rest[0]}/*") in PLACE:
@@ -201,29 +202,29 @@ CORE = [path for path in LIBRARY if part(module_name(path)) == "seqblocks"]
 
 
 def test_every_file_has_a_place():
-    rooms = {room(module_name(path)): path for path in CORE}
-    homeless = sorted(relative(path) for name, path in rooms.items() if name not in PLACE)
-    assert not homeless, f"add {homeless} to ROOMS, at the top of tests/test_layout.py"
-    missing = sorted(set(PLACE) - set(rooms))
-    assert not missing, f"ROOMS names {missing}, missing from seqblocks/: remove these rows"
+    rows = {row(module_name(path)): path for path in CORE}
+    homeless = sorted(relative(path) for name, path in rows.items() if name not in PLACE)
+    assert not homeless, f"add {homeless} to ORDER, at the top of tests/test_layout.py"
+    missing = sorted(set(PLACE) - set(rows))
+    assert not missing, f"ORDER names {missing}, missing from seqblocks/: remove these rows"
 
 
 def test_arrows_point_up():
-    """A file imports only rooms above its own."""
+    """A file imports only rows above its own."""
     wrong = []
     for path, (module, line, _, annotation) in ((file, each) for file in CORE for each in imports(file)):
-        own, where = room(module_name(path)), part(module)
+        own, where = row(module_name(path)), part(module)
         if annotation and (own, module) in TYPES_FROM_BELOW:
             continue
         if where == "kernels" and PLACE[own] < PLACE[MAY_USE_KERNELS]:
             wrong.append(f"{relative(path)}:{line} imports {module}: kernels are used from {MAY_USE_KERNELS} on")
-        if where == "seqblocks" and own != room(module) and PLACE[own] <= PLACE[room(module)]:
+        if where == "seqblocks" and own != row(module) and PLACE[own] <= PLACE[row(module)]:
             wrong.append(f"{relative(path)}:{line} imports {module}, which is below {own}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_file_reaches_itself():
-    """Imports have no circles, including those for annotations: files of a room import each other in one direction
+    """Imports have no circles, including those for annotations: files of a row import each other in one direction
     only."""
     edges = {
         name: {each.module for each in imports(path) if each.at_import or each.annotation} & set(MODULES) - {name}
@@ -290,7 +291,7 @@ def test_imports_from_outside_are_declared():
             if name == "seqblocks" or name in sys.stdlib_module_names:
                 continue
             brings = REQUIREMENTS.get(name)
-            at_import = at_import and name not in ROOMS_OF_EXTRAS.get(room(module_name(path)), ())
+            at_import = at_import and name not in ROWS_OF_EXTRAS.get(row(module_name(path)), ())
             if brings not in required and (at_import or brings not in optional):
                 wrong.append(f"{relative(path)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
@@ -352,15 +353,15 @@ def test_a_combinator_has_one_file_in_each_of_three_folders():
 # ------------------------------------------------------------------------------
 # The torch line
 
-# `import seqblocks` itself must stay light too, although its room is the last one.
-LIGHT = [path for path in CORE if room(module_name(path)) == "__init__" or PLACE.get(room(module_name(path)), 0) < LINE]
+# `import seqblocks` itself must stay light too, although its row is the last one.
+LIGHT = [path for path in CORE if row(module_name(path)) == "__init__" or PLACE.get(row(module_name(path)), 0) < LINE]
 
 
 def test_above_the_line_torch_waits():
-    """By its source text, a file above the line imports no torch, no kernels and no room below the line."""
+    """By its source text, a file above the line imports no torch, no kernels and no row below the line."""
     wrong = []
     for path, (module, line, at_import, _) in ((file, each) for file in LIGHT for each in imports(file)):
-        below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[room(module)] > LINE
+        below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[row(module)] > LINE
         if at_import and (module.split(".")[0] in HEAVY or part(module) == "kernels" or below):
             wrong.append(f"{relative(path)}:{line} imports {module}: import it inside the function that needs it")
     assert not wrong, "\n".join(wrong)

@@ -17,7 +17,7 @@ from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
-from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, sigmoid, tl
+from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, load_gain, load_row, normalised, sigmoid, tl
 
 WIDTH = 8192  # the largest width of a head
 GATED_WIDTH = 4096  # the largest width of a head with a skip or a gate
@@ -27,31 +27,6 @@ TILES = 4  # tiles of tokens per program of the backward pass, which limits the 
 
 # ------------------------------------------------------------------------------
 # The kernels.   x, skip, gate, y [R, H * D], with row strides xs, ss, zs; weight, bias, skip_weight [H * D].
-
-
-@jit
-@no_type_check
-def _normalised(value, mask, D, eps):
-    """Return (x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
-    centred = tl.where(mask, value - (tl.sum(value, 1) / D)[:, None], 0.0)
-    spread = tl.sum(centred * centred, 1) / D + eps
-    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # In rows out of bounds, spread is 0 if eps is 0.
-    return centred * scale[:, None], scale
-
-
-@jit
-@no_type_check
-def _row(x, c, mask):
-    return tl.load(x + c, mask, 0.0).to(tl.float32)[None, :]
-
-
-@jit
-@no_type_check
-def _gain(weight, c, mask, ONE_PLUS: tl.constexpr):
-    gain = _row(weight, c, mask)
-    if ONE_PLUS:
-        gain += 1.0
-    return gain
 
 
 @jit
@@ -72,12 +47,12 @@ def _activated(x, ACTIVATION: tl.constexpr):
 def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, mask, ss, ONE_PLUS: tl.constexpr):
     """Apply gain, bias and skip to normalised rows [BT, BD]; the gate multiplies the result."""
     if weight is not None:
-        out *= _gain(weight, c, is_d, ONE_PLUS)
+        out *= load_gain(weight, c, is_d, ONE_PLUS)
     if bias is not None:
-        out += _row(bias, c, is_d)
+        out += load_row(bias, c, is_d)
     if skip is not None:
         added = tl.load(skip + r[:, None] * ss + c[None, :], mask, 0.0).to(tl.float32)
-        out += _row(skip_weight, c, is_d) * added
+        out += load_row(skip_weight, c, is_d) * added
     return out
 
 
@@ -92,7 +67,7 @@ def _norm(
     mask = (r < R)[:, None] & (d < D)[None, :]
     c = tl.program_id(1) * D + d
     value = tl.load(x + r[:, None] * xs + c[None, :], mask, 0.0).to(tl.float32)
-    out, _ = _normalised(value, mask, D, eps)
+    out, _ = normalised(value, mask, D, eps, True)
     out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, mask, ss, ONE_PLUS)
     if gate is not None:
         factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], mask, 0.0).to(tl.float32), ACTIVATION)
@@ -120,7 +95,7 @@ def _norm_backward(
         to = r[:, None] * width + c[None, :]
         value = tl.load(x + r[:, None] * xs + c[None, :], mask, 0.0).to(tl.float32)
         g = tl.load(dy + r[:, None] * gs + c[None, :], mask, 0.0).to(tl.float32)
-        unit, scale = _normalised(value, mask, D, eps)
+        unit, scale = normalised(value, mask, D, eps, True)
         if gate is not None:
             z = tl.load(gate + r[:, None] * zs + c[None, :], mask, 0.0).to(tl.float32)
             factor, slope = _activated(z, ACTIVATION)
@@ -130,11 +105,11 @@ def _norm_backward(
         if skip is not None:
             added = tl.load(skip + r[:, None] * ss + c[None, :], mask, 0.0).to(tl.float32)
             ds_sum += tl.sum(g * added, 0)
-            tl.store(dskip + to, (g * _row(skip_weight, c, d < D)).to(dskip.dtype.element_ty), mask)
+            tl.store(dskip + to, (g * load_row(skip_weight, c, d < D)).to(dskip.dtype.element_ty), mask)
         dw_sum += tl.sum(g * unit, 0)
         db_sum += tl.sum(g, 0)
         if weight is not None:
-            g *= _gain(weight, c, d < D, ONE_PLUS)
+            g *= load_gain(weight, c, d < D, ONE_PLUS)
         grad = (g - (tl.sum(g, 1) / D)[:, None] - unit * (tl.sum(g * unit, 1) / D)[:, None]) * scale[:, None]
         tl.store(dx + to, grad.to(dx.dtype.element_ty), mask)
     part = tl.program_id(0).to(tl.int64) * width + c

@@ -16,7 +16,7 @@ from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
-from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
+from seqblocks.kernels.triton_common import ceil_div, last_contiguous, load_gain, normalised, tl
 
 WIDTH = 8192  # maximum number of features
 TILES = 4  # per program of the backward pass, to limit the number of parts
@@ -24,27 +24,6 @@ TILES = 4  # per program of the backward pass, to limit the number of parts
 
 # ------------------------------------------------------------------------------
 # Kernels.   Layouts: x, residual, dy, dtotal [R, D] with row strides; y, total, dx [R, D]; weight, bias [D].
-
-
-@jit
-@no_type_check
-def _normalised(value, mask, D, eps, CENTRED: tl.constexpr):
-    """Return rows [BT, BD] scaled to mean square 1, and the scales."""
-    if CENTRED:
-        value = tl.where(mask, value - (tl.sum(value, 1) / D)[:, None], 0.0)
-    spread = tl.sum(value * value, 1) / D + eps
-    # With eps = 0, a row after the end would divide by its mean square of 0.
-    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))
-    return value * scale[:, None], scale
-
-
-@jit
-@no_type_check
-def _gain(weight, d, mask, ONE_PLUS: tl.constexpr):
-    gain = tl.load(weight + d, mask, 0.0).to(tl.float32)
-    if ONE_PLUS:
-        gain += 1.0
-    return gain[None, :]
 
 
 @common.kernel(do_not_specialize=["R"])
@@ -63,9 +42,9 @@ def _norm(
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + to, rounded, mask)
         value = rounded.to(tl.float32)  # normalise the rounded value, which later steps read
-    out, _ = _normalised(value, mask, D, eps, CENTRED)
+    out, _ = normalised(value, mask, D, eps, CENTRED)
     if weight is not None:
-        out *= _gain(weight, d, d < D, ONE_PLUS)
+        out *= load_gain(weight, d, d < D, ONE_PLUS)
     if bias is not None:
         out += tl.load(bias + d, d < D, 0.0).to(tl.float32)[None, :]
     tl.store(y + to, out.to(y.dtype.element_ty), mask)
@@ -86,11 +65,11 @@ def _norm_backward(
         mask = (r < R)[:, None] & (d < D)[None, :]
         value = tl.load(total + r[:, None] * ts + d[None, :], mask, 0.0).to(tl.float32)
         g = tl.load(dy + r[:, None] * gs + d[None, :], mask, 0.0).to(tl.float32)
-        unit, scale = _normalised(value, mask, D, eps, CENTRED)
+        unit, scale = normalised(value, mask, D, eps, CENTRED)
         dw_sum += tl.sum(g * unit, 0)
         db_sum += tl.sum(g, 0)
         if weight is not None:
-            g *= _gain(weight, d, d < D, ONE_PLUS)
+            g *= load_gain(weight, d, d < D, ONE_PLUS)
         grad = g - unit * (tl.sum(g * unit, 1) / D)[:, None]
         if CENTRED:
             grad -= (tl.sum(g, 1) / D)[:, None]

@@ -26,8 +26,8 @@ from seqblocks.errors import (
     user_stacklevel,
 )
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import bundled, locate
 from seqblocks.language.spec import SpecFile
+from seqblocks.language.spec_files import bundled, locate
 
 F = TypeVar("F", bound=Callable[..., Any])
 

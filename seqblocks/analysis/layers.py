@@ -18,9 +18,9 @@ from seqblocks.errors import Fault, Report, Source, SourceKind, SpecError, Usage
 from seqblocks.graph import ModelSpec, Node
 from seqblocks.language import document
 from seqblocks.language.arguments import STEP_KEYS
-from seqblocks.language.files import bundled, locate, looks_like_path, read_text
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, Reader, SpecFile, read_file, verbs_in
+from seqblocks.language.spec_files import bundled, locate, looks_like_path, read_text
 from seqblocks.op import has_plugin
 from seqblocks.suggestions import did_you_mean
 
@@ -137,7 +137,7 @@ def _layer(text: _Text, name: str, given: Mapping[str, Any], ends: Ends, allow_u
     root = document.parse(_use_of(block, given, ends, wires), report)
     report.raise_if_any()
     assert isinstance(root, document.Mapping)
-    _import_bundled(reader, file, root, name)
+    _import_bundled(reader, file, root)
     model = root.get("model")
     assert isinstance(model, document.Mapping)
     file.model, file.model_span, file.expect, file.checkpoint = model, model.span, None, None
@@ -260,7 +260,7 @@ def _input(block: Block, given: Mapping[str, Any], ends: Ends, further: int) -> 
     return _flow({"features": f'"{width} + {further}"' if further else width} | others)
 
 
-def _import_bundled(reader: Reader, file: SpecFile, root: document.Mapping, name: str) -> None:
+def _import_bundled(reader: Reader, file: SpecFile, root: document.Mapping) -> None:
     """Make bundled blocks visible that the arguments of type `steps` use and the file does not import."""
     unknown = (verb for verb in sorted(verbs_in(root)) if not (is_builtin(verb) or verb in file.visible))
     for verb in unknown:

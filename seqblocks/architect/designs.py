@@ -13,7 +13,7 @@ from typing import Any
 from seqblocks.analysis.analyse import Analysis, Folders, analyse_text, check_overrides, yaml
 from seqblocks.errors import SpecError, UsageError, quote, visible
 from seqblocks.graph import ModelSpec, SpecSource
-from seqblocks.language.files import bundled, locate
+from seqblocks.language.spec_files import bundled, locate
 from seqblocks.record import Record
 
 RECORD, SPEC = "seqblocks.json", "spec.yaml"  # files of a folder written by `save`

@@ -52,7 +52,7 @@ class Fit(Record):
 
     candidates: the best points, best first. reached: whether all limits hold and the targets lie within what the grid
     offers. unreached: the demands for which this is false. points: of the grid; checks: how many were checked;
-    invalid: how many of those are invalid specs. warnings: of the best spec.
+    invalid: how many of those are invalid specs. warnings: of the best spec. interrupted: whether points were left out.
     """
 
     design: Design
@@ -63,10 +63,11 @@ class Fit(Record):
     checks: int
     invalid: int
     warnings: tuple[Diagnostic, ...] = ()
+    interrupted: bool = False
 
     @property
     def best(self) -> Candidate:
-        """The optimum of the grid."""
+        """The optimum of the grid, or of the points that were checked before an interrupt."""
         return self.candidates[0]
 
     @property
@@ -125,6 +126,7 @@ class Fit(Record):
             "points": self.points,
             "checks": self.checks,
             "invalid": self.invalid,
+            "interrupted": self.interrupted,
         }
 
 
@@ -152,7 +154,8 @@ def fit(
     The result is the optimum of the whole grid: the least sum of relative distances, then the smaller number of
     parameters, then the smaller value of the first option. Invalid points are left out, such as those with heads that
     do not divide the width. Figures that rise or fall with an option allow the search to check few points; it compares
-    each with the others, and tries all values of an option where they do not. exhaustive: check every point.
+    each with the others, and tries all values of an option where they do not. exhaustive: check every point. A
+    KeyboardInterrupt ends the search: the result is then the optimum of the points that were checked.
 
     Raises SpecError if no point is valid, UsageError for an invalid call.
     """
@@ -170,7 +173,13 @@ def fit(
         [option.values for option in options], [option.is_number for option in options], grid.figures,
         grid.targets, grid.names.index("params"), advance, INFINITE if exhaustive else WHOLE_GRID_MAX_POINTS,
     )  # fmt: skip
-    found = search.run(top)
+    interrupted = False
+    try:
+        found = search.run(top)
+    except KeyboardInterrupt:
+        found, interrupted = search.best(top), True
+        if not found:
+            raise
     if not found:
         raise grid.errors[0]
     candidates = [grid.candidate(point, search.key(point)) for point in found]
@@ -178,12 +187,12 @@ def fit(
     open_ones = [
         demand for demand, target in zip(demands, grid.targets, strict=True)
         if (missed and target.kind != "=" and _misses(target, grid.known[found[0]]))
-        or (target.kind == "=" and not search.reaches(target))
+        or (target.kind == "=" and not interrupted and not search.reaches(target))
     ]  # fmt: skip
     points = math.prod(len(option.values) for option in options)
     invalid = sum(isinstance(each, str) for each in grid.known.values())
     warnings = grid.model(found[0]).warnings
-    return Fit(grid.design, demands, candidates, open_ones, points, len(grid.known), invalid, warnings)
+    return Fit(grid.design, demands, candidates, open_ones, points, len(grid.known), invalid, warnings, interrupted)
 
 
 def _misses(target: Target, figures: Figures) -> bool:

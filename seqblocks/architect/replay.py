@@ -25,6 +25,7 @@ from seqblocks.workspace import associative_scan
 
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: larger outputs of maps that are split are one product for each part
 ID = 8  # bytes of a token id
+LOOP_MAX_STEPS = 8  # steps of a loop that are replayed: each stands for several tokens
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # of each parameter, by optimiser
 
 
@@ -260,18 +261,24 @@ class Replay:
         order, sorted_scores = tape.new((batch, tokens), ID), tape.new((batch, tokens), by.item)
         places = tape.new((batch, count), ID)
         del order, sorted_scores
+        whole = (False, *node.reads_whole(self.spec.types))
+        flat = [each if is_whole else tape.view(each, (batch * tokens, *each.shape[2:]))
+                for each, is_whole in zip((x, *others), whole, strict=True)]
         given = []
-        for each in (x, *others):
-            part = tape.new((batch, count, *each.shape[2:]), each.item)
-            tape.function([each], [part], [places])
-            given.append(part)
-        del part
+        for each, is_whole in zip(flat, whole, strict=True):
+            if not is_whole:
+                part = tape.new((batch * count, *each.shape[1:]), each.item)
+                tape.function([each], [part], [places])
+                each = tape.view(part, (batch, count, *part.shape[1:]))
+                del part
+            given.append(each)
         self.sizes = Sizes(batch, count * rate)
         y = self._inside(body, given, paths)
         self.sizes, tape.step = outer, paths[-1]
-        made = tape.new((batch, tokens, features), x.item)
-        tape.function([x, y], [made], [places])
-        return made
+        y = tape.view(tape.cast(y, x.item), (batch * count, features))
+        made = tape.new((batch * tokens, features), x.item)
+        tape.function([flat[0], y], [made], [places])
+        return tape.view(made, x.shape)
 
     def _experts(self, node: graph.ExpertsNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
         """Run the router and the experts, each on an equal share of the tokens."""
@@ -351,7 +358,7 @@ class Replay:
         return y
 
     def _cell(self, node: graph.CellNode, inputs: list[Value], paths: tuple[str, ...]) -> Value:
-        """Run a cell in parts. Those of its loop are as large for all tokens at once as token by token."""
+        """Run a cell in parts."""
         tape, body = self.tape, node.bodies[""]
         parts = stages_of(body, self.spec.types)
         batch, tokens = inputs[0].shape[:2]
@@ -389,33 +396,46 @@ class Replay:
         paths: tuple[str, ...],
     ) -> tuple[Value, dict[str, Value]]:
         """Run some tokens of a cell. Returns the output, and the states after them."""
-        tape, body, self.part = self.tape, node.bodies[""], inputs[0].shape[1]
+        body, self.part = node.bodies[""], inputs[0].shape[1]
         values = dict(zip((body.input, *body.captures), inputs, strict=True))
-        batch, tokens = inputs[0].shape[:2]
         self._nodes(parts.before, values, paths)
         if parts.groups:
             after = self._scanned(body, parts, values, states, paths)
             self._nodes(parts.from_states, values, paths)
         else:
-            own = {v: values[v] for v in parts.into_loop}
-            for v, x in own.items():
-                own[v] = tape.slice(x, x.shape) if len(x.shape) == 3 else x  # in tokens, whose gradients are joined
-            for name, state in states.items():
-                width = state.shape[-1]
-                own[body.ports[name]] = tape.expand(tape.view(state, (batch, 1, width)), (batch, tokens, width))
-            self._nodes(parts.loop, own, paths)
-            after = {name: self._last(own[body.carried[name]], state) for name, state in states.items()}
-            values |= {value: tape.copy(own[value]) for value in parts.out_of_loop}
-            own.clear()
+            after = self._looped(body, parts, values, states, paths)
             self._nodes(parts.after, values, paths)
         self.part = None
         return values[body.result], after
 
-    def _last(self, x: Value, like: Value) -> Value:
-        """Record the last one of the states of a loop, in which each has memory of its own."""
-        y, whole = self.tape.new(like.shape, like.item), x.shape
-        self.tape.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(whole, dense=False)])
-        return y
+    def _looped(
+        self, body: Graph, parts: Stages, values: dict[int, Value], states: dict[str, Value], paths: tuple[str, ...]
+    ) -> dict[str, Value]:
+        """Record the loop, and add what later steps read of it to the values. Returns the states after it."""
+        tape, first = self.tape, values[body.input]
+        batch, tokens = first.shape[:2]
+        size = -(-tokens // LOOP_MAX_STEPS)
+        sizes = [*(min(size, tokens - 1 - at) for at in range(0, tokens - 1, size)), 1]  # the last state is kept alone
+        given = [tape.split(x, sizes, 1) if len(x.shape) == 3 else [x] * len(sizes)
+                 for x in map(values.__getitem__, parts.into_loop)]
+        kept: dict[int, list[Value]] = {value: [] for value in parts.out_of_loop}
+        for at, count in enumerate(sizes):
+            self.part = count
+            own = {value: divided[at] for value, divided in zip(parts.into_loop, given, strict=True)}
+            for name, state in states.items():
+                width = state.shape[-1]
+                own[body.ports[name]] = tape.expand(tape.view(state, (batch, 1, width)), (batch, count, width))
+            self._nodes(parts.loop, own, paths)
+            tape.step, new = paths[-1], dict[str, Value]()
+            for name, state in states.items():
+                after = tape.cast(own[body.carried[name]], state.item)
+                new[name] = tape.view(after, state.shape) if count == 1 else tape.slice(after, state.shape)
+            states = new
+            for value, found in kept.items():
+                found.append(own[value])
+        self.part = tokens
+        values |= {value: tape.cat(found, 1) for value, found in kept.items()}
+        return states
 
     def _scanned(
         self, body: Graph, parts: Stages, values: dict[int, Value], before: dict[str, Value], paths: tuple[str, ...]
@@ -595,9 +615,12 @@ def cross_entropy(tape: Tape, logits: Value) -> Value:
 
 
 def mean_square(tape: Tape, y: Value) -> Value:
-    """Record torch's mse_loss, whose result lies in memory as large as y, which was allocated before the mean."""
+    """Record torch's mse_loss, whose result lies in memory as large as y, which was allocated before the mean.
+
+    The mean of 16 bits is that of a copy in float32.
+    """
     loss = tape.new(y.shape, y.item).again(())
-    tape.passing(y.bytes)
+    tape.passing(y.bytes + (4 * y.numbers if y.item < 4 else 0))
     tape.function([y], [loss], [y])
     return loss
 

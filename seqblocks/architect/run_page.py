@@ -155,13 +155,13 @@ def _about(run: Run, first: Run) -> str:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def thinned(points: list[tuple[float, float]], buckets: int = BUCKETS) -> list[tuple[float, float]]:
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most four points of each of the buckets: its first, last, lowest and highest."""
-    if len(points) <= 4 * buckets:
+    if len(points) <= 4 * BUCKETS:
         return points
     found: list[tuple[float, float]] = []
-    size = len(points) / buckets
-    for at in range(buckets):
+    size = len(points) / BUCKETS
+    for at in range(BUCKETS):
         part = points[round(at * size) : round((at + 1) * size)]
         kept = {0, len(part) - 1, *(part.index(each(part, key=lambda p: p[1])) for each in (min, max))}
         found += [part[place] for place in sorted(kept)]

@@ -62,7 +62,7 @@ class Bench:
 
     seconds: of a pass. seconds_with_hooks: of a pass whose steps are timed. steps: what they took in it, and in the
     last row what was between them: sums of residual branches, and Python. clock: "processor time" of one thread, which
-    other processes do not change, or "elapsed time".
+    other processes do not change, or "elapsed time". interrupted: before the time was over.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Bench:
     flops_per_second: float
     bytes_per_second: float
     steps: list[Row]
+    interrupted: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -105,8 +106,8 @@ def bench(
     mode: "forward" (a pass without gradients), "train" (forward and backward of the output's sum), or "step" (a token
     of a stream). length: tokens of a pass, by default 256, or what the spec fixes. seconds: about how long to measure,
     after one warm-up; passes whose steps are timed alternate with others. advance: is called with the part
-    of this time that is over. Then the model's mode and gradients are as before. Raises UsageError for a mode that the
-    model cannot run, or a length that it does not take.
+    of this time that is over. Then the model's mode and gradients are as before. A KeyboardInterrupt ends it once there
+    are a few repetitions. Raises UsageError for a mode that the model cannot run, or a length that it does not take.
     """
     if mode not in MODES:
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -119,7 +120,7 @@ def bench(
         run, length = _call(model, mode, batch, length)
         steps = Hooks(model, device, run, backward=mode == "train")
         clock = (Marks.of(model, steps) if mode == "step" else None) or steps
-        whole, observed = _interleaved(run, clock, seconds, advance)
+        whole, observed, interrupted = _interleaved(run, clock, seconds, advance)
     rows = _rows(model, steps.traffic, observed, limits, mode, length)
     with_hooks = statistics.median(each.seconds for each in observed)
     rest = [max(0.0, each.seconds - sum(each.steps.values())) for each in observed]
@@ -131,7 +132,7 @@ def bench(
         processor(device), torch.get_num_threads(),
         "processor time" if clock.now is time.thread_time else "elapsed time", len(whole), statistics.median(whole),
         _spread(whole), min(sum(row.floor_seconds for row in rows), *whole), with_hooks, limits.flops,
-        limits.memory, rows,
+        limits.memory, rows, interrupted,
     )  # fmt: skip
 
 
@@ -205,33 +206,39 @@ def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, An
 
 def _interleaved(
     run: Callable[[], Any], clock: Clock, seconds: float, advance: Callable[[float], object] | None
-) -> tuple[list[float], list[Observed]]:
+) -> tuple[list[float], list[Observed], bool]:
     """Return the times of passes without and with their steps timed, in turns: the fastest of a few in each turn.
 
-    The first pass of each few is not timed: a stream takes longer for its first token after hooks.
+    The first pass of each few is not timed: a stream takes longer for its first token after hooks. The last value is
+    whether an interrupt came first. Raises KeyboardInterrupt if it came before there are MIN_TURNS turns.
     """
     plain: list[float] = []
     observed: list[Observed] = []
     begin = start = time.perf_counter()
     few = MIN_PASSES
-    for turn in range(MAX_TURNS + 1):
-        run()
-        seconds_of_fastest = min(_timed(run, clock) for _ in range(few))
-        with clock.observing() as observe:
-            observe()
-            with_steps = fastest(observe() for _ in range(few))
-        if not turn:  # the warm-up
-            start = time.perf_counter()
-            few = min(MAX_PASSES, max(few, int(few * seconds / TURNS / (start - begin))))
-            continue
-        plain.append(seconds_of_fastest)
-        observed.append(with_steps)
-        done = (time.perf_counter() - start) / seconds
-        if advance:
-            advance(min(1.0, done))
-        if done >= 1 and turn >= MIN_TURNS:
-            break
-    return plain, observed
+    try:
+        for turn in range(MAX_TURNS + 1):
+            run()
+            seconds_of_fastest = min(_timed(run, clock) for _ in range(few))
+            with clock.observing() as observe:
+                observe()
+                with_steps = fastest(observe() for _ in range(few))
+            if not turn:  # the warm-up
+                start = time.perf_counter()
+                few = min(MAX_PASSES, max(few, int(few * seconds / TURNS / (start - begin))))
+                continue
+            plain.append(seconds_of_fastest)
+            observed.append(with_steps)
+            done = (time.perf_counter() - start) / seconds
+            if advance:
+                advance(min(1.0, done))
+            if done >= 1 and turn >= MIN_TURNS:
+                break
+    except KeyboardInterrupt:
+        if len(observed) < MIN_TURNS:
+            raise
+        return plain[: len(observed)], observed, True
+    return plain, observed, False
 
 
 def _timed(run: Callable[[], Any], clock: Clock) -> float:

@@ -213,7 +213,8 @@ class _Planner:
         gathers = not split.sums and any(value in self.whole for value in node.outputs)
         is_part = not split.sums and not gathers
         op = split.op.model_copy()
-        wires = [self._wire(node, split, port.name, wire) for port, wire in zip(node.op.ports, node.wires, strict=True)]
+        pairs = zip(node.op.ports, node.wires, strict=True)
+        wires = [self._local(wire, port.name in split.parts) for port, wire in pairs]
         self._check_declaration(node, split, wires, path)
         self._note_outputs(node, is_part, read)
         self.exchanges[id(op)] = self._exchange(node, split, "sum" if split.sums else "gather" if gathers else "")
@@ -291,9 +292,6 @@ class _Planner:
     def _width(self, values: Iterable[int]) -> int:
         wires = (self.spec.types[value] for value in values)
         return sum(wire.features for wire in wires if wire)
-
-    def _wire(self, node: Node, split: Split, port: str, wire: Wire | None) -> Wire | None:
-        return self._local(wire, port in split.parts)
 
     def _exchange(self, node: Node, split: Split, leave: str) -> Exchange:
         enter: list[tuple[str, ...]] = []

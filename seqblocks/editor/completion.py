@@ -23,9 +23,9 @@ from seqblocks.errors import Span
 from seqblocks.language.arguments import DEPTH, Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.expressions import FUNCTIONS
-from seqblocks.language.files import bundled, specs_beside
 from seqblocks.language.formulas import OF_WIRES
 from seqblocks.language.spec import Block, SpecFile
+from seqblocks.language.spec_files import bundled, specs_beside
 from seqblocks.language.uses import added
 from seqblocks.op import Op
 from seqblocks.parameters import INITIALISERS

@@ -10,7 +10,7 @@ from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot, touches
 from seqblocks.errors import Source, Span
 from seqblocks.language.document import Scalar, Sequence
-from seqblocks.language.files import bundled, looks_like_path
+from seqblocks.language.spec_files import bundled, looks_like_path
 
 
 def definition(opened: Opened, spot: Spot) -> Span | None:

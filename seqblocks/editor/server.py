@@ -26,7 +26,7 @@ from seqblocks.editor.hover import hover
 from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Place, Spot, lines_of
 from seqblocks.errors import Diagnostic, Span, UnavailableError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 REFUSED = -32803  # RequestFailed of the protocol: the request is valid, and cannot be met
 NO_MESSAGE = 'a message is one object with "jsonrpc": "2.0" and a method, a result or an error'

@@ -31,7 +31,7 @@ from seqblocks.checkpoint import hf_config
 from seqblocks.checkpoint.record import as_disk_errors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
-from seqblocks.hf import files, routing
+from seqblocks.hf import arguments, files, routing
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
 from seqblocks.hf.layers import record_layers
@@ -44,12 +44,6 @@ from seqblocks.runtime.repeat import checkpoint_layers, has_checkpointed_layers
 from seqblocks.state import States
 from seqblocks.streaming.generate import CHUNK
 
-# Accepted arguments without an effect: for the loss; positions, which transformers 5.0 passes although the cache has
-# them; and bounds of packed sequences, which position_ids contain, too.
-OF_THE_LOSS = {"num_items_in_batch"}
-OF_THE_CACHE = {"cache_position"}
-OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-OPTIONS = {"output_hidden_states", "output_router_logits", "return_dict"}
 MAIN_INPUTS = {"tokens": "input_ids", "image": "pixel_values"}  # by kind; of others: inputs_embeds
 
 
@@ -109,7 +103,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         main = MAIN_INPUTS.get(spec.input.kind, "inputs_embeds")
         other_inputs = {*MAIN_INPUTS.values(), "inputs_embeds"} - {main}
         taken = {*inspect.signature(cls.forward).parameters} - other_inputs - {"kwargs"}
-        taken |= OPTIONS | OF_THE_LOSS | OF_THE_CACHE | OF_PACKED
+        taken |= arguments.IN_KWARGS
         if names := [name for name in list(spec.inputs)[1:] if name in taken]:
             what = f"an input of {spec.name} cannot be named {names[0]} in transformers"
             raise UsageError(f"{what}: calls of its models have an argument of that name. Rename it in the spec")
@@ -255,7 +249,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         context = {name: given.pop(name) for name in self._inputs[1:] if given.get(name) is not None}
         unknown = [name for name, value in given.items() if value is not None and value is not False]
         if unknown:
-            raise RunError(f"{self.model.spec.name} takes no {listing(unknown)}{_reason(unknown[0])}")
+            raise RunError(f"{self.model.spec.name} takes no {listing(unknown)}{arguments.reason(unknown[0])}")
         return context
 
     def _option(self, given: dict[str, Any], name: str) -> bool:
@@ -300,7 +294,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         streams = cache is not None or bool(use_cache)
         resets = None
         if mask is not None or positions is not None:
-            _check_tokens(x, self.model.spec)
+            arguments.check_tokens(x, self.model.spec)
             past = cache.get_seq_length() if cache else 0
             one = isinstance(logits_to_keep, int) and logits_to_keep == 1
             reads_last = streams or one or self._has_vectors
@@ -363,58 +357,6 @@ def _require_grads(module: nn.Module, inputs: Any, output: Any) -> None:
     (output[0] if isinstance(output, tuple) else output).requires_grad_(True)
 
 
-def _reason(name: str) -> str:
-    """Return why an argument of other models is not supported."""
-    reasons = {
-        "inputs_embeds": ": it reads token ids, and its embedding is a step of the spec",
-        "output_attentions": ": no step stores its attention weights",
-    }
-    return reasons.get(name, "")
-
-
-def _one_cache(first: Any, second: Any) -> Any:
-    """Return the cache that was passed under one of its two names, or None. Raises RunError for two of them."""
-    if first is not None and second is not None:
-        raise RunError("past_key_values and cache are two names of one argument: pass one of them")
-    return second if first is None else first
-
-
-def _check_tokens(x: Any, spec: ModelSpec) -> None:
-    if spec.input.kind not in ("tokens", "sequence") or not isinstance(x, Tensor):
-        raise RunError(f"attention_mask and position_ids need tokens, and {spec.name} reads {spec.input}")
-
-
-def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) -> dict[str, Any]:
-    """Remove arguments that only repeat position_ids, and token types that are all 0."""
-    if isinstance(token_types, Tensor) and bool(token_types.any()):
-        raise RunError("token_type_ids must all be 0: the model has a single token type")
-    known = OF_THE_CACHE if positions is None else OF_THE_CACHE | OF_PACKED
-    return {name: value for name, value in given.items() if name not in known}
-
-
-def _check_labels(labels: Any, y: Tensor) -> None:
-    """Raise RunError unless there is one label per token."""
-    found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    if not isinstance(labels, Tensor) or labels.shape != y.shape[:2] or labels.is_floating_point():
-        raise RunError(f"labels must be token ids {list(y.shape[:2])}, or -100 to ignore a position, not {found}")
-
-
-def _check_logits_to_keep(value: Any, y: Tensor) -> None:
-    """Raise RunError unless the argument is a number of tokens, or a tensor of their positions."""
-    if isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int64, torch.int32, torch.bool):
-        return
-    if not isinstance(value, int | torch.SymInt) or value < 0:
-        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise RunError(f"logits_to_keep must be a number of tokens or a tensor [n] of positions, not {found}")
-
-
-def _last(y: Tensor, positions: int | Tensor) -> Tensor:
-    """Return the outputs of this number of last tokens, of all for 0, or of the positions in a tensor."""
-    if isinstance(positions, Tensor):
-        return y[:, positions]
-    return y[:, -positions:] if positions else y
-
-
 class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
     """A language model: token ids to logits of the next token. `generate` carries its state in the cache."""
 
@@ -453,22 +395,22 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("input_ids is empty: pass at least one token, such as the tokenizer's bos_token_id")
-        given = _without_packing(kwargs, position_ids, token_type_ids)
-        of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
-        cache = _one_cache(past_key_values, cache)
+        given = arguments.without_packing(kwargs, position_ids, token_type_ids)
+        of_the_loss = {name: given.pop(name) for name in arguments.OF_THE_LOSS & given.keys()}
+        cache = arguments.one_cache(past_key_values, cache)
         if use_cache is None:
             use_cache = cache is not None or self._may_cache(attention_mask, labels)
         logits_kept = logits_to_keep if labels is None else 0
         ran = self._run(input_ids, attention_mask, position_ids, cache, use_cache, logits_kept, given)
         loss = None
         if labels is not None:
-            _check_labels(labels, ran.y)
+            arguments.check_labels(labels, ran.y)
             loss = self.loss_function(logits=ran.y, labels=labels, vocab_size=ran.y.shape[-1], **of_the_loss)
             loss = routing.with_penalty(loss, ran.penalty, labels[:, 1:], **of_the_loss)
-        _check_logits_to_keep(logits_to_keep, ran.y)
+        arguments.check_logits_to_keep(logits_to_keep)
         kind = MoeCausalLMOutputWithPast if self.model.has_experts else CausalLMOutputWithPast
         named = {CACHE: ran.cache, "hidden_states": ran.hidden_states, **ran.routing}
-        return kind(loss=loss, logits=_last(ran.y, logits_to_keep), **named)
+        return kind(loss=loss, logits=arguments.last(ran.y, logits_to_keep), **named)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Return whether a cache is returned by default: not in training, nor after padding on the right."""
@@ -506,7 +448,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets dynamic_full for drafts
             what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: omit it")
-        given = _one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
+        given = arguments.one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if given is None and generation_config.use_cache is not False and self.model.streaming_obstacle is None:
             given = StateCache()
         if given is not None:
@@ -548,8 +490,8 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
         self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Return logits [batch, classes], and the loss if labels [batch] are given. Raises RunError."""
-        of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
-        ran = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
+        of_the_loss = {name: kwargs.pop(name) for name in arguments.OF_THE_LOSS & kwargs.keys()}
+        ran = self._run(arguments.cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels, ran.y, self.config, **of_the_loss)
@@ -598,9 +540,9 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         RunError for unsupported arguments.
         """
         own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
-        x = _cast(own.pop(self.main_input_name), self.dtype)
-        given = _without_packing(kwargs, position_ids, token_type_ids) | own
-        cache = _one_cache(past_key_values, cache)
+        x = arguments.cast(own.pop(self.main_input_name), self.dtype)
+        given = arguments.without_packing(kwargs, position_ids, token_type_ids) | own
+        cache = arguments.one_cache(past_key_values, cache)
         ran = self._run(x, attention_mask, position_ids, cache, use_cache, 0, given)
         y, hidden = ran.y, ran.hidden_states
         if isinstance(y, dict) or ran.routing:
@@ -610,11 +552,6 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         if y.ndim == 2:
             return BaseModelOutputWithPooling(pooler_output=y, hidden_states=hidden)
         return BaseModelOutputWithPast(last_hidden_state=y, hidden_states=hidden, **{CACHE: ran.cache})
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return floating-point inputs in the model's dtype, as other models in transformers do."""
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 CLASSES = {each.__name__: each for each in (SeqblocksForCausalLM, SeqblocksForImageClassification, SeqblocksModel)}

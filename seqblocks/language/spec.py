@@ -27,8 +27,8 @@ from seqblocks.errors import (
 from seqblocks.language import document
 from seqblocks.language.arguments import Argument, plain_default, read_argument, read_bound, typed_default
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.files import ENDINGS, bundled, cannot_be_read, looks_like_path, read_text, specs_beside
 from seqblocks.language.keys import is_name, known_keys, required, text_of
+from seqblocks.language.spec_files import ENDINGS, bundled, cannot_be_read, looks_like_path, read_text, specs_beside
 from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean, missing_colon, nearest
 

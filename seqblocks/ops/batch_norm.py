@@ -70,10 +70,10 @@ class BatchNorm(Op):
         check_batch(x, call.training)
         if call.training:
             p["num_batches_tracked"].add_(1)
-        y = batch_norm(
-            as_maps(x), p["running_mean"], p["running_var"], p.get("weight"), p.get("bias"), call.training,
-            self.momentum, self.eps,
-        )  # fmt: skip
+        mean, var = p["running_mean"], p["running_var"]
+        # Shards compute in 16 bits beside statistics in float32, and torch takes one dtype for both.
+        weight, bias = (None if each is None else each.to(mean.dtype) for each in (p.get("weight"), p.get("bias")))
+        y = batch_norm(as_maps(x), mean, var, weight, bias, call.training, self.momentum, self.eps)
         return as_input(y, x)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.parameters import Init, Parameter
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -169,7 +169,7 @@ class Centaurus(Op):
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import centaurus
 
-        out: Any = centaurus(
+        out = centaurus(
             x,
             *self.bank(p),
             p["B"],
@@ -182,7 +182,4 @@ class Centaurus(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        if not call.return_state:
-            return out, {}
-        y, last = out
-        return y, {"s": last}
+        return output_and_state(out, "s")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import Op, argument, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Tokens, Wire
@@ -81,7 +81,7 @@ class CausalConv(Op):
         from seqblocks.kernels import causal_conv
 
         activation = None if self.activation == "none" else self.activation
-        out: Any = causal_conv(
+        out = causal_conv(
             x,
             p["weight"],
             p.get("bias"),
@@ -91,7 +91,5 @@ class CausalConv(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        if not call.return_state:
-            return out, {}
-        y, window = out
-        return y, {"window": window} if self.kernel > 1 else {}
+        y, state = output_and_state(out, "window")
+        return y, state if self.kernel > 1 else {}

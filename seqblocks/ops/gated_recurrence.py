@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -118,17 +118,15 @@ class GatedRecurrence(Op):
         from seqblocks.kernels import gated_recurrence
 
         scaled, decay = self.scaled_input(call, x, decay)
-        out: Any = gated_recurrence(
+        out = gated_recurrence(
             scaled, decay, state=call.state["h"] if call.state else None, return_state=call.return_state,
             resets=call.resets, reverse=call.reverse,
         )  # fmt: skip
-        if not call.return_state:
-            return out.to(x.dtype), {}
-        y, last = out
-        if not self.first_full:
-            return y.to(x.dtype), {"h": last}
+        y, state = output_and_state(out, "h")
+        if not (state and self.first_full):
+            return y.to(x.dtype), state
         begun = call.state["begun"] if call.state else torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        return y.to(x.dtype), {"h": last, "begun": (begun + x.shape[1]).clamp(max=1)}  # a call may have no tokens
+        return y.to(x.dtype), {**state, "begun": (begun + x.shape[1]).clamp(max=1)}  # a call may have no tokens
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch

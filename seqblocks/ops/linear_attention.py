@@ -10,7 +10,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -233,15 +233,15 @@ class LinearAttention(Op):
         decay, resets = self.decays(v, decay), call.resets
         if self.writes > 1:
             q, k, v, decay, beta, resets = spread(self.writes, q, k, v, decay, beta, resets, call.reverse)
-        out: Any = linear_attention(
+        out = linear_attention(
             q, k, v, decay=decay, beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
             normalize=self.normalize, state=call.state["S"] if call.state else None, return_state=call.return_state,
             resets=resets, reverse=call.reverse,
         )  # fmt: skip
-        o, last = out if call.return_state else (out, None)
+        o, state = output_and_state(out, "S")
         if self.writes > 1:
             o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
-        return o.flatten(-2), {} if last is None else {"S": last}
+        return o.flatten(-2), state
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from seqblocks.op import argument, primitive
 from seqblocks.ops.mlstm import MLSTM
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -66,7 +66,7 @@ class MLSTMMemoroid(MLSTM):
         from seqblocks.kernels import mlstm_memoroid
 
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
-        out: Any = mlstm_memoroid(
+        out = mlstm_memoroid(
             q,
             k,
             v,
@@ -79,5 +79,5 @@ class MLSTMMemoroid(MLSTM):
             readout=self.readout,
             eps=self.eps,
         )
-        h, last = out if call.return_state else (out, None)
-        return h.flatten(-2), last._asdict() if last else {}
+        h, after = output_and_state(out)
+        return h.flatten(-2), after

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -88,7 +88,7 @@ class MLSTM(Op):
         from seqblocks.workspace import mlstm
 
         q, k, v = (tape.view(x, (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)) for x in (q, k, v))
-        return tape.view(mlstm.scan(tape, q, k, v, i, f, self.normalize), tape.out)
+        return tape.view(mlstm.scan(tape, q, k, v, i, f), tape.out)
 
     def forward(
         self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
@@ -97,7 +97,7 @@ class MLSTM(Op):
 
         state = call.state
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
-        out: Any = mlstm(
+        out = mlstm(
             q,
             k,
             v,
@@ -111,5 +111,5 @@ class MLSTM(Op):
             input_gate=self.input_gate,
             normalize=self.normalize,
         )
-        h, last = out if call.return_state else (out, None)
-        return h.flatten(-2), last._asdict() if last else {}
+        h, after = output_and_state(out)
+        return h.flatten(-2), after

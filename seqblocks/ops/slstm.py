@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -84,7 +84,7 @@ class SLSTM(Op):
 
         bias = torch.stack([p[f"{gate}_bias"] for gate in "ifzo"])
         state = SLSTMState(**call.state) if call.state else None
-        out: Any = slstm(
+        out = slstm(
             i,
             f,
             z,
@@ -96,5 +96,4 @@ class SLSTM(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.return_state else (out, None)
-        return y, last._asdict() if last else {}
+        return output_and_state(out)

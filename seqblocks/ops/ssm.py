@@ -9,7 +9,7 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.roles import Split, evenly
-from seqblocks.state_layout import State
+from seqblocks.state_layout import State, output_and_state
 from seqblocks.tape import Tape, Value
 from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
@@ -154,7 +154,7 @@ class SSM(Op):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from seqblocks.kernels import selective_scan
 
-        out: Any = selective_scan(
+        out = selective_scan(
             x,
             dt,
             *self.matrices(p, B, C),
@@ -166,10 +166,7 @@ class SSM(Op):
             resets=call.resets,
             reverse=call.reverse,
         )
-        if not call.return_state:
-            return out, {}
-        y, last = out
-        return y, {"h": last}
+        return output_and_state(out, "h")
 
 
 @primitive("layer_scale")

@@ -11,7 +11,7 @@ from seqblocks.analysis.analyse import Analysis, analyse_text
 from seqblocks.cost import count_state
 from seqblocks.errors import Source, UsageError
 from seqblocks.graph import Graph, ModelSpec
-from seqblocks.language.files import locate
+from seqblocks.language.spec_files import locate
 from seqblocks.picture.boxes import Box, boxes_of
 
 

@@ -18,7 +18,6 @@ from seqblocks.analysis.checkpoint_maps.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.combinators.cell import CellState
 from seqblocks.language.arguments import ARGUMENT_TYPES, Argument
-from seqblocks.language.files import bundled
 from seqblocks.language.spec import (
     BLOCK_KEYS,
     BUDGET_KEYS,
@@ -30,6 +29,7 @@ from seqblocks.language.spec import (
     Block,
     SpecFile,
 )
+from seqblocks.language.spec_files import bundled
 from seqblocks.op import Op
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, words_of
 from seqblocks.report.reference import Argument as Declared

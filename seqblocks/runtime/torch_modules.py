@@ -154,7 +154,9 @@ class BatchNorm2d(_WithParameters, nn.BatchNorm2d):
         self.reset_buffers()
 
     def _compute(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        if self._reduction or self._converts_to is not None:
+        mean, weight = self.running_mean, self.weight
+        mixed = mean is not None and weight is not None and mean.dtype != weight.dtype
+        if self._reduction or self._converts_to is not None or mixed:
             return super()._compute(*tensors, call=call)
         (x,) = tensors
         check_batch(x, self.training)

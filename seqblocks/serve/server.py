@@ -15,7 +15,7 @@ from typing import Any
 
 from seqblocks.analysis.analyse import Folders
 from seqblocks.errors import SeqblocksError, UsageError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.language.writing import write_text
 from seqblocks.serve.shown import shown
 

@@ -12,7 +12,7 @@ from seqblocks.analysis.analyse import Folders, analyse_text, yaml
 from seqblocks.errors import SeqblocksError
 from seqblocks.language.document import Mapping as Table
 from seqblocks.language.document import Scalar
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.picture.drawing import drawing_of
 from seqblocks.report.summary import summarise
 

@@ -32,7 +32,7 @@ def plan_of(B: int, S: int, H: int, width: int) -> Plan:
     return Plan(L, len(lengths), together, sum(each), max(each))
 
 
-def scan(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value, normalize: bool = True) -> Value:
+def scan(tape: Tape, q: Value, k: Value, v: Value, i: Value, f: Value) -> Value:
     """Record the scan of q, k [B, S, H, DK], v [B, S, H, DV], i, f [B, S, H]; return h [B, S, H, DV]."""
     B, S, H, DK = q.shape
     DV, item = v.shape[-1], max(q.item, 4)

@@ -25,7 +25,7 @@ from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import MAX_DIAGNOSTICS, Diagnostic, Span, SpecError
 from seqblocks.language.document import Mapping
-from seqblocks.language.files import bundled, locate
+from seqblocks.language.spec_files import bundled, locate
 from tests.sampled import sampled
 
 FAULTS = Path(__file__).parent.parent / "golden" / "faults"

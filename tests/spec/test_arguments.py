@@ -9,7 +9,7 @@ import pytest
 import seqblocks
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.report.schema import schema
 
 TEXT = """

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import seqblocks
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.serve import playground
 from seqblocks.serve.server import serve
 

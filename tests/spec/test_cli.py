@@ -18,7 +18,7 @@ import pytest
 from seqblocks.cli import arguments, output
 from seqblocks.cli import main as command
 from seqblocks.cli.codes import CODES
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.spec.texts import BAD, GOOD
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,7 +15,7 @@ import pytest
 
 import seqblocks
 from seqblocks.architect.facts import FACTS, measure
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.spec.texts import GOOD
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

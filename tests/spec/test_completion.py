@@ -28,7 +28,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from seqblocks.cli.completion import SHELLS, _verbs
-    from seqblocks.language.files import bundled
+    from seqblocks.language.spec_files import bundled
 
     folder = tmp_path_factory.mktemp("scripts")
     for shell, write in SHELLS.items():

@@ -18,7 +18,7 @@ import seqblocks
 from seqblocks.architect.changes import Change, ranges
 from seqblocks.architect.designs import Design
 from seqblocks.architect.diff import Difference, TensorChange, diff
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 from tests.spec.texts import GOOD
 

@@ -17,7 +17,7 @@ import pytest
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.picture.boxes import START, Box, lanes
 from seqblocks.picture.drawing import Drawing
 from seqblocks.picture.svg import GAP, LANE, Placed, place

@@ -25,7 +25,7 @@ from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Lines, Spot
 from seqblocks.editor.symbols import Symbol, symbols
 from seqblocks.errors import Diagnostic, Span
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 
 SOME = ("jamba_small", "captioner", "vil", "transformer")

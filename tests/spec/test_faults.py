@@ -13,7 +13,7 @@ import pytest
 
 from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, Fault, Report, Source, Span, SpecError
-from seqblocks.language.files import locate
+from seqblocks.language.spec_files import locate
 
 FAULTS = Path(__file__).parent.parent / "golden" / "faults"
 CASES = sorted(path.stem for path in FAULTS.glob("*.yaml"))

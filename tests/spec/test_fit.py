@@ -18,7 +18,7 @@ import seqblocks
 from seqblocks.architect.facts import measure
 from seqblocks.architect.grid import read_demand, read_option
 from seqblocks.architect.search import Figures, Point, Search, Target
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.spec.seconds import in_time
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose

@@ -13,7 +13,7 @@ from seqblocks.analysis import check
 from seqblocks.errors import ExpectationError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.language.arguments import ARGUMENT_TYPES
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 from tests.spec.invariants import verify

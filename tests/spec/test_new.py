@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 MODELS = [name for name, path in bundled().items() if path.parent.name == "models"]

@@ -16,7 +16,7 @@ import pytest
 from seqblocks.cli.main import main
 from seqblocks.errors import Report, Source, UnavailableError
 from seqblocks.language import document
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.serve import playground
 from seqblocks.serve.shown import answer
 from tests.spec import hostile

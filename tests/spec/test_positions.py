@@ -11,7 +11,7 @@ from seqblocks.editor.opened import Opened, is_spec
 from seqblocks.editor.positions import Lines, Place, Spot
 from seqblocks.errors import Report, Source
 from seqblocks.language.document import parse
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 
 def test_positions_count_utf16_and_end_lines_as_the_protocol_does() -> None:

@@ -11,7 +11,7 @@ import pytest
 from seqblocks.analysis import check
 from seqblocks.errors import Report, Source
 from seqblocks.language.document import parse, plain
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.report.schema import schema
 from tests.sampled import sampled
 from tests.spec import language_server

@@ -19,7 +19,7 @@ import pytest
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.serve.server import REQUEST_MAX_BYTES, Server, serve
 from tests.sampled import sampled
 

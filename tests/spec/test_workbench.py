@@ -24,7 +24,7 @@ from seqblocks.editor.hints import facts, hints
 from seqblocks.editor.opened import Opened
 from seqblocks.editor.positions import Spot
 from seqblocks.errors import Span
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.report import reference
 from seqblocks.report.summary import Row, summarise
 from tests.spec.test_analyse import inside

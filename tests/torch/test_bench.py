@@ -233,7 +233,7 @@ def test_the_command(run_main: Run, tmp_path: Any) -> None:
     shown = run_main("bench", "a.yaml", "--seconds", "0.01", cwd=tmp_path).stdout
     assert "layers.*.causal_conv (3 x)" in shown
     assert "between the steps" in shown
-    wrong = {("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "nothing to time"}
+    wrong = {("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "computes nothing"}
     for words, message in wrong.items():
         failed = run_main("bench", "a.yaml", *words, cwd=tmp_path)
         assert failed.returncode == 2

@@ -17,7 +17,7 @@ from seqblocks.analysis import check
 from seqblocks.checkpoint import load, load_official, official_name, save
 from seqblocks.checkpoint.record import RECORD, record_checksum
 from seqblocks.language import spec
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
 

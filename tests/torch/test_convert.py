@@ -23,7 +23,7 @@ from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights, weights_in
 from seqblocks.cli.main import main
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.recipes import Concat, Cut, Rearrange, Recipe, Reshape, Slice, Split, Stack, Transpose
 from tests.sampled import sampled
 

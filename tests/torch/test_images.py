@@ -256,6 +256,19 @@ def test_batch_norm_of_vectors_sequences_and_images(input: str, shape: tuple[int
         model.init_state(1)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_in_float32_beside_weights_in_16_bits(training: bool) -> None:
+    """Such are the shards of a model whose layers compute in bfloat16: buffers are not converted."""
+    model = built("batch_norm", input="{features: 6}").float().train(training)
+    x = draw(2, 9, 6).bfloat16()
+    expected = copy.deepcopy(model)
+    weights = {name: each.detach().bfloat16() for name, each in model.named_parameters()}
+    y = torch.func.functional_call(model, weights, (x,))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected(x.float()).bfloat16())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
 def test_a_batch_of_one_value_has_no_variance() -> None:
     model = built("batch_norm", input="{vector: 6}")
     with pytest.raises(RunError, match=r"batch_norm needs at least two values of each feature to train, not \[1, 6\]"):

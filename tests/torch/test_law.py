@@ -160,7 +160,7 @@ def test_at_many_lengths(name: str, seq: int, cuts: list[int], resets: list[tupl
 
 def test_every_streaming_spec_is_here() -> None:
     """Sizes of one architecture count as one."""
-    from seqblocks.language.files import bundled
+    from seqblocks.language.spec_files import bundled
 
     families = {
         "xlstm_125m_7_1": ("mlstm_small", "xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),

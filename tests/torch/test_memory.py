@@ -22,6 +22,7 @@ from seqblocks.errors import RunError, SpecError
 from seqblocks.graph import ModelSpec
 from tests.compose import Composer
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
+from tests.torch.memory_specs import random_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 
@@ -244,6 +245,43 @@ def test_random_specs(seed: int, count: int) -> None:
     ratios = [*itertools.islice(random_ratios(seed), count)]
     assert statistics.median(ratios) == pytest.approx(1, abs=0.02)
     assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
+
+
+@pytest.mark.parametrize(("dtype", "seeds"), [
+    *(pytest.param(dtype, range(3), id=dtype) for dtype in ("float32", "bfloat16")),
+    *(pytest.param(dtype, range(100, 125), id=f"{dtype}-long", marks=pytest.mark.long)
+      for dtype in ("float32", "bfloat16")),
+])
+def test_random_cells_and_choices(dtype: str, seeds: range) -> None:
+    """On a processor with AMX, oneDNN copies both operands of a product in bfloat16, which matters in tiny models."""
+    for seed in seeds:
+        _, spec = seqblocks.load_text(random_text(seed))
+        found, real = both(spec, 4, 96, dtype=dtype)
+        if real.peak >= SMALL:
+            assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["cell, loop", "cell, every token kept"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loops(name: str, dtype: str) -> None:
+    """A loop is replayed in few steps, and keeps what is kept for all tokens one by one."""
+    _, spec = seqblocks.load_text(text_of(OPS[name]))
+    found = seqblocks.memory(spec, batch=8, length=128, dtype=dtype)
+    run = Run(seqblocks.build_model(spec, dtype=dtype), 8, 128)
+    loss = (4 if dtype == "float32" else 2) * math.prod(Sizes(8, 128).shape(spec.output))
+    assert found.activations_bytes == run.kept() - loss
+    assert found.peak_bytes == pytest.approx(run.measured().peak, rel=0.02)
+
+
+def test_a_choice_by_a_threshold_is_at_most_of_all_tokens() -> None:
+    """How many tokens are above a threshold is known only in a run."""
+    read = "steps: [{swiglu: 128}, {identity: {as: y}}, {calc: r * y}]"
+    few, most = (
+        both(seqblocks.load_text(text_of(["linear: {features: 1, as: r}", f"choose: {{{given}, {read}}}"]))[1], 8, 128)
+        for given in ("from: x, by: r, above: 0.5", "from: x, by: r, above: -1000")
+    )
+    assert few[0].peak_bytes == most[0].peak_bytes == pytest.approx(most[1].peak, rel=0.02)
+    assert few[1].peak < few[0].peak_bytes
 
 
 def test_sizes_of_blocks_are_those_of_the_kernels() -> None:

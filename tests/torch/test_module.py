@@ -18,8 +18,8 @@ from torch import nn
 import seqblocks
 from seqblocks import graph
 from seqblocks import state as states
-from seqblocks.language.files import bundled
 from seqblocks.language.keys import ATTRIBUTES
+from seqblocks.language.spec_files import bundled
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law

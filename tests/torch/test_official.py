@@ -20,7 +20,7 @@ from seqblocks.analysis.checkpoint_maps.translation import official_name
 from seqblocks.checkpoint import load_official
 from seqblocks.checkpoint.official import translated
 from seqblocks.checkpoint.weight_files import Weights
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from tests.sampled import sampled
 
 FOLDER = Path(__file__).parent.parent / "golden" / "hub"

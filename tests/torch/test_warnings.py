@@ -14,7 +14,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.graph import ModelSpec
-from seqblocks.language.files import bundled
+from seqblocks.language.spec_files import bundled
 from seqblocks.testing import random_context, random_input
 from tests.compose import compose
 

@@ -50,7 +50,8 @@ from seqblocks.graph import Entry, join
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse
 from seqblocks.language.keys import is_name, known_keys, required
-from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
+from seqblocks.patterns import read_pattern
+from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, words_of
 from seqblocks.suggestions import did_you_mean
 
 

@@ -25,8 +25,8 @@ from seqblocks.errors import Fault, Note, Suggestion, listing, quote
 from seqblocks.language.arguments import Argument
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.files import bundled
 from seqblocks.language.spec import Block
+from seqblocks.language.spec_files import bundled
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 from seqblocks.suggestions import instead_of, key_hint, nearest
 

@@ -242,10 +242,10 @@ def _written(
     return model.text(layers, used(kinds, layers), parts.names())
 
 
-def _uniform(config: Config, about: str, parts: Decoder, window: int = 0, tied: bool = False) -> str:
+def _uniform(config: Config, about: str, parts: Decoder, window: int = 0) -> str:
     """Write a model whose layers are all the same."""
     rotary = rope(config, parts.head)
-    return _written(config, about, ["full"] * depth_of(config), {"full": parts.layer(rotary, window)}, parts, tied=tied)
+    return _written(config, about, ["full"] * depth_of(config), {"full": parts.layer(rotary, window)}, parts)
 
 
 def llama(config: Config) -> str:
