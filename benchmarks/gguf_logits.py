@@ -1,4 +1,4 @@
-"""Compare the logits of seqblocks with those of llama.cpp, which reads the same weights from a GGUF file.
+"""Compare the logits of seqblocks with those of llama.cpp, which reads the same weights from a GGUF file, and tokens.
 
     pip install llama-cpp-python gguf     # compiles llama.cpp, which takes about ten minutes
     python benchmarks/gguf_logits.py [mamba_130m jamba …]
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_models
+import gguf_tokenizers
 import llama_cpp
 import numpy
 import torch
@@ -33,6 +34,7 @@ from seqblocks.checkpoint.gguf_file import TYPES
 
 LIMIT = 1e-4
 STEP = {"f16": math.sqrt(2 / 3) * 2**-11, "q8_0": math.sqrt(2 / 12) * 2.1 / 127}  # the largest of 32 is 2.1 times usual
+TOKENIZERS = ("gpt-2", "smollm", "qwen2", "smaug-bpe", "llama-bpe", "sentencepiece", "sentencepiece, with a space")
 BUNDLED = ("mamba_130m", "mamba2_130m", "rwkv7_0_4b", "rwkv6")
 
 
@@ -78,12 +80,33 @@ def bound(name: str, model: seqblocks.SequenceModel, kind: str) -> float | None:
     return 4 * math.sqrt(products) * STEP["f16" if kind == "f32" else kind]
 
 
+def differing_tokens(kind: str) -> int:
+    """Return the number of texts that llama.cpp and the package tokenizers turn into different tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seqblocks.save(seqblocks.build("mamba_130m", set={"dim": 32, "depth": 1, "vocabulary": 448}), folder / "model")
+        spaces = {"sentencepiece": False, "sentencepiece, with a space": True}
+        make = gguf_tokenizers.sentencepiece if kind in spaces else gguf_tokenizers.byte_level
+        tokenizer = make(folder / "tokens", spaces.get(kind, kind))
+        to_gguf(folder / "model", folder / "x.gguf", tokenizer=folder / "tokens")
+        engine = llama_cpp.Llama(str(folder / "x.gguf"), vocab_only=True, verbose=False)
+        return sum(
+            tokenizer.encode(text, add_special_tokens=False).ids
+            != engine.tokenize(text.encode(), add_bos=False, special=True)
+            for text in gguf_tokenizers.TEXTS
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[*gguf_models.CASES, *BUNDLED])
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     failed = False
+    for kind in TOKENIZERS:
+        wrong = differing_tokens(kind)
+        failed |= bool(wrong)
+        print(f"{kind:26} tokens differ in {wrong} of {len(gguf_tokenizers.TEXTS)} texts", flush=True)
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
             model = saved(name, Path(folder) / "model")

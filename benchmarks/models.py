@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf_models
 import steps
 import torch
 from common import versions, write
@@ -121,6 +122,8 @@ def of_llama(model: seqblocks.SequenceModel, kind: str) -> Candidate:
 
     threads, vocabulary = torch.get_num_threads(), model.spec.input.features
     options = {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    if kind == "f32":  # keys and values as well
+        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
     with tempfile.TemporaryDirectory() as folder:
         seqblocks.save(model, Path(folder) / "model")
         to_gguf(Path(folder) / "model", file := Path(folder) / "model.gguf", dtype=kind)
@@ -146,6 +149,12 @@ def of_llama(model: seqblocks.SequenceModel, kind: str) -> Candidate:
     return Candidate(
         nn.Module(), logits, lambda ids: read(last, ids), generate, trains=False, rounds=kind != "f32"
     )  # fmt: skip
+
+
+def smaller(model: seqblocks.SequenceModel) -> dict[str, Callable[[], Candidate]]:
+    """Return llama.cpp, and what both packages have with smaller weights."""
+    made = {f"llama.cpp {name}": lambda name=name: of_llama(model, name) for name in ("f32", "f16", "q8_0")}
+    return {**made, "seqblocks int8": lambda: ours(seqblocks.quantize(model))._replace(trains=False, rounds=True)}
 
 
 def spec_and_model(peer: Any) -> seqblocks.SequenceModel:
@@ -178,8 +187,7 @@ def mamba(dim: int, depth: int, vocabulary: int, kind: str = "Mamba") -> Callabl
         if kind != "Mamba2":
             made["transformers, mambapy's scan"] = with_scan_of_mambapy
         if kind in ("Mamba", "Mamba2"):
-            made |= {f"llama.cpp {name}": lambda name=name: of_llama(model, name) for name in ("f32", "f16", "q8_0")}
-            made["seqblocks int8"] = lambda: ours(seqblocks.quantize(model))._replace(trains=False, rounds=True)
+            made |= smaller(model)
         if kind == "Mamba":
             made |= {"mambapy": lambda: of_mambapy(model), "by hand": lambda: by_hand(model)}
         return model, made
@@ -273,6 +281,40 @@ def xlstm_language() -> Any:
     return model, {OURS: lambda: ours(model), "xlstm": lambda: theirs}
 
 
+def rwkv(version: int) -> Callable[[], Any]:
+    """RWKV, which transformers does not have in these versions."""
+
+    def make() -> Any:
+        if version == 7:
+            model = seqblocks.build("rwkv7_0_4b", set={"dim": 512, "depth": 8, "vocabulary": 256}).eval()
+        else:
+            text = gguf_models.RWKV6
+            for small, large in (("128", "512"), ("times: 3", "times: 8"), ("heads: 2", "heads: 8"), ("96", "256")):
+                text = text.replace(small, large)
+            model = seqblocks.build_text(text).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        return model, {OURS: lambda: ours(model), **smaller(model)}
+
+    return make
+
+
+def falcon_h1() -> Any:
+    """A hybrid without experts: Mamba-2 and attention in each layer."""
+    import transformers
+
+    config = transformers.FalconH1Config(
+        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, mamba_d_ssm=1024, mamba_n_heads=16, mamba_d_head=64, mamba_d_state=64,
+        mamba_rms_norm=False, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    peer = transformers.FalconH1ForCausalLM(config).eval()
+    model = spec_and_model(peer)
+    return model, {OURS: lambda: ours(model), "transformers": lambda: of_transformers(peer), **smaller(model)}
+
+
 CASES = {
     "mamba_128": Case("Mamba, width 128, 5 layers, 256 tokens", mamba(128, 5, 256), (8, 128), 64),
     "mamba_512": Case("Mamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256), (2, 128), 48),
@@ -281,6 +323,9 @@ CASES = {
     "falcon_mamba": Case(
         "FalconMamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256, "FalconMamba"), (2, 128), 48
     ),
+    "rwkv6": Case("RWKV-6, width 512, 8 layers, 256 tokens", rwkv(6), (2, 128), 48),
+    "rwkv7": Case("RWKV-7, width 512, 8 layers, 256 tokens", rwkv(7), (2, 128), 48),
+    "falcon_h1": Case("Falcon-H1, width 512, 6 layers, 256 tokens", falcon_h1, (2, 128), 48),
     "xlstm_large": Case("xLSTM-large, width 512, 6 layers of 4 heads, 1,024 tokens", xlstm_large, (4, 128), 48),
     "xlstm": Case("xLSTM[1:0], width 256, 6 layers of 4 heads, 1,024 tokens", xlstm_language, (8, 128), 48),
 }
