@@ -178,6 +178,7 @@ def _convert(parser: Parser) -> None:
     parser.add_argument(
         "--type", choices=("f32", "f16", "q8_0"), help="gguf: type of the matrices (default: f32)"
     )
+    parser.add_argument("--tokenizer", metavar="DIR", help="gguf: folder with a tokenizer.json (default: no tokenizer)")
     parser.add_argument(
         "--spec", metavar="SPEC", help="path or bundled name; required if DIR does not contain the spec"
     )

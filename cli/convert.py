@@ -23,9 +23,10 @@ def run(options: argparse.Namespace) -> int:
     more = {"spec": options.spec, "set": overrides(options)}
     remarks = []
     if options.to == "gguf":
-        _, tensors, size = to_gguf(options.path, options.out, dtype=options.type or "f32", **more)
-    elif options.type:
-        raise UsageError("--type is for --to gguf; other layouts keep the dtypes of the weights")
+        kind, tokenizer = options.type or "f32", options.tokenizer
+        _, tensors, size = to_gguf(options.path, options.out, dtype=kind, tokenizer=tokenizer, **more)
+    elif options.type or options.tokenizer:
+        raise UsageError("--type and --tokenizer are for --to gguf; other layouts keep the dtypes of the weights")
     else:
         written = convert(options.path, options.to, options.out, shard_size=options.shard_size, **more)
         tensors, size = len(written.headers), sum(header.nbytes for header in written.headers.values())

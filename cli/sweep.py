@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
         status = INTERRUPTED
     _print(found, rows, front, options)
     if status and options.format == "text" and not options.quiet:
-        more = f"; the same command continues {visible(options.out)}" if options.out else ""
-        output.write(f"interrupted: these are the designs that were done{more}")
+        again = f"; the same command continues {visible(options.out)}" if options.out else ""
+        output.write(f"interrupted: these are the designs that were done{again}")
     return status
 
 

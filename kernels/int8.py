@@ -2,7 +2,7 @@
 
 Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call,
 nor on which of torch's products computes it. There are two on a CPU: `torch._int_mm`, and for the few tokens of a
-stream on an AMD processor, FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md).
+stream on a processor with VNNI, FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md).
 
 FBGEMM takes tokens in float32, and rounds all tokens of a call by the least and the largest value among them. Each
 token is therefore already rounded to integers here, and is extended by -128 and 127, which the matrix multiplies by
@@ -23,25 +23,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 from seqblocks.errors import RunError
 from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
+from seqblocks.kernels.stored import StoredMatrix
 
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
-FBGEMM_MAX_ROWS = 16  # tokens: for more, `torch._int_mm` is faster
+ON_AMD = str(numerics.PROCESSOR.get("cpu_name", "unknown")).startswith("AMD")
+FBGEMM_MAX_ROWS = 16 if ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
 PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take twice the time each
 EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
 # Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(numerics.PROCESSOR.get("avx512_vnni"))
-# It was faster on an AMD Zen 4. Other processors with VNNI were not measured, so they use `torch._int_mm`.
-ON_FBGEMM = HAS_FBGEMM and str(numerics.PROCESSOR.get("cpu_name", "unknown")).startswith("AMD")
 
 Parts = Sequence[Any]  # FBGEMM's copies of the rows of a matrix, in order
 _rearranged: Any = WeakIdKeyDictionary()  # by values: (versions and addresses of values and scale, Parts)
 
 
-class Int8Matrix(nn.Module):
+class Int8Matrix(nn.Module, StoredMatrix):
     """A weight [O, I] as values [O, I] (int8) times scale [O], which has the dtype of the weight.
 
-    It takes the place of a parameter, and is passed to functions of this package that take one.
+    It takes the place of a parameter.
     """
 
     values: Tensor
@@ -84,7 +84,6 @@ class Int8Matrix(nn.Module):
         return self.values * self.scale[:, None]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of these numbers, like an embedding: [..., I] for ids [...]."""
         return nn.functional.embedding(ids, self.values) * nn.functional.embedding(ids, self.scale[:, None])
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +117,7 @@ class Int8Matrix(nn.Module):
     def _rearranged(self) -> Parts | None:
         """Return the copies of FBGEMM, None where it is not used. They are made once for the same values."""
         values, scale = self.values, self.scale
-        able = ON_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
+        able = HAS_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
         if not able or not values.is_cpu or is_seen((values, scale)) or not values.numel():
             return None
         if values.is_inference() or scale.is_inference():  # They have no version.
@@ -131,11 +130,6 @@ class Int8Matrix(nn.Module):
             found = _rearranged[values] = made_of, [_copy_for_fbgemm(*part) for part in pairs]
         parts: Parts = found[1]
         return parts
-
-
-def is_int8(weight: object) -> bool:
-    """Return whether a weight is stored in 8 bits."""
-    return isinstance(weight, Int8Matrix)
 
 
 def _scale(x: Tensor) -> Tensor:

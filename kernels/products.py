@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
-from seqblocks.kernels.int8 import Int8Matrix, is_int8
+from seqblocks.kernels.stored import StoredMatrix
 
 READING_MAX_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
 READING_MIN_ELEMENTS = 1 << 19  # a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
+UNPACKED_TOKENS = range(4, 16)  # MKL with AVX-512 is slow for these: it begins to rearrange the matrix at 16
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
-COPY_MAX_ELEMENTS = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
 ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads blocks of rows at full speed on AMD
 ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
 BLOCK_ROWS = 128
-WHOLE_BLOCKS_MAX_TOKENS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
 MIN_CONVERTED = 8  # tokens: for fewer, converting the matrix takes longer than the slow product
-NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
+CONVERTED_FEW = 16  # tokens: up to this many, converting the matrix takes longer than multiplying
+FEW_CONVERTED_ELEMENTS = 1 << 18  # of a matrix that are converted at once for few tokens, so that they stay in a cache
+MANY_CONVERTED_ELEMENTS = 1 << 23  # for more tokens, so that little memory is allocated
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -39,14 +40,18 @@ ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.
 PROCESSOR = str(numerics.PROCESSOR.get("cpu_name", "unknown"))
 ON_SLOW_MKL = ON_ONEDNN and PROCESSOR.startswith("AMD")  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 
+# oneDNN reads a matrix in bfloat16 at 0.55 to 0.7 times the speed of torch's own `mv` on an Intel Xeon. No other
+# processor was measured.
+HAS_FAST_MV = HAS_AVX512 and PROCESSOR.startswith("Intel")
 
-def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+
+def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b [..., O] for x [..., I], weight [O, I], bias [O], like `torch.nn.functional.linear`.
 
     oneDNN compiles code for each number of tokens, and keeps 0.65 MB of it. x is padded to one of eight numbers between
     a power of two and the next, so that prompts of every length do not fill the memory.
     """
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, StoredMatrix):
         return weight.product(x, bias)
     if not _suits_onednn(x, weight, bias):
         return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
@@ -80,12 +85,15 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def chosen(elements: int, rows: int, width: int) -> str:
     """Return the fastest product in float32 of this many elements of x with a matrix: torch, oneDNN or rows."""
-    if elements <= READING_MAX_TOKENS * width:
-        if not elements or rows * width < READING_MIN_ELEMENTS:
-            return "torch"
-        suits_rows = ON_SLOW_MKL and elements <= min(ROWS_MAX_FEATURES, ROWS_MAX_TOKENS * width) and rows >= BLOCK_ROWS
-        return "rows" if suits_rows else "oneDNN"
-    return "oneDNN" if ON_SLOW_MKL and elements * rows >= ONEDNN_MIN_MACS else "torch"
+    if not ON_SLOW_MKL:
+        suits = width and elements // width in UNPACKED_TOKENS and elements * rows >= ONEDNN_MIN_MACS
+        return "oneDNN" if suits else "torch"
+    if elements > READING_MAX_TOKENS * width:
+        return "oneDNN" if elements * rows >= ONEDNN_MIN_MACS else "torch"
+    if not elements or rows * width < READING_MIN_ELEMENTS:
+        return "torch"
+    suits_rows = elements <= min(ROWS_MAX_FEATURES, ROWS_MAX_TOKENS * width) and rows >= BLOCK_ROWS
+    return "rows" if suits_rows else "oneDNN"
 
 
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -109,8 +117,10 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     if device == "cpu" and dtype in numerics.SLOW_KINDS:
         return [(1, "torch"), (MIN_CONVERTED, "float32")]
     found: list[tuple[int, str]] = []
-    many = max(READING_MAX_TOKENS + 1, -(-ONEDNN_MIN_MACS // (rows * width)))
-    for tokens in sorted({1, min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, READING_MAX_TOKENS + 1, many}):
+    many = -(-ONEDNN_MIN_MACS // (rows * width))
+    limits = {1, READING_MAX_TOKENS + 1, max(READING_MAX_TOKENS + 1, many), max(UNPACKED_TOKENS.start, many)}
+    limits |= {min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, UNPACKED_TOKENS.stop}
+    for tokens in sorted(limits):
         name = chosen(tokens * width, rows, width) if able else "torch"
         if not found or found[-1][1] != name:
             found.append((tokens, name))
@@ -128,10 +138,24 @@ def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
-        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
         return _by_rows(x, weight, bias)
     return _by_onednn(x, weight, bias)
+
+
+def _by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W' + b in float32 for x [N, I] in float32 and W in 16 bits, converting some of its rows at a time."""
+    rows, width = weight.shape
+    elements = FEW_CONVERTED_ELEMENTS if x.shape[0] <= CONVERTED_FEW else MANY_CONVERTED_ELEMENTS
+    count = max(1, elements // width)
+    if rows <= count:
+        return linear(x, weight.float(), bias)
+    converted, y = x.new_empty(count, width), x.new_empty(x.shape[0], rows)
+    for at in range(0, rows, count):
+        part = weight[at : at + count]
+        y[:, at : at + count] = linear(x, converted[: len(part)].copy_(part))
+    return y if bias is None else y.add_(bias)
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -179,9 +203,9 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def prepare_linear(weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients, which copies nothing."""
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, StoredMatrix):
         return weight.prepare(bias)
     if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
         return lambda x: F.linear(x, weight, bias)
@@ -212,51 +236,3 @@ def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[in
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
         return False
     return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))
-
-
-class Matrix(NamedTuple):
-    """A linear map: weight [O, I], bias [O]. blocks: the number of equal blocks of a block-diagonal weight."""
-
-    weight: Tensor  # or an Int8Matrix
-    bias: Tensor | None = None
-    blocks: int = 1
-
-
-def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
-    """Return f(x [N, I]) that computes several linear maps of one input and concatenates their outputs."""
-    whole, blocks = _prepare_whole(matrices), matrices[0].blocks
-    alike = len({matrix.weight.shape for matrix in matrices}) == 1 and all(m.blocks == blocks for m in matrices)
-    if not alike or blocks == 1 or matrices[0].weight.shape[1] < NARROW * blocks or torch.compiler.is_compiling():
-        return whole
-    by_block = _prepare_blocks(matrices, blocks)
-    return lambda x: (whole if x.shape[0] <= WHOLE_BLOCKS_MAX_TOKENS else by_block)(x)
-
-
-def _prepare_whole(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
-    if len(matrices) == 1:
-        return prepare_linear(matrices[0].weight, matrices[0].bias)
-    if any(is_int8(matrix.weight) for matrix in matrices):
-        each = [prepare_linear(matrix.weight, matrix.bias) for matrix in matrices]
-        return lambda x: torch.cat([run(x) for run in each], -1)
-    return prepare_linear(torch.cat([matrix.weight for matrix in matrices]), _joined_bias(matrices))
-
-
-def _prepare_blocks(matrices: Sequence[Matrix], blocks: int) -> Callable[[Tensor], Tensor]:
-    """Return f(x [N, I]) for M matrices of equal shapes with G blocks each, as one batched product of the blocks."""
-    M, (O, I) = len(matrices), (size // blocks for size in matrices[0].weight.shape)
-    each = torch.stack([matrix.weight.view(blocks, O, blocks, I) for matrix in matrices])
-    weight = each.diagonal(0, 1, 3).permute(3, 2, 0, 1).reshape(blocks, I, M * O)  # from [M, O, I, G]
-    bias = _joined_bias(matrices)
-
-    def product(x: Tensor) -> Tensor:
-        y = torch.bmm(x.view(-1, blocks, I).transpose(0, 1), weight)  # [G, N, M O]
-        y = y.view(blocks, -1, M, O).permute(1, 2, 0, 3).reshape(-1, M * blocks * O)
-        return y if bias is None else y.add_(bias)
-
-    return product
-
-
-def _joined_bias(matrices: Sequence[Matrix]) -> Tensor | None:
-    if all(matrix.bias is None for matrix in matrices):
-        return None
-    return torch.cat([m.weight.new_zeros(m.weight.shape[0]) if m.bias is None else m.bias for m in matrices])

@@ -49,8 +49,8 @@ class Port(NamedTuple):
     `several`: takes only such a list, of at least two wires.
     `size_only`: the op reads only the number of tokens, not their values, so the wire does not count as used (E315).
     `length`: ports with the same word read sequences of the same length; the default is that of the main input.
-    `other_rate`: may read the same sequence at another rate than the port before it, of which a token sees only what is
-    complete. The next such port then reads as many tokens.
+    `other_rate`: may read the same sequence at another rate than the first port, of which a token sees only what is
+    complete. Ports with the same word then read as many tokens.
     `broadcast`: a vector is expanded to the tokens of the other inputs if these are sequences or images. The op's
     declarations and `forward` then see it as a sequence or an image.
     `gate`: a gate or a decay, whose errors add up in the state: the matrices that compute it are not quantized.
@@ -65,7 +65,7 @@ class Port(NamedTuple):
     kinds: tuple[Kind, ...] = ("sequence",)
     size_only: bool = False
     length: str = ""
-    other_rate: bool = False
+    other_rate: str = ""
     broadcast: bool = False
     gate: bool = False
 

@@ -471,7 +471,7 @@ class Composer(Cells, Mixers, Rates, Sequences):
         moves += [self.windows, self.side_by_side]
         moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
-        moves += [] if body.now.prefix or body.chosen else [self.between_rates]
+        moves += [] if body.now.prefix or body.chosen else [self.chance.choice([self.between_rates, self.selected])]
         moves += [] if body.in_each or body.chosen else [self.after_learned_tokens, self.learned]
         if body.now.prefix:
             changing = (self.windows, self.down, self.up, self.conv1d, self.after_learned_tokens)

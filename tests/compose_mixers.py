@@ -195,7 +195,7 @@ class Mixers(Tokens):
             pairs = bool(not causal and not span and now.length and "relative" not in biases and self.maybe(0.6))
             rotary, soft_cap = (rotary, soft_cap) if pairs else (0, None)
             more["scores"] = self.project(body, source, now, heads * (now.length if pairs and now.length else 1))
-        if causal and not (self.streams or body.fixed or {"chunk", "keep_first"} & span.keys()) and self.maybe(0.3):
+        if causal and not (self.streams or body.fixed or {"chunk", "keep_first"} & span.keys()) and self.maybe(0.7):
             more["prefix"] = self.chance.choice([1, 2, 5])
         self.add(
             body, "attention", replace(now, width=heads * values),

@@ -49,7 +49,7 @@ class Rates(Tokens):
         (query, of_query), (key, of_key) = pairs if self.maybe(0.7) else pairs[::-1]
         shared, values = self.chance.randint(1, 2), self.chance.randint(1, 3)
         heads, width = shared * self.chance.randint(1, 2), self.chance.randint(1, 3)
-        q, merges = self.project(body, query, of_query, heads * width), self.maybe(0.5)
+        q, merges = self.project(body, query, of_query, heads * width), self.maybe(0.6)
         results = []
         for name, kind in [(key, of_key), *([(query, of_query)] if merges else [])]:
             self.add(
@@ -62,9 +62,38 @@ class Rates(Tokens):
             )  # fmt: skip
             results.append(self.named(body) if merges else "")
         if merges:
-            again = self.maybe(0.2)
+            again = self.maybe(0.6)
             names = {"from": results[0], "with": results[1], "heads": heads, "logsumexp": again or None}
             self.add(body, "merge_attention", replace(of_query, width=heads * (values + again)), **names)
+
+    def selected(self, body: Body) -> None:
+        """Append attention to keys that each token selects: single ones, or those of blocks."""
+        now, source = body.now, self.named(body)
+        sizes = [f for f in (1, 2, 3) if not now.length or now.length % f == 0]
+        block = self.chance.choice(sizes if now.rate <= 6 else [1])
+        shared, values, width = self.chance.randint(1, 2), self.chance.randint(1, 3), self.chance.randint(1, 3)
+        heads = shared * self.chance.randint(1, 2)
+        k, v = (self.project(body, source, now, shared * each) for each in (width, values))
+        index_k, merged = k, now
+        if block > 1:
+            merged = replace(now, width=shared * width, length=now.length and now.length // block,
+                             rate=now.rate * block, grid=None)  # fmt: skip
+            self.add(body, "downsample", merged, **{"from": k, "factor": block, "method": "mean"})
+            index_k = self.named(body)
+        last, top = self.chance.randint(0, 2), self.chance.randint(2, 3)
+        weight = self.project(body, source, now, heads) if self.maybe(0.2) else None
+        q = self.project(body, source, now, heads * width)
+        self.add(
+            body, "selected_attention", replace(now, width=heads * values), q=q, k=k, v=v, index_q=q, index_k=index_k,
+            weight=weight, heads=heads, kv_heads=shared, block=block if block > 1 or self.maybe(0.3) else None, top=top,
+            first=self.chance.choice([None, top - last]), last=last, groups=self.chance.choice([None, 1, shared]),
+            activation=self.chance.choice([None, "none"]), cache=100, sinks=self.chance.choice([None, True]),
+            soft_cap=self.chance.choice([None, None, 2]),
+        )  # fmt: skip
+        if weight:  # which learns from nothing else
+            y = self.named(body)
+            self.add(body, "linear", replace(now, width=heads * values), **{"from": weight, "features": heads * values})
+            self.add(body, "add", body.now, **{"with": y})
 
     def windows(self, body: Body) -> None:
         """Merge tokens into features, or split features into tokens, by a pattern."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.products import Matrix, prepare_joined
+from seqblocks.kernels.joined import Matrix, prepare_joined
 from seqblocks.token_function import TokenFunction
 
 DENSE = 1 << 14  # elements of the padded matrix: up to this size, one product is faster than a batch of blocks

@@ -80,20 +80,24 @@ def to_gguf(
     out: str | os.PathLike[str],
     *,
     dtype: str = "f32",
+    tokenizer: str | os.PathLike[str] | None = None,
     spec: Any = None,
     set: Mapping[str, Any] | None = None,
 ) -> GGUFSummary:
-    """Write weights as a GGUF file for llama.cpp, without a tokenizer. Returns a summary of the file.
+    """Write weights as a GGUF file for llama.cpp. Returns a summary of the file.
 
     path, spec, set: as in `convert`. out: the file, which must not exist. dtype: of the matrices, f32, f16 or q8_0;
     vectors, convolutions and decays are always float32. In q8_0, matrices whose rows are not divisible into blocks of
-    32 values are f16.
+    32 values are f16. tokenizer: a folder with a tokenizer.json; by default, the file has no tokenizer.
 
-    Raises RunError with the reason if llama.cpp cannot run the model; UsageError for invalid arguments;
-    UnavailableError without the package gguf; OSError for disk errors.
+    Raises RunError with the reason if llama.cpp cannot run the model or the tokenizer; UsageError for invalid
+    arguments; UnavailableError without the package gguf; OSError for disk errors.
     """
     model, ours = _source(as_path(path), spec, set)
-    return write_gguf(model, ours, as_path(out), dtype)
+    vocabulary = None if tokenizer is None else as_path(tokenizer)
+    return write_gguf(
+        model, ours, as_path(out), dtype, lambda layout: official_weights(model, ours, layout), vocabulary
+    )
 
 
 def _write_config(place: Path, target: Path, dtype: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from seqblocks.checkpoint.gguf_steps import Step, nodes_of
+from seqblocks.checkpoint.gguf_steps import Step
 from seqblocks.errors import RunError
-from seqblocks.graph import ModelSpec
+from seqblocks.graph import ModelSpec, walk
 
 Rows = tuple[tuple[str, dict[str, str]], ...]
 """The verbs of consecutive steps, each with the tensors of its parameters. Parameters of one tensor are stacked."""
@@ -292,21 +292,21 @@ KNOWN = (
         },
     ),
 )
-NO_ATTENTION = "seqblocks does not write layers with attention yet"
+NO_ATTENTION = "seqblocks writes attention and experts only with the config.json of a family of transformers it knows"
 ABSENT = {  # verb -> why no model with it can be written
     "mlstm": "llama.cpp has no xLSTM",
     "slstm": "llama.cpp has no xLSTM",
     "gated_recurrence": "llama.cpp has no RecurrentGemma, minGRU or minLSTM",
     "attention": NO_ATTENTION,
     "latent_attention": NO_ATTENTION,
-    "experts": "seqblocks does not write experts yet",
+    "experts": NO_ATTENTION,
     "cell": "llama.cpp has no steps given by formulas, and of RWKV only versions 6 and 7",
 }
 
 
 def reason(model: ModelSpec) -> str:
     """Return why a model with other steps cannot be written, or "" if its verbs do not tell."""
-    nodes = list(nodes_of(model.graph))
+    nodes = list(walk(model.graph))
     verbs = {node.verb for node in nodes}
     for verb, why in ABSENT.items():
         if verb in verbs:

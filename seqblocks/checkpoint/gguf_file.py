@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,11 @@ from torch import Tensor
 from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.checkpoint.gguf_families import KNOWN, ORDER, Architecture, Rows, Sizes, reason
+from seqblocks.checkpoint.gguf_found import CONTEXT, Metadata
+from seqblocks.checkpoint.gguf_hub import described, known
 from seqblocks.checkpoint.gguf_steps import Step, difference, steps_of
+from seqblocks.checkpoint.gguf_table import FAMILIES
+from seqblocks.checkpoint.gguf_tokenizer import add_vocabulary, read_vocabulary
 from seqblocks.checkpoint.weight_files import Weights
 from seqblocks.errors import RunError, UnavailableError, UsageError, listing
 from seqblocks.graph import ModelSpec
@@ -26,8 +31,9 @@ from seqblocks.graph import ModelSpec
 TYPES = ("f32", "f16", "q8_0")
 ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "Q8_0": torch.uint8}  # of the arrays that gguf writes
 BLOCK = 32  # consecutive values of a row that share a scale in q8_0
-CONTEXT = 2**20  # the state does not limit the length; llama.cpp requires a number
-VECTORS = ("norm", "conv1d", "lerp", "first")  # in the names of tensors that are not factors of a matrix product
+# Tensors that are not factors of a matrix product, or that llama.cpp never stores in fewer bits: routers, and the
+# matrices of low rank of RWKV, which determine its decays.
+EXACT = re.compile(r"norm|conv1d|lerp|first|shortconv\.conv|ffn_gate_inp|time_mix_(decay_)?[wavg][012]")
 _Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
 
 
@@ -48,39 +54,62 @@ def gguf() -> Any:
     return gguf
 
 
-def write_gguf(model: ModelSpec, ours: Weights, target: Path, kind: str = "f32") -> GGUFSummary:
-    """Write a model as a GGUF file without a tokenizer. One tensor at a time is in memory.
+def write_gguf(
+    model: ModelSpec, ours: Weights, target: Path, kind: str, official: Callable[[str], Weights],
+    tokenizer: Path | None = None,
+) -> GGUFSummary:  # fmt: skip
+    """Write a model as a GGUF file. One tensor at a time is in memory.
 
     ours: the weights under the names of the spec. kind: the type of matrices: f32, f16 or q8_0. Vectors, convolutions
     and decays are always float32; in q8_0, matrices whose rows are not divisible into blocks of 32 values are f16.
+    official: returns the weights in a layout of the spec. tokenizer: the folder of one, or None for a file without.
 
-    Raises RunError with the reason if llama.cpp has no architecture for the model; UsageError for invalid arguments;
-    UnavailableError without the package gguf.
+    Raises RunError with the reason if llama.cpp cannot run the model or the tokenizer; UsageError for invalid
+    arguments; UnavailableError without the package gguf.
     """
     if kind not in TYPES:
         raise UsageError(f"there is no type {kind!r}; use {listing(TYPES)}")
     library = gguf()
-    tensors, metadata, architecture = _described(model, ours)
+    try:
+        found = described(library, model, official) if known(model) else _described(model, ours)
+    except RunError as error:
+        names = listing([*(each.name for each in KNOWN), *FAMILIES], 40)
+        what = f"llama.cpp cannot run this model, so no GGUF file is written (known: {names}): {error}"
+        raise RunError(what) from error
+    tensors, metadata, architecture = found
+    size = tensors["token_embd.weight"][0][0]
+    vocabulary = read_vocabulary(library, tokenizer, size) if tokenizer else None
     if target.exists():
         raise UsageError(f"{target} exists; use a new name")
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        _write(library, partial, architecture, metadata, tensors, kind)
+        writer = _begun(library, partial, architecture, metadata, kind)
+        if vocabulary and tokenizer:
+            add_vocabulary(library, writer, vocabulary, tokenizer)
+        else:
+            writer.add_tokenizer_model("no_vocab")
+        _write(library, writer, tensors, kind)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
     return GGUFSummary(architecture, len(tensors), target.stat().st_size)
 
 
-def _write(
-    library: Any, path: Path, architecture: str, metadata: Mapping[str, int | float | str], tensors: _Tensors, kind: str
-) -> None:
+def _begun(library: Any, path: Path, architecture: str, metadata: Metadata, kind: str) -> Any:
+    """Return the writer of a file with metadata."""
     writer = library.GGUFWriter(path, architecture)
     writer.add_file_type({"f32": 0, "f16": 1, "q8_0": 7}[kind])  # LLAMA_FTYPE of llama.h
     for key, value in metadata.items():
-        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(name, value)
+        add = {
+            bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+            list: writer.add_array,
+        }[type(value)]  # fmt: skip
+        add(f"{architecture}.{key}", value)
+    return writer
+
+
+def _write(library: Any, writer: Any, tensors: _Tensors, kind: str) -> None:
+    """Write the metadata and the tensors of a file."""
     stored: dict[str, Any] = {}
     for name, (shape, _) in tensors.items():
         stored[name] = library.GGMLQuantizationType[_type_of(name, shape, kind).upper()]
@@ -101,7 +130,7 @@ def _write(
 
 def _type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
     """Return the type in which a tensor is stored."""
-    if len(shape) == 1 or not name.endswith(".weight") or any(part in name for part in VECTORS):
+    if len(shape) == 1 or not name.endswith(".weight") or EXACT.search(name):
         return "f32"
     return "f16" if kind == "q8_0" and shape[-1] % BLOCK else kind
 
@@ -109,22 +138,17 @@ def _type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
 # --- what a file contains ------------------------------------------------------------------------------------------
 
 
-def _described(model: ModelSpec, ours: Weights) -> tuple[_Tensors, dict[str, int | float | str], str]:
+def _described(model: ModelSpec, ours: Weights) -> tuple[_Tensors, Metadata, str]:
     """Return the tensors of a GGUF file with their shapes, its metadata, and its architecture.
 
     Raises RunError with the reason if llama.cpp has none for the model.
     """
-    try:
-        architecture, steps, depth = _architecture(model)
-        sizes, canonical = _canonical(architecture, steps, depth)
-        if changed := difference(steps, canonical):
-            raise RunError(f"llama.cpp's {architecture.name} computes something else. {changed}")
-        tensors = dict(_tensors(architecture, steps, ours, sizes.groups))
-    except RunError as error:
-        names = listing([each.name for each in KNOWN])
-        what = f"llama.cpp cannot run this model, so no GGUF file is written (known: {names}): {error}"
-        raise RunError(what) from error
-    metadata: dict[str, int | float | str] = {
+    architecture, steps, depth = _architecture(model)
+    sizes, canonical = _canonical(architecture, steps, depth)
+    if changed := difference(steps, canonical):
+        raise RunError(f"llama.cpp's {architecture.name} computes something else. {changed}")
+    tensors = dict(_tensors(architecture, steps, ours, sizes.groups))
+    metadata: Metadata = {
         "context_length": CONTEXT,
         "embedding_length": _features(steps),
         "attention.head_count": 0,
@@ -132,7 +156,6 @@ def _described(model: ModelSpec, ours: Weights) -> tuple[_Tensors, dict[str, int
         **sizes.metadata,
         architecture.epsilon: _eps(steps),
         "vocab_size": model.input.features or 0,
-        "tokenizer.ggml.model": "no_vocab",
     }
     return tensors, metadata, architecture.name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from seqblocks.errors import RunError, listing
@@ -91,14 +90,6 @@ def steps_of(model: ModelSpec) -> list[Step]:
     walk = _Walk()
     walk.body(model.graph, {model.graph.input: 0}, "")
     return walk.steps
-
-
-def nodes_of(graph: Graph) -> Iterator[Node]:
-    """Yield all nodes of a graph, those inside others too."""
-    for node in graph.nodes:
-        yield node
-        for body in node.bodies.values():
-            yield from nodes_of(body)
 
 
 def difference(ours: list[Step], theirs: list[Step]) -> str | None:

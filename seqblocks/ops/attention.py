@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from seqblocks.workspace.attention import Scores
 
 
-class _Heads(Op):
+class Heads(Op):
     """Base of the kinds of attention. Several query heads may share a head of keys and values."""
 
     heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
@@ -92,7 +92,7 @@ class _Heads(Op):
 
 
 @primitive("attention")
-class Attention(_Heads):
+class Attention(Heads):
     """Multi-head attention, causal by default: a token attends to itself and earlier tokens of its sequence.
 
     q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
@@ -115,7 +115,7 @@ class Attention(_Heads):
     come before the stream, as those of the verb `prefix` do.
     """
 
-    ports = (Port("q", "queries"), Port("k", "keys", other_rate=True), Port("v", "values", other_rate=True),
+    ports = (Port("q", "queries"), Port("k", "keys", other_rate="keys"), Port("v", "values", other_rate="keys"),
              Port("scores", "values that are added to the scores", optional=True))  # fmt: skip
     reads = "past"
     window: int = argument(
@@ -142,6 +142,9 @@ class Attention(_Heads):
         width = q.features // self.heads
         if q.rate != k.rate:
             self._check_rates(q, k)
+            if scores:
+                message = "values that are added to the scores need as many keys as queries"
+                raise Fault("E210", message, at="scores", hint="remove `scores:`")
             return q.with_features(found.features)
         if 0 < self.rotary < 1:
             raise Fault(
@@ -590,7 +593,7 @@ EMPTY = "cross_attention needs a memory of at least one token, but it is empty"
 
 
 @primitive("cross_attention")
-class CrossAttention(_Heads):
+class CrossAttention(Heads):
     """Multi-head attention over another sequence, the memory: each token attends to all of it.
 
     q is [batch, seq, H * D], k [batch, memory, G * D], v [batch, memory, G * DV]; each head of k and v serves H / G of

@@ -98,6 +98,10 @@ class Conv1d(_Conv):
     with zero padding before the sequence. `causal: false` centres the window on the frame, with zero padding at both
     ends. With a stride, a stream takes whole frames, and resets are an error. State: the inputs that the next frame
     needs, [(K - 1) dilation + 1 - stride, D], oldest first.
+
+    There is no argument `padding`. For a convolution without any, drop the outputs that read zeros: `slice: {first: N}`
+    with N = ((K - 1) dilation + 1 - stride) / stride. If N is no whole number, its windows do not end with a frame, and
+    it cannot be written.
     """
 
     stride: int = argument(1, "input tokens per output token", ge=1, le=MAX_WINDOW_TOKENS)

@@ -16,7 +16,7 @@ from seqblocks.widths import must_divide
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from seqblocks.kernels.products import Matrix
+    from seqblocks.kernels.joined import Matrix
     from seqblocks.roles import KernelCall
     from seqblocks.runtime.call import Call
 

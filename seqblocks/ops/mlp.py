@@ -70,7 +70,8 @@ class SwiGLU(Op):
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         import torch
 
-        from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined, prepare_linear
+        from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
+        from seqblocks.kernels.products import prepare_linear
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu

@@ -114,7 +114,7 @@ def facts(verb: Verb) -> dict[str, Any]:
 
 def _port_data(port: Port) -> dict[str, Any]:
     data = {"name": port_key(port), "about": port.about, "kinds": list(port.kinds), "joins": port.joins}
-    data |= {"broadcast": port.broadcast, "length": port.length, "other_rate": port.other_rate}
+    data |= {"broadcast": port.broadcast, "length": port.length, "other_rate": bool(port.other_rate)}
     return data | {"required": is_required(port)}
 
 

@@ -30,7 +30,7 @@ from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
 from seqblocks.graph import SHARED, Graph, ModelSpec, Node, begins, is_context
 from seqblocks.kernels.int8 import Int8Matrix
-from seqblocks.kernels.products import COPY_MAX_ELEMENTS, Matrix, prepare_joined
+from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
@@ -44,9 +44,10 @@ from seqblocks.runtime.residual import Residual
 from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.shared_parameters import NONE
 from seqblocks.runtime.torch_modules import PRIMITIVES, is_built
-from seqblocks.state import States
+from seqblocks.state import States, dtype_of
 from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard, Updates
+from seqblocks.streaming.half import can_plan, half_dtype, keeps_cache, to_half, token_parameters
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.streaming.maps import Reader, readers
 from seqblocks.streaming.source import Path, PlanSource, Values
@@ -55,7 +56,7 @@ from seqblocks.streaming.token_rows import Reading, as_rows, as_sequences, has_t
 from seqblocks.token_function import TokenFunction
 
 POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
-DTYPES = (torch.float32, torch.float64)  # models in other dtypes compute in several, which `forward` handles
+DTYPES = (torch.float32, torch.float64)
 
 
 def plan_tokens(
@@ -67,13 +68,17 @@ def plan_tokens(
     the class of the plan, default TokenPlan.
     """
     parameters = list(model.parameters())
-    kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
-    is_uniform = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
-    if model.training or is_hooked(model) or not is_uniform or any(x.is_inference() for x in parameters):
+    if model.training or is_hooked(model) or any(x.is_inference() for x in parameters):
+        return None
+    kind, half, kinds = kind or TokenPlan, half_dtype(parameters), {x.dtype for x in parameters}
+    is_uniform = kind.takes_half and can_plan(spec.graph) if half else len(kinds) == 1 and kinds <= {*DTYPES}
+    if not is_uniform or {(type(x), x.device.type) for x in parameters} != {(nn.Parameter, "cpu")}:
         return None
     before = _as_they_are(parameters)
-    made = (kind or TokenPlan)(model, spec, declared, stream)
-    return made if _as_they_are(model.parameters()) == before else None
+    made = kind(model, spec, declared, stream)
+    if _as_they_are(model.parameters()) != before or (half and made.calls_modules):
+        return None
+    return made
 
 
 class TokenPlan:
@@ -85,11 +90,14 @@ class TokenPlan:
     the output tokens of that frame.
     """
 
+    takes_half = True  # whether it computes models in 16 bits
+
     def __init__(self, model: Body, spec: ModelSpec, declared: States, stream: object) -> None:
         self._made_after = (Updates.latest, stream)  # the update and stream before which values were derived
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
-        self.dtype = self._parameters[0].dtype
+        self._half = half_dtype(self._parameters)
+        self.dtype = self._half or self._parameters[0].dtype
         self._types = spec.types
         self._frames = Frames(spec.graph, spec.types)
         of_tokens = spec.input.kind == "tokens"
@@ -101,9 +109,11 @@ class TokenPlan:
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._guard = Guard()
         self._guard.note_owner(model)
-        self._source = PlanSource()
+        self._source = PlanSource(self.dtype)
         self._exports: dict[int, str] = {}  # variables of the values that bodies export, so far
-        self._source.unpack(declared, (), self.dtype)
+        self._source.unpack(declared, ())
+        if self._half and not of_tokens:
+            self._source.add("x = x.float()")
         y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         if not spec.graph.outputs:
             y = self._output({spec.graph.result: y}, spec.graph.result)
@@ -250,9 +260,10 @@ class TokenPlan:
 
     def _output(self, values: dict[int, str], value: int) -> str:
         """Return an expression for an output of the model."""
+        y = f"{values[value]}.to({self._source.constant(self._half)})" if self._half else values[value]
         if not self._frames.have_several_tokens or not has_tokens(self._types[value]):
-            return values[value]
-        return f"{self._source.constant(as_sequences)}({values[value]}, batch).contiguous()"
+            return y
+        return f"{self._source.constant(as_sequences)}({y}, batch).contiguous()"
 
     def _context_outputs(self, node: Node, path: Path) -> dict[int, str]:
         """Return the variables of a context step's outputs, 'None' unless the state holds them."""
@@ -294,7 +305,7 @@ class TokenPlan:
         call = self._call  # a function that referred to the plan would be a cycle
 
         def function(node: graph.OpNode) -> TokenFunction | None:
-            return node.op.prepare_token(parameters_of(modules[node.name], call))
+            return node.op.prepare_token(token_parameters(modules[node.name], call))
 
         def is_simple(node: Node) -> bool:
             return not self._frames.vector_repeats(node) and is_plain(modules[node.name], node)
@@ -323,7 +334,7 @@ class TokenPlan:
         widths, call = [node.type.features for node in found if node.type], self._call
 
         def prepare() -> TokenFunction | None:
-            return prepare_joined_steps(op, [parameters_of(step, call) for step in steps], widths)
+            return prepare_joined_steps(op, [token_parameters(step, call) for step in steps], widths)
 
         joined = prepare()
         run = self._source.prepared(prepare, joined) if self._frames.runs(first, joined) else None
@@ -408,20 +419,25 @@ class TokenPlan:
 
     def _op(self, module: Primitive, node: graph.OpNode, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
-        op, parameters = module.op, parameters_of(module, self._call)
+        op, call, parameters = module.op, self._call, token_parameters(module, self._call)
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
         self._source.calls_modules |= not op.builtin
 
         def prepare() -> TokenFunction | None:
-            return _prepared(op, parameters) if module.op is op else None
+            if module.op is not op:
+                return None
+            parameters = token_parameters(module, call)
+            made = _prepared(op, parameters)
+            return TokenFunction(partial(op.forward, parameters, call)) if made is None and converts else made
 
-        made = prepare()
         is_row = self._frames.is_rowwise(node)
-        whole = None if is_row and (made or is_pointwise(op)) else self._of_sequences(module, node)
+        as_row = is_row and is_pointwise(op)
+        converts = as_row and self._half is not None
+        made = None if self._half and keeps_cache(node) else prepare()
+        whole = None if is_row and (made or as_row) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
-        derived = run is not None and not is_own_matrix(op, parameters)
+        derived = run is not None and (converts or not is_own_matrix(op, parameters))
         if run is None:
-            as_row = is_row and is_pointwise(op)
             made = TokenFunction(partial(op.forward, parameters, self._call)) if as_row else whole
             if made is None:
                 return None
@@ -440,11 +456,16 @@ class TokenPlan:
         first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
         timed = [value is not None and (has_tokens(self._types[value]) or value in node.vectors) for value in first]
         names, made, grid, phase = [*node.state], has_tokens(node.type), self._grid, self._phase
+        half, reads_float32 = self._half, module.op.mixed
+        kinds = [dtype_of(state, self.dtype) for state in node.state.values()]
 
         def forward(state: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+            if half:
+                state = [x.to(kind) for x, kind in zip(state, kinds, strict=True)]
+                inputs = inputs if reads_float32 else [to_half(x, half) for x in inputs]
             call = Call(False, dict(zip(names, state, strict=True)), True, None, False, True, grid, phase=phase)
             y, after = checked(module, module.op.forward(parameters, call, *inputs), call)
-            return y, [after[name] for name in names]
+            return y.float() if half else y, [after[name] for name in names]
 
         def run(*given: Any) -> Any:  # the state comes first, then the inputs
             inputs = [x.unsqueeze(1) if time else x for x, time in zip(given[len(names) :], timed, strict=True)]
@@ -476,7 +497,7 @@ class TokenPlan:
         before = {name: source.given((*path, name)) for name in body.ports}
         if STARTED in node.state:
             started = source.assign(f"{source.given((*path, STARTED))} != 0")
-            choose, parameters = source.constant(torch.where), module.parameters_by_name(self._call)
+            choose, parameters = source.constant(torch.where), token_parameters(module, self._call)
             for name, state in before.items():
                 if (own := f"start_{name}") in parameters:
                     before[name] = source.assign(f"{choose}({started}, {state}, {source.constant(parameters[own])})")
@@ -568,7 +589,7 @@ def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
     if not is_plain(module, node):
         return None
     assert is_primitive(module)
-    found = module.op.matrix(parameters_of(module, call))
+    found = module.op.matrix(token_parameters(module, call))
     return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= COPY_MAX_ELEMENTS else None
 
 

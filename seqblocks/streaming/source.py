@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.graph import OpNode, is_prefix_join
+from seqblocks.kernels.half import HALF_KINDS
 from seqblocks.state import States, dtype_of
 from seqblocks.state_layout import State
 from seqblocks.streaming.token_rows import as_rows, over_tokens
@@ -47,9 +48,13 @@ class Several(NamedTuple):
 
 
 class PlanSource:
-    """Builder of the source of a plan's function. Variables are numbered; states are addressed by path."""
+    """Builder of the source of a plan's function. Variables are numbered; states are addressed by path.
 
-    def __init__(self) -> None:
+    dtype: that of the model. What a state holds in 16 bits is a variable in float32, unless it has a place per token.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.splits = True  # whether several tokens can be read
         self.calls_modules = False
         self._lines: list[tuple[str, str]] = []  # for one token, and for several
@@ -137,7 +142,7 @@ class PlanSource:
         again = {name: prepare() for name, prepare in self._prepared.items()}
         return None if None in again.values() else MappingProxyType(self._names | again)
 
-    def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
+    def unpack(self, declared: States, path: Path) -> None:
         """Assign each part of the state to a variable and check it against its declaration."""
         own = self._given[path]
         self.add(f"if len({own}) != {len(declared)}: return None")
@@ -145,14 +150,19 @@ class PlanSource:
             inside, found = (*path, key), self.assign(f"{own}[{key!r}]")
             self._given[inside] = found
             if isinstance(item, State):
-                kind = self.constant(dtype_of(item, dtype))
+                kind = self.constant(dtype_of(item, self._dtype))
                 sizes = "".join(f" {size}," for size in item.shape)
                 if item.length:  # the first axis is as long as the context
                     sizes = f" {found}.shape[1],{''.join(f' {size},' for size in item.shape[1:])}"
                 self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
                 self.add(f"if {found}.device != device: return None")
+                if self._is_converted(item):
+                    self._given[inside] = self.assign(f"{found}.float()")
             else:
-                self.unpack(item, inside, dtype)
+                self.unpack(item, inside)
+
+    def _is_converted(self, item: State) -> bool:
+        return dtype_of(item, self._dtype) in HALF_KINDS and not item.per_token
 
     def carry_over(self, path: Path) -> str:
         """Return the variable of a part of the state, and mark that part as unchanged."""
@@ -281,7 +291,8 @@ class PlanSource:
 
     def _packed(self, declared: States | State, path: Path) -> str:
         if path in self._made:
-            return self._made[path]
+            is_converted = isinstance(declared, State) and self._is_converted(declared)
+            return f"{self._made[path]}.to({self.constant(self._dtype)})" if is_converted else self._made[path]
         assert isinstance(declared, dict)
         return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
 

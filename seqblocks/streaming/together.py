@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 from seqblocks.graph import Node, OpNode
-from seqblocks.kernels.products import Matrix
+from seqblocks.kernels.joined import Matrix
 
 
 class Together:

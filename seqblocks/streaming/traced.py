@@ -16,7 +16,7 @@ from torch import nn
 from seqblocks.graph import ModelSpec, OpNode
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
-from seqblocks.kernels.products import Matrix
+from seqblocks.kernels.joined import Matrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
@@ -33,6 +33,7 @@ class TracedPlan(TokenPlan):
     """
 
     may_break = False
+    takes_half = False
 
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")

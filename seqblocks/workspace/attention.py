@@ -222,6 +222,37 @@ def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Score
     return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
 
 
+def selected(
+    tape: Tape, q: Value, k: Value, v: Value, choice: tuple[int, int, int], scores: Scores
+) -> Value:
+    """Record attention to selected keys. choice: numbers of blocks, of heads that score, and of groups that choose."""
+    (B, S, H, _), T, (count, scoring, groups) = q.shape, k.shape[1], choice
+
+    def block(a: int, b: int) -> Value:
+        rows = b - a
+        tape.passing(B * rows * scoring * count * 4 * max(q.item, 4))  # scores of blocks, and their order
+        seen = tape.new((B, groups, rows, T), 1)
+        parts = []
+        for _ in range(groups):
+            query = tape.slice(q, (B, rows, H // groups, q.shape[-1]))
+            keys, values = (tape.slice(x, (*x.shape[:2], max(x.shape[2] // groups, 1), x.shape[-1])) for x in (k, v))
+            if scores.plain:
+                y = fused(tape, query, keys, values, tape.new((B, rows, T), q.item))
+            else:
+                y = explicit(tape, query, keys, values, scores)
+            masked = tape.new(y.shape, y.item)
+            own_masks = 0 if scores.plain else (B - 1) * rows * T  # `explicit` counts one of all sequences
+            tape.function([y], [masked], [tape.new((B, rows, 1, 1), 1), own_masks])
+            parts.append(masked)
+        del seen
+        return parts[0] if groups == 1 else tape.cat(parts, 2)
+
+    if S <= BLOCK:
+        return block(0, S)
+    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
+    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+
+
 def windowed(
     tape: Tape, q: Value, k: Value, v: Value, window: int, causal: bool, scores: Scores | None = None
 ) -> Value:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from seqblocks.kernels import numerics, products
+from seqblocks.kernels import joined, numerics, products
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -35,10 +35,13 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize(
     ("tokens", "rows", "width", "usual", "slow"),
     [
-        (0, 1 << 11, 1024, "torch", "torch"), (1, 512, 1024, "oneDNN", "rows"), (1, 256, 1024, "torch", "torch"),
-        (2, 512, 1024, "oneDNN", "rows"), (3, 512, 1024, "oneDNN", "oneDNN"), (3, 1024, 512, "oneDNN", "oneDNN"),
-        (1, 256, 2048, "oneDNN", "rows"), (1, 256, 2049, "oneDNN", "oneDNN"), (5, 512, 1024, "torch", "torch"),
-        (8, (1 << 20) - 1, 1, "torch", "torch"), (8, 1 << 20, 1, "torch", "oneDNN"), (64, 128, 1024, "torch", "oneDNN"),
+        (0, 1 << 11, 1024, "torch", "torch"), (1, 512, 1024, "torch", "rows"), (1, 256, 1024, "torch", "torch"),
+        (2, 512, 1024, "torch", "rows"), (3, 512, 1024, "torch", "oneDNN"), (3, 1024, 512, "torch", "oneDNN"),
+        (1, 256, 2048, "torch", "rows"), (1, 256, 2049, "torch", "oneDNN"), (5, 512, 1024, "torch", "torch"),
+        (3, 1 << 13, 1024, "torch", "oneDNN"), (4, 1 << 11, 1024, "oneDNN", "oneDNN"), (5, 1, 0, "torch", "torch"),
+        (8, (1 << 20) - 1, 1, "torch", "torch"), (8, 1 << 20, 1, "oneDNN", "oneDNN"),
+        (15, 1 << 10, 1024, "oneDNN", "oneDNN"), (16, 1 << 10, 1024, "torch", "oneDNN"),
+        (64, 128, 1024, "torch", "oneDNN"),
     ],
 )  # fmt: skip
 def test_sizes_alone_choose_the_product(
@@ -121,18 +124,18 @@ def test_a_step_follows_a_parameter_whose_data_is_replaced(rows: int, monkeypatc
             torch.testing.assert_close(step(x), linear(x, data))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, products.WHOLE_BLOCKS_MAX_TOKENS, products.WHOLE_BLOCKS_MAX_TOKENS + 1, 40])
+@pytest.mark.parametrize("tokens", [0, 1, joined.WHOLE_BLOCKS_MAX_TOKENS, joined.WHOLE_BLOCKS_MAX_TOKENS + 1, 40])
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
     matrices = []
     for biased in biases:
         weight = torch.block_diag(*torch.randn(3, 5, 20, dtype=torch.float64))
-        matrices.append(products.Matrix(weight, torch.randn(15, dtype=torch.float64) if biased else None, 3))
+        matrices.append(joined.Matrix(weight, torch.randn(15, dtype=torch.float64) if biased else None, 3))
     (x,) = drawn((tokens, 60))
     x = x.double()
     for some in (matrices, matrices[:1]):
         expected = torch.cat([torch.nn.functional.linear(x, m.weight, m.bias) for m in some], 1)
-        torch.testing.assert_close(products.prepare_joined(some)(x), expected)
+        torch.testing.assert_close(joined.prepare_joined(some)(x), expected)
 
 
 @pytest.mark.usefixtures("onednn")
@@ -231,8 +234,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_slow_dtypes_are_multiplied_in_float32(dtype: torch.dtype, biased: bool) -> None:
-    """The result and all gradients are those of float32, rounded once; a second derivative too."""
+@pytest.mark.parametrize("elements", [products.FEW_CONVERTED_ELEMENTS, 80])
+def test_slow_dtypes_are_multiplied_in_float32(
+    dtype: torch.dtype, biased: bool, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result and all gradients are those of float32, rounded once; a second derivative too.
+
+    elements: of a matrix that are converted at once: all, or four rows.
+    """
+    monkeypatch.setattr(products, "FEW_CONVERTED_ELEMENTS", elements)
     x, weight, bias, dy = drawn((2, 8, 20), (6, 20), (6,), (2, 8, 6), dtype=dtype)
     results = []
     for run, kind in ((products.linear, dtype), (linear, torch.float32)):

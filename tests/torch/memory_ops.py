@@ -100,6 +100,13 @@ OPS: dict[str, list[str]] = {
         "downsample: {factor: 4, as: q}", "attention: {q: q, k: x, v: x, heads: 4, window: 8, sinks: true}",
     ],
     "attention, logsumexp": [f"{ATTENTION}, logsumexp: true}}"],
+    "selected_attention": [
+        "downsample: {factor: 4, as: block}",
+        "selected_attention: {q: x, k: x, v: x, index_q: x, index_k: block, heads: 4, block: 4, top: 6, last: 2}",
+    ],
+    "selected_attention, logsumexp": [
+        "selected_attention: {q: x, k: x, v: x, index_q: x, index_k: x, heads: 4, groups: 1, top: 9, logsumexp: true}",
+    ],
     "merge_attention": [
         f"{ATTENTION}, window: 16, logsumexp: true, as: a}}", "downsample: {factor: 4, from: x, as: k}",
         "attention: {q: x, k: k, v: k, heads: 4, sinks: true, logsumexp: true}", "merge_attention: {with: a, heads: 4}",

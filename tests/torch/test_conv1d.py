@@ -202,3 +202,24 @@ def test_a_reverse_scan_turns_the_windows() -> None:
     x = draw(2, 8, 6)
     torch.testing.assert_close(reverse(x), forward(x.flip(1)).flip(1))
     check_lookahead(reverse, seq=8)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "first"), [(4, 1, 1, 3), (3, 1, 2, 4), (10, 5, 1, 1), (2, 2, 1, 0)]
+)
+def test_a_slice_leaves_an_unpadded_convolution(kernel: int, stride: int, dilation: int, first: int) -> None:
+    """The first and the last convolution of wav2vec 2.0 are among them."""
+    official = torch.nn.Conv1d(6, 4, kernel, stride, 0, dilation, dtype=torch.float64)
+    model = seqblocks.build_text(f"""
+    seqblocks: 1
+    model:
+      input: {{features: 6, length: 30}}
+      steps:
+        - conv1d: {{features: 4, kernel: {kernel}, stride: {stride}, dilation: {dilation}, name: c}}
+        - slice: {{first: {first}}}
+    """, dtype="float64")
+    with torch.no_grad():
+        model.c.weight.copy_(official.weight)
+        model.c.bias.copy_(official.bias)
+    x = torch.randn(2, 30, 6, dtype=torch.float64)
+    torch.testing.assert_close(model(x), official(x.mT).mT)

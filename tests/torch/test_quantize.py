@@ -75,7 +75,7 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 2, 16, 17])
 def test_a_stream_computes_the_same_product(tokens: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every bit, also where sums of two products leave 16 bits, and where a token is not finite or zero."""
-    monkeypatch.setattr(int8, "ON_FBGEMM", int8.HAS_FBGEMM)
+    monkeypatch.setattr(int8, "HAS_FBGEMM", int8.HAS_FBGEMM)
     generator = torch.Generator().manual_seed(tokens)
     weight = torch.randn(40, inputs, generator=generator)
     weight[3:9] = 1.0
@@ -92,7 +92,7 @@ def test_a_stream_computes_the_same_product(tokens: int, inputs: int, monkeypatc
 @pytest.mark.skipif(not int8.HAS_FBGEMM, reason="needs FBGEMM and a processor with VNNI")
 def test_a_stream_uses_a_rearranged_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix larger than a part too; it is made again if the values change, also those of the scale."""
-    monkeypatch.setattr(int8, "ON_FBGEMM", True)
+    monkeypatch.setattr(int8, "HAS_FBGEMM", True)
     monkeypatch.setattr(int8, "PART_MAX_ELEMENTS", 64)
     matrix, x = Int8Matrix.of(torch.randn(33, 10, generator=torch.Generator().manual_seed(0))), torch.randn(2, 10)
     parts = matrix._rearranged()
@@ -105,7 +105,7 @@ def test_a_stream_uses_a_rearranged_copy(monkeypatch: pytest.MonkeyPatch) -> Non
         assert matrix._rearranged() is not parts
     monkeypatch.setattr(int8, "_integers", None)
     matrix.prepare()(x)  # by FBGEMM
-    monkeypatch.setattr(int8, "ON_FBGEMM", False)
+    monkeypatch.setattr(int8, "HAS_FBGEMM", False)
     with pytest.raises(TypeError):
         matrix.prepare()(x)
 

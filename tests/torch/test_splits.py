@@ -54,8 +54,9 @@ model:
     - linear: {features: 12, as: queries, name: queries}
     - linear: {from: queries, features: 5, as: low, name: low}
     - linear: {from: queries, features: 2, as: common, name: common}
-    - latent_attention: {q: queries, c: low, r: common, heads: 2, value: 3}
-    - outer_product: {with: queries, heads: 2, as: matrices}
+    - latent_attention: {q: queries, c: low, r: common, heads: 2, value: 3, as: latent}
+    - selected_attention: {q: queries, k: queries, v: queries, index_q: queries, index_k: queries, heads: 2, top: 2}
+    - outer_product: {from: latent, with: queries, heads: 2, as: matrices}
     - matrix_product: {from: queries, matrix: matrices, heads: 2}
 """
 

@@ -348,17 +348,23 @@ def _joined_tokens(ctx: Context, step: Step, values: Values) -> Wire | None:
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
     """Check that inputs of a step with a common length have the same kind and size; report them if not."""
     by_length: dict[str, tuple[Port, Wire]] = {}  # the last input with each length
+    by_rate: dict[str, tuple[Port, Wire]] = {}  # the first one of each rate
     for port, wire in zip(ports, wires, strict=True):
         if wire is None or (port.broadcast and wire.kind == "vector"):
             continue
-        if port.length in by_length:
-            last, like = by_length[port.length]
+        known = by_rate.get(port.other_rate) or by_length.get(port.length)
+        if known:
+            last, like = known
             same = wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid
-            other_rate = port.other_rate and not last.other_rate and wire.rate != like.rate and wire.spans(like)
+            other_rate = port.other_rate not in by_rate and wire.rate != like.rate and wire.spans(like)
+            other_rate = other_rate and bool(port.other_rate)
             if not (same or other_rate) and (wire.kind, wire.places) != (like.kind, like.places):
                 ctx.report(_other_length(step, port.name, wire, last.name, like), step)
                 return False
-        by_length[port.length] = port, wire
+        if port.other_rate:
+            by_rate.setdefault(port.other_rate, (port, wire))
+        else:
+            by_length[port.length] = port, wire
     return True
 
 

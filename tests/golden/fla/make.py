@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "RWKV7", {"head_dim": 8, "num_hidden_layers": 3, "decay_low_rank_dim": 4, "gate_low_rank_dim": 5,
                   "a_low_rank_dim": 4, "v_low_rank_dim": 3}
     ),
+    "sparse_nsa": (
+        "NSA", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "block_size": 4, "block_counts": 4, "window_size": 6}
+    ),
 }  # fmt: skip
 
 
@@ -153,6 +156,22 @@ def rwkv7(
     return y.transpose(1, 2), None
 
 
+def sparse(
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, block_size: int, block_counts: int,
+    window_size: int, **_: Any,
+) -> Tensor:  # fmt: skip
+    of, scale = importlib.import_module("fla.ops.nsa.naive"), q.shape[-1] ** -0.5
+    means, mean_values = (x.unflatten(1, (-1, block_size)).mean(2) for x in (k, v))
+    chosen = of.naive_nsa_topk(q, means, block_counts, block_size, scale)
+    compressed, _ = of.naive_nsa_compression(q, means, mean_values, block_size, scale)
+    selected = of.naive_nsa_selection(q, k, v, chosen, block_size, scale)
+    place = torch.arange(q.shape[1])
+    seen = (place <= place[:, None]) & (place > place[:, None] - window_size)
+    near, = swapped(F.scaled_dot_product_attention(*swapped(q, k, v), seen, scale=scale, enable_gqa=True))
+    parts = zip((compressed, selected, near), (g_cmp, g_slc, g_swa), strict=True)
+    return sum(y * gate.unsqueeze(-1) for y, gate in parts)  # type: ignore[return-value]
+
+
 # --- norms, convolutions, gates ---------------------------------------------------------------------------------------
 
 
@@ -227,6 +246,7 @@ def replace_kernels() -> None:
             "causal_conv1d": lambda x, weight, activation, **_: (convolved(x, weight, activation), None),
         },
         "kda": {"fused_recurrent_kda": kda, "chunk_kda": kda},
+        "nsa": {"parallel_nsa": sparse},
         "hgrn2": {
             "fused_recurrent_gla": gla, "chunk_gla": gla, "swish": F.silu,
             "rms_norm_linear": lambda x, weight, bias, matrix, more: F.linear(

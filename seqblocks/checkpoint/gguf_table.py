@@ -1,0 +1,468 @@
+"""Families of transformers that llama.cpp runs: the entries of config.json that it computes, and its tensors.
+
+Facts about llama.cpp are those of `src/models/` and `conversion/` of ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.checkpoint.gguf_found import Found, Metadata, same
+from seqblocks.graph import ParallelNode
+
+Change = Callable[[Tensor, Found, int], Tensor]
+"""Return a tensor of llama.cpp from that of transformers. The number is that of the layer, 0 outside of layers."""
+Pieces = tuple[tuple[str, Change | None], ...]
+"""Names of what an official tensor becomes, as replacements of what a pattern matches, and how each is computed."""
+
+
+class Family(NamedTuple):
+    """A model_type of transformers.
+
+    name: of llama.cpp's architecture. computes: the entries of config.json that its graph computes, beside COMMON.
+    fixed: what it assumes of others; without one, the default of transformers. scaling: kinds of scaled positions.
+    pieces: patterns of official names. changes: patterns of tensors without `blk.N.`. more: further metadata. refuse:
+    yields reasons why a model does not fit. layout: of the `checkpoint:` map, with the official names. head: whether
+    the file must have a head even if it is tied.
+    """
+
+    name: str
+    computes: str = ""
+    fixed: Mapping[str, Any] = {}
+    scaling: str = "linear yarn"
+    pieces: tuple[tuple[str, Pieces], ...] = ()
+    changes: tuple[tuple[str, Change], ...] = ()
+    more: Callable[[Found], Metadata] = lambda found: {}
+    refuse: Callable[[Found], Iterator[str]] = lambda found: iter(())
+    layout: str = "official"
+    head: bool = False
+
+
+# Entries that mean the same in all families, or that only say how initial weights are drawn.
+COMMON = """
+model_type hidden_size num_hidden_layers vocab_size intermediate_size num_attention_heads num_key_value_heads
+rms_norm_eps layer_norm_epsilon layer_norm_eps norm_eps tie_word_embeddings tie_embedding rope_theta rope_parameters
+rope_scaling max_position_embeddings original_max_position_embeddings initializer_range time_step_min time_step_max
+time_step_floor rescale_prenorm_residual
+"""
+
+
+# --- changes of tensors --------------------------------------------------------------------------------------------
+
+
+def _negative_exp(x: Tensor, found: Found, layer: int) -> Tensor:
+    return -torch.exp(x)
+
+
+def _column(x: Tensor, found: Found, layer: int) -> Tensor:
+    return x[:, None]
+
+
+def _squeezed(x: Tensor, found: Found, layer: int) -> Tensor:
+    return x.squeeze(1)
+
+
+def _one_plus(x: Tensor, found: Found, layer: int) -> Tensor:
+    return x + 1
+
+
+def _half(at: int) -> Change:
+    """Return half of the rows."""
+    return lambda x, found, layer: x.chunk(2, -2)[at]
+
+
+def _interleaved(shared: bool) -> Change:
+    """Order the rows of each head for rotations of adjacent pairs; in transformers, halves rotate."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        op = found.op("attention", layer)
+        return x.unflatten(0, (op.shared if shared else op.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    return change
+
+
+def _grouped(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Give each group of a norm a row."""
+    return x.reshape(found.op("linear_attention", layer).heads, -1)
+
+
+def _times(*names: str) -> Change:
+    """Multiply by entries of config.json, each 1 if it is absent."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        for name in names:
+            x = x * float(found.config.get(name) or 1.0)
+        return x
+
+    return change
+
+
+def _times_of(name: str, at: int) -> Change:
+    """Multiply by an element of an entry of config.json."""
+    return lambda x, found, layer: x * float((found.config.get(name) or [1.0] * (at + 1))[at])
+
+
+def _qkv_by_kind(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Return queries, keys and values of all heads, instead of those of each head."""
+    return x.unflatten(0, (found.op("attention", layer).heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+INTERLEAVED = (
+    (r"attn_q\.(weight|bias)", _interleaved(False)),
+    (r"attn_k\.(weight|bias)", _interleaved(True)),
+)
+MAMBA = ((r"ssm_a", _negative_exp), (r"ssm_conv1d\.weight", _squeezed))
+MAMBA2 = (*MAMBA, (r"ssm_[ad]", _column), (r"ssm_norm\.weight", _grouped))
+DT_BIAS: tuple[str, Pieces] = (r"\.dt_bias$", ((".dt_proj.bias", None),))
+ONE_PLUS = ((r".*norm\.weight", _one_plus),)
+CORRECTION: tuple[str, Pieces] = (r"\.e_score_correction_bias$", ((".e_score_correction.bias", None),))
+
+
+# --- families with rules of their own --------------------------------------------------------------------------------
+
+
+def _no_experts(found: Found) -> Metadata:
+    return {} if found.experts else {"expert_count": 0, "expert_used_count": 0}
+
+
+def _final_cap(found: Found) -> Metadata:
+    op: Any = next((node.op for node in found.outside if node.verb == "soft_cap"), None)
+    return {"final_logit_softcapping": float(op.cap)} if op else {}
+
+
+def _gemma2(found: Found) -> Metadata:
+    return {"attn_logit_softcapping": float(found.op("attention").soft_cap), **_final_cap(found)}
+
+
+def _gemma_refuses(found: Found) -> Iterator[str]:
+    given, head = found.config.get("query_pre_attn_scalar", 256), found.config.get("head_dim", 256)
+    if given != head:
+        yield f"query_pre_attn_scalar is {given}, but it uses head_dim, {head}"
+
+
+def _gemma2_refuses(found: Found) -> Iterator[str]:
+    yield from _gemma_refuses(found)
+    if not found.op("attention").soft_cap or not _final_cap(found):
+        yield "attn_logit_softcapping or final_logit_softcapping is null, but it always limits scores and logits"
+    if "output.weight" in found.shapes:
+        yield "its head is the embedding"
+
+
+def _ssm_factors(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Multiply the rows of Falcon-H1's input projection (z, x, B, C, dt) by their factors."""
+    heads, channels = found.shape("time_step", "bias", layer)[0], found.shape("causal_conv", "weight", layer)[0]
+    inner = x.shape[0] - channels - heads
+    states = (channels - inner) // 2
+    factors = torch.tensor(found.config.get("ssm_multipliers") or [1.0] * 5, device=x.device)
+    sizes = torch.tensor([inner, inner, states, states, heads], device=x.device)
+    rows = factors.repeat_interleave(sizes, output_size=x.shape[0])
+    return x * rows[:, None] * float(found.config.get("ssm_in_multiplier") or 1.0)
+
+
+def _falcon_h1_refuses(found: Found) -> Iterator[str]:
+    norms = [op for op in found.ops("rms_norm") if getattr(op, "gate", "none") == "after"]
+    if norms:
+        yield "mamba_norm_before_gate is true, but it gates before the norm"
+
+
+def _granite(found: Found) -> Family:
+    """Return the family of a Granite 4: with Mamba-2 or without, with experts or without."""
+    sparse = found.experts is not None
+    name = "granitehybrid" if found.op("time_step") else "granitemoe" if sparse else "granite"
+    suffix, official = ("_shexp" if sparse else ""), r"^.*\.(\d+)\.shared_mlp\."
+    pieces: tuple[tuple[str, Pieces], ...] = (
+        (
+            official + r"input_linear\.weight$",
+            tuple((rf"blk.\1.ffn_{part}{suffix}.weight", _half(at)) for at, part in enumerate(("gate", "up"))),
+        ),
+        (official + r"output_linear\.weight$", ((rf"blk.\1.ffn_down{suffix}.weight", None),)),
+        (
+            r"^.*\.(\d+)\.block_sparse_moe\.input_linear\.weight$",
+            tuple((rf"blk.\1.ffn_{part}_exps.weight", _half(at)) for at, part in enumerate(("gate", "up"))),
+        ),
+        DT_BIAS,
+    )
+    return Family(
+        name,
+        "layer_types mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv attention_bias "
+        "embedding_multiplier logits_scaling residual_multiplier attention_multiplier position_embedding_type "
+        "num_local_experts num_experts_per_tok shared_intermediate_size",
+        scaling="linear yarn llama3",
+        pieces=pieces,
+        changes=(*INTERLEAVED, *MAMBA2),
+        more=_granite_metadata,
+    )
+
+
+def _granite_metadata(found: Found) -> Metadata:
+    names = {
+        "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling", "attention.scale": "attention_multiplier",
+    }  # fmt: skip
+    factors: Metadata = {ours: float(found.config.get(theirs) or 1.0) for ours, theirs in names.items()}
+    return {**factors, "rope.scaling.finetuned": found.op("rotary") is not None}  # whether positions rotate
+
+
+def _qwen3_next(found: Found) -> Metadata:
+    op = found.op("linear_attention")
+    head = found.size("ssm_norm.weight", 0)
+    return {
+        "attention.head_count_kv": found.op("attention").shared,
+        "ssm.conv_kernel": found.op("causal_conv").kernel,
+        "ssm.state_size": head,
+        "ssm.group_count": op.heads,
+        "ssm.time_step_rank": op.value_heads,
+        "ssm.inner_size": op.value_heads * head,
+        "attention.recurrent_layers": found.has("ssm_a"),
+    }
+
+
+def _qwen3_next_refuses(found: Found) -> Iterator[str]:
+    if found.op("linear_attention") is None:
+        yield "no layer is linear_attention"
+    elif found.config.get("linear_key_head_dim", 128) != found.config.get("linear_value_head_dim", 128):
+        yield "linear_key_head_dim and linear_value_head_dim differ"
+
+
+def _qkvz(gate: bool) -> Change:
+    """Return the rows of all queries, keys and values, or those of the gates z; the file stores them by key heads."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        rows = x.unflatten(0, (found.op("linear_attention", layer).heads, -1))
+        key = found.config.get("linear_key_head_dim", 128)
+        value = (rows.shape[1] - 2 * key) // 2
+        q, k, v, z = rows.split([key, key, value, value], 1)
+        return z.flatten(0, 1) if gate else torch.cat([part.flatten(0, 1) for part in (q, k, v)])
+
+    return change
+
+
+def _kimi(found: Found) -> Metadata:
+    """Keys and values of latent attention are cached as one head, which all heads share."""
+    layers = found.has("attn_kv_a_norm.weight")
+    rank, common = found.size("attn_kv_a_norm.weight", 0), int(found.config.get("qk_rope_head_dim", 64))
+    return {
+        "attention.head_count_kv": same([int(latent) for latent in layers]),
+        "attention.key_length": rank + common,
+        "attention.value_length": rank,
+        "attention.key_length_mla": int(found.config.get("qk_nope_head_dim", 128)) + common,
+        "attention.value_length_mla": found.size("attn_v_b.weight", 1),
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": common,
+        "ssm.conv_kernel": found.op("causal_conv").kernel,
+        "kda.head_dim": found.size("ssm_norm.weight", 0),
+        "expert_shared_count": int(found.config.get("num_shared_experts") or 1),
+    }
+
+
+def _kimi_refuses(found: Found) -> Iterator[str]:
+    kinds = found.has("attn_kv_a_norm.weight")
+    if all(kinds) or not any(kinds):
+        yield "it needs layers of both kinds of attention"
+    elif found.op("linear_attention").heads != found.op("attention").heads:
+        yield "both kinds of attention must have the same number of heads"
+    sparse = found.has("ffn_down_exps.weight")
+    if sparse != sorted(sparse) or not any(sparse):
+        yield "layers with dense networks must come before those with experts"
+
+
+def _keys_and_values(values: bool) -> Change:
+    """Return the part of an expansion of latent keys and values that makes the keys, transposed, or the values."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        rows = x.unflatten(0, (found.op("attention", layer).heads, -1))
+        head = int(found.config.get("qk_nope_head_dim", 128))
+        return rows[:, head:] if values else rows[:, :head].transpose(1, 2)
+
+    return change
+
+
+def _channels(x: Tensor, found: Found, layer: int) -> Tensor:
+    return x.reshape(1, x.shape[0], 1, -1)
+
+
+def _nemotron(found: Found) -> Family:
+    return Family(
+        "nemotron_h_moe" if found.experts else "nemotron_h",
+        "layers_block_type hybrid_override_pattern head_dim attention_head_dim mamba_num_heads mamba_head_dim n_groups "
+        "ssm_state_size conv_kernel mlp_bias n_routed_experts num_experts_per_tok moe_intermediate_size "
+        "moe_shared_expert_intermediate_size moe_latent_size norm_topk_prob routed_scaling_factor n_group topk_group",
+        pieces=((r"\.dt_bias$", ((".dt.bias" if found.experts else ".dt_proj.bias", None),)), CORRECTION),
+        changes=MAMBA2,
+        more=_nemotron_metadata,
+        refuse=_nemotron_refuses,
+    )
+
+
+def _nemotron_metadata(found: Found) -> Metadata:
+    eps = found.config.get("layer_norm_epsilon", 1e-5)
+    made: Metadata = {"attention.layer_norm_epsilon": float(eps)}
+    if experts := found.experts:
+        made |= {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
+        made |= {"expert_shared_count": 1}
+        if latent := found.size("ffn_latent_down.weight", 0):
+            made["moe_latent_size"] = latent
+    return made
+
+
+def _nemotron_refuses(found: Found) -> Iterator[str]:
+    if found.op("time_step") is None:
+        yield "no layer is Mamba-2"
+    if found.experts and found.config.get("mlp_bias"):
+        yield "mlp_bias is true, but its experts have none"
+    if found.experts and any(found.has("ffn_down.weight")):
+        yield "it has either dense networks or experts"
+
+
+def _lfm2(found: Found) -> Metadata:
+    return {"shortconv.l_cache": found.op("causal_conv").kernel}
+
+
+def _lfm2_refuses(found: Found) -> Iterator[str]:
+    if found.op("causal_conv") is None:
+        yield "no layer is a convolution"
+
+
+def _neox(found: Found) -> Metadata:
+    return {"use_parallel_residual": any(isinstance(node, ParallelNode) for node in found.nodes[0])}
+
+
+def _neox_refuses(found: Found) -> Iterator[str]:
+    if found.op("relu") or found.op("silu"):
+        yield f"hidden_act is {found.config['hidden_act']}, but it computes gelu"
+
+
+FALCON_CHANGES = (
+    *MAMBA,
+    (r"ssm_[ad]", _column),
+    (r"ssm_norm\.weight", _grouped),
+    (r"ssm_in\.weight", _ssm_factors),
+    (r"ssm_out\.weight", _times("ssm_out_multiplier")),
+    (r"attn_[qv]\.weight", _times("attention_in_multiplier")),
+    (r"attn_k\.weight", _times("attention_in_multiplier", "key_multiplier")),
+    (r"attn_output\.weight", _times("attention_out_multiplier")),
+    (r"ffn_gate\.(weight|bias)", _times_of("mlp_multipliers", 0)),
+    (r"ffn_down\.(weight|bias)", _times_of("mlp_multipliers", 1)),
+    (r"token_embd\.weight", _times("embedding_multiplier")),
+    (r"output\.weight", _times("lm_head_multiplier")),
+)
+
+FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
+    "llama": Family(
+        "llama", "attention_bias mlp_bias head_dim", scaling="linear yarn llama3 longrope", changes=INTERLEAVED
+    ),
+    "mistral": Family(
+        "llama", "head_dim", {"sliding_window": None}, "linear yarn llama3 longrope", changes=INTERLEAVED
+    ),
+    "mixtral": Family(
+        "llama", "head_dim num_local_experts num_experts_per_tok", scaling="linear yarn llama3", changes=INTERLEAVED
+    ),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3", "head_dim"),
+    "qwen3_moe": Family(
+        "qwen3moe", "head_dim num_local_experts num_experts_per_tok moe_intermediate_size", {"norm_topk_prob": True}
+    ),
+    "smollm3": Family("smollm3", "head_dim", changes=INTERLEAVED),
+    "olmo2": Family("olmo2", head=True),
+    "phi3": Family("phi3", scaling="longrope"),
+    "gemma2": Family(
+        "gemma2",
+        "head_dim query_pre_attn_scalar sliding_window attn_logit_softcapping final_logit_softcapping",
+        changes=ONE_PLUS,
+        more=_gemma2,
+        refuse=_gemma2_refuses,
+    ),
+    "gemma3_text": Family(
+        "gemma3",
+        "head_dim query_pre_attn_scalar sliding_window final_logit_softcapping rope_local_base_freq",
+        scaling="linear",
+        changes=ONE_PLUS,
+        more=_final_cap,
+        refuse=_gemma_refuses,
+    ),
+    "gpt_neox": Family(
+        "gptneox",
+        "rotary_pct rotary_emb_base partial_rotary_factor use_parallel_residual hidden_act",
+        changes=((r"attn_qkv\.(weight|bias)", _qkv_by_kind),),
+        more=_neox,
+        refuse=_neox_refuses,
+        head=True,
+    ),
+    "jamba": Family(
+        "jamba",
+        "mamba_d_state mamba_d_conv mamba_dt_rank attn_layer_period attn_layer_offset expert_layer_period "
+        "expert_layer_offset num_experts num_experts_per_tok",
+        changes=MAMBA,
+        more=_no_experts,
+    ),
+    "falcon_h1": Family(
+        "falcon-h1",
+        "head_dim mamba_d_ssm mamba_expand mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv "
+        "mamba_rms_norm mamba_norm_before_gate mlp_bias embedding_multiplier lm_head_multiplier key_multiplier "
+        "attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier ssm_multipliers "
+        "mlp_multipliers",
+        pieces=(DT_BIAS,),
+        changes=FALCON_CHANGES,
+        refuse=_falcon_h1_refuses,
+        head=True,
+    ),
+    "granitemoehybrid": _granite,
+    "qwen3_next": Family(
+        "qwen3next",
+        "head_dim partial_rotary_factor layer_types full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+        "linear_value_head_dim linear_num_key_heads linear_num_value_heads num_experts num_experts_per_tok "
+        "moe_intermediate_size shared_expert_intermediate_size",
+        pieces=(
+            (
+                r"^.*\.(\d+)\.linear_attn\.in_proj_qkvz\.weight$",
+                ((r"blk.\1.attn_qkv.weight", _qkvz(False)), (r"blk.\1.attn_gate.weight", _qkvz(True))),
+            ),
+            DT_BIAS,
+        ),
+        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", _one_plus)),
+        more=_qwen3_next,
+        refuse=_qwen3_next_refuses,
+        layout="qwen3_next",
+    ),
+    "kimi_linear": Family(
+        "kimi-linear",
+        "layer_types mlp_layer_types linear_attn_config first_k_dense_replace linear_num_heads linear_head_dim "
+        "linear_conv_kernel_dim kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim num_experts "
+        "num_experts_per_token moe_intermediate_size num_shared_experts routed_scaling_factor",
+        pieces=(
+            (
+                r"\.kv_b_proj\.weight$",
+                ((".k_b_proj.weight", _keys_and_values(False)), (".v_b_proj.weight", _keys_and_values(True))),
+            ),
+            DT_BIAS,
+            CORRECTION,
+        ),
+        changes=((r"ssm_a", _negative_exp), (r"ssm_conv1d_.\.weight", _channels)),
+        more=_kimi,
+        refuse=_kimi_refuses,
+        layout="kimi_linear",
+        head=True,
+    ),
+    "nemotron_h": _nemotron,
+    "lfm2": Family(
+        "lfm2",
+        "layer_types full_attn_idxs conv_L_cache block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier "
+        "block_multiple_of",
+        changes=((r"shortconv\.conv\.weight", _squeezed),),
+        more=_lfm2,
+        refuse=_lfm2_refuses,
+    ),
+    "lfm2_moe": Family(
+        "lfm2moe",
+        "layer_types full_attn_idxs conv_L_cache num_dense_layers num_experts num_experts_per_tok "
+        "moe_intermediate_size",
+        pieces=((r"\.expert_bias$", ((".expert_bias.bias", None),)),),
+        changes=((r"shortconv\.conv\.weight", _squeezed),),
+        more=_lfm2,
+        refuse=_lfm2_refuses,
+    ),
+}
