@@ -333,9 +333,11 @@ def test_code_asks_for_the_class_of_a_node_not_for_its_kind():
     for path in LIBRARY:
         of_others = relative(path).startswith(("seqblocks/editor/", "seqblocks/picture/"))  # of references and boxes
         for node in ast.walk(ast.parse(path.read_text("utf-8"))) if not of_others else ():
-            words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
             asked = getattr(node, "left" if isinstance(node, ast.Compare) else "subject", None)  # the latter of `match`
-            if isinstance(asked, ast.Attribute) and asked.attr == "kind" and words & kinds:
+            if not isinstance(asked, ast.Attribute) or asked.attr != "kind":
+                continue
+            words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            if words & kinds:
                 wrong.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)[:80]}")
     assert not wrong, "ask for isinstance, or give the class a method:\n" + "\n".join(wrong)
 

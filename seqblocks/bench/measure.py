@@ -107,7 +107,7 @@ def bench(
     of a stream). length: tokens of a pass, by default 256, or what the spec fixes. seconds: about how long to measure,
     after one warm-up; passes whose steps are timed alternate with others. advance: is called with the part
     of this time that is over. Then the model's mode and gradients are as before. A KeyboardInterrupt ends it once there
-    are a few repetitions. Raises UsageError for a mode that the model cannot run, or a length that it does not take.
+    are two repetitions. Raises UsageError for a mode that the model cannot run, or a length that it does not take.
     """
     if mode not in MODES:
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -210,7 +210,7 @@ def _interleaved(
     """Return the times of passes without and with their steps timed, in turns: the fastest of a few in each turn.
 
     The first pass of each few is not timed: a stream takes longer for its first token after hooks. The last value is
-    whether an interrupt came first. Raises KeyboardInterrupt if it came before there are MIN_TURNS turns.
+    whether an interrupt came first. Raises KeyboardInterrupt if it came before there are two turns, to tell the spread.
     """
     plain: list[float] = []
     observed: list[Observed] = []
@@ -235,7 +235,7 @@ def _interleaved(
             if done >= 1 and turn >= MIN_TURNS:
                 break
     except KeyboardInterrupt:
-        if len(observed) < MIN_TURNS:
+        if len(observed) < 2:
             raise
         return plain[: len(observed)], observed, True
     return plain, observed, False

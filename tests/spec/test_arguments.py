@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 import seqblocks
-from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.language.spec_files import bundled
 from seqblocks.report.schema import schema
 
 TEXT = """
@@ -78,16 +76,3 @@ def test_what_an_argument_is_about_is_shown() -> None:
     assert file.blocks["ffn"].args["hidden"].meaning() == "inner width; at least 1"
     properties = str(schema(file))
     assert "inner width; at least 1" in properties
-
-
-def test_the_schema_describes_arguments() -> None:
-    found = str(schema())
-    assert "rank of dt (0: dim / 16, rounded up)" in found
-
-
-def test_every_argument_of_a_bundled_block_says_what_it_is() -> None:
-    for name in bundled():
-        file, _ = check.load_spec(name)
-        for block in file.blocks.values():
-            for each in block.args.values():
-                assert each.about, f"{name}: {block.name}.{each.name}"

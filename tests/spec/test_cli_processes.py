@@ -14,13 +14,16 @@ import pytest
 from seqblocks.cli.arguments import VERBS
 from seqblocks.cli.main import SHORT
 from tests.processes import interrupted
+from tests.sampled import slow
 from tests.spec.texts import GOOD
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lines are those of a POSIX shell")
-@pytest.mark.parametrize("words", ["schema", "--help", "list", "check vil_tiny vil_small", "show vil_tiny"])
+@pytest.mark.parametrize(
+    "words", ["--help", "check vil_tiny vil_small", "show vil_tiny", *map(slow, ("schema", "list"))]  # print as `show`
+)
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_a_broken_pipe_ends_quietly(words: str, unbuffered: str, root: Path) -> None:
     script = f'"$PYTHON" -m seqblocks.cli {words}; echo "status $?" >&2'
@@ -201,14 +204,12 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
 REPEATED = (
     "a part of a name that is too long", "a folder", "the same, after two dashes", "an import from there",
     "development mode", "two overrides after a call", "a schema for nothing", "the same, and a fault",
-    "the same with a fault", "a name with a null byte in --set",
-)  # like another case
+    "the same with a fault", "a name with a null byte in --set", "docstrings stripped",
+)  # like another case or test
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lines are those of a POSIX shell")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in UNUSUAL]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in REPEATED else name for name in UNUSUAL])
 def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
     """Each case has the documented exit status and a clear message, without a traceback or internal error."""
     line, status, message = UNUSUAL[name]
@@ -234,12 +235,12 @@ def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("list >&-", 0, ""),
+        ("ops >&-", 0, ""),
         ("check good.yaml >&- 2>&-", 0, ""),
         ("check bad.yaml 2>&-", 1, ""),
         ("check - <&-", 1, "the spec is empty"),
         ("show vil_tiny > /dev/full", 4, "error: the result cannot be written: No space left on device\n"),
-        ("schema > /dev/full", 4, "error: the result cannot be written: No space left on device\n"),
+        slow(("schema > /dev/full", 4, "error: the result cannot be written: No space left on device\n")),
         ("check /dev/zero", 1, "error[E104]: /dev/zero is too large for a spec"),
         ("check - < /dev/zero", 1, "error[E104]: <stdin> is too large for a spec"),
     ],

@@ -41,6 +41,9 @@ def shapes(made: ModelSpec) -> dict[str, tuple[int, ...]]:
 def test_every_bundled_spec_is_valid_and_meets_its_expectations(name: str) -> None:
     file, made = check.load_spec(name)
     assert file.about, "a bundled spec needs a description"
+    for block in file.blocks.values():
+        for each in block.args.values():
+            assert each.about, f"{block.name}.{each.name} needs a description"
     if made:
         verify(made)
         if not name.endswith("digits"):

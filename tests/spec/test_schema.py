@@ -111,6 +111,10 @@ def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
     jsonschema.Draft7Validator.check_schema(general_schema)
 
 
+def test_it_describes_arguments_of_blocks(general_schema: dict[str, Any]) -> None:
+    assert "rank of dt (0: dim / 16, rounded up)" in str(general_schema)
+
+
 @pytest.mark.parametrize("name", sampled(NAMES))
 def test_bundled_specs_satisfy_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load_spec(name)

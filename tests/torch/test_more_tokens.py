@@ -84,13 +84,16 @@ def test_lengths_of_split_and_merged_tokens(steps: str, frame: int, length: int,
     check_lookahead(model)
 
 
-@pytest.mark.parametrize("name", ["open", "fixed"])
-def test_compiled_and_exported(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("open", "aot_eager"), ("fixed", "aot_eager"), pytest.param("open", "inductor", marks=pytest.mark.slow)],
+)
+def test_compiled_and_exported(name: str, backend: str) -> None:
     text = CAUSAL
     if name == "fixed":
         text = text.replace("features: 6}", "features: 6, length: 5}").replace('"seq*12"', "60")
     model, x = seqblocks.build_text(text), torch.randn(2, 5, 6)
-    torch.testing.assert_close(torch.compile(model)(x), model(x))
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     seq = None if name == "fixed" else {1: torch.export.Dim("seq", min=2)}
     program = torch.export.export(model, (x,), dynamic_shapes={"x": seq} if seq else None)
     torch.testing.assert_close(program.module()(x), model(x))

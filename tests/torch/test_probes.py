@@ -527,16 +527,19 @@ def test_a_model_of_features_gets_an_embedding_and_a_head() -> None:
 
 
 BLOCKS = {
-    "slstm": "slstm_block: {dim: 32, heads: 4, multiple: 32}",
-    "mlstm": "mlstm_block: {dim: 32, heads: 4, multiple: 32}",
-    "mamba": "mamba_block: {dim: 32}", "centaurus": "centaurus_block: {state: 16, sub_states: 8}",
+    "slstm": "slstm_block: {dim: dim, heads: dim / 8, multiple: 32}",
+    "mlstm": "mlstm_block: {dim: dim, heads: dim / 8, multiple: 32}",
+    "wide slstm": "slstm_block: {dim: dim, heads: dim / 32, multiple: 32}",
+    "wide mlstm": "mlstm_block: {dim: dim, heads: dim / 32, multiple: 32}",
+    "mamba": "mamba_block: {dim: dim}", "centaurus": "centaurus_block: {state: 16, sub_states: 8}",
 }  # fmt: skip
 STACK = """seqblocks: 1
 use: [xlstm, mamba, centaurus]
+let: {dim: 32, vocabulary: 16}
 model:
-  input: {tokens: 16}
+  input: {tokens: vocabulary}
   steps:
-    - embed: {features: 32, init: {weight: "normal(0, 0.3)"}}
+    - embed: {features: dim, init: {weight: "normal(0, 0.3)"}}
     - repeat: {times: %d, name: layers, steps: [%s]}
     - rms_norm
     - unembed
@@ -546,19 +549,21 @@ model:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 @pytest.mark.parametrize(
-    ("task", "layers", "length", "rate", "able", "unable"),
+    ("task", "dim", "layers", "length", "rate", "able", "unable"),
     [
-        ("parity", 1, 256, 1e-2, ("slstm", 0.95), ("mlstm", 0.6)),
-        ("copying", 2, 96, 1e-2, ("mamba", 0.8), ("centaurus", 0.45)),
+        ("parity", 32, 1, 256, 1e-2, ("slstm", 0.95), ("mlstm", 0.6)),
+        ("copying", 32, 2, 96, 1e-2, ("mamba", 0.8), ("centaurus", 0.45)),
+        ("recall", 64, 2, 96, 3e-3, ("wide mlstm", 0.6), ("wide slstm", 0.2)),
     ],
 )
 def test_quick_settings_separate_mixers(
-    task: str, layers: int, length: int, rate: float, able: tuple[str, float], unable: tuple[str, float]
+    task: str, dim: int, layers: int, length: int, rate: float, able: tuple[str, float], unable: tuple[str, float]
 ) -> None:
     """At a longer length, and at the best of three rates, where three seeds agree (docs/probes.md)."""
     found = []
     for kind, _ in (able, unable):
-        _, model = seqblocks.load_text(STACK % (layers, BLOCKS[kind]))
+        sizes = {"dim": dim, "vocabulary": max(16, TASKS[task].vocabulary)}
+        _, model = seqblocks.load_text(STACK % (layers, BLOCKS[kind]), set=sizes)
         found += [result.accuracy for result in probe(model, TASKS[task], rate=rate) if result.length == length]
     assert found[0] >= able[1]
     assert found[1] <= unable[1]
