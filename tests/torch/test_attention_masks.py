@@ -82,10 +82,11 @@ def test_numbers_of_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["cache: 30", "window: 5", "chunk: 4", "window: 3, keep_first: 2", "sinks: true, bias: alibi, scale: 0.3"]
+    "given", ["cache: 23", "window: 5", "chunk: 4", "window: 3, keep_first: 2", "sinks: true, bias: alibi, scale: 0.3"]
 )
 def test_numbers_of_keys_stream(given: str) -> None:
-    model = build(f"scores: w, {given}", GATE)
+    """The second call of `check_law` also runs the plan of a token."""
+    model = build(f"scores: w, {given}", GATE).eval()
     check_law(model, resets=((0, 3), (1, 22)))
     check_law(model)
     assert seqblocks.summarise(model.spec).state_bytes % 4 == 0
@@ -128,17 +129,6 @@ def test_forgetting_attention() -> None:
     scores = q @ k.transpose(2, 3) / 2**0.5 + logs.unsqueeze(3) - logs.unsqueeze(2)
     expected = scores.masked_fill(~earlier(9), -torch.inf).softmax(-1) @ v
     agree(model(x), expected.transpose(1, 2).flatten(2), *model.parameters())
-
-
-@pytest.mark.parametrize("given", ["cache: 9", "window: 4", "chunk: 4"])
-def test_a_step_is_planned(given: str) -> None:
-    model, x = build(f"scores: w, {given}", GATE), torch.randn(2, 9, 8, dtype=torch.float64)
-    with torch.no_grad():
-        state, found = model.init_state(2), []
-        for t in range(9):
-            y, state = model.step(x[:, t], state)
-            found.append(y)
-        near([torch.stack(found, 1)], [model(x)])
 
 
 @pytest.mark.slow

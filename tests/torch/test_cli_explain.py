@@ -156,9 +156,9 @@ def test_the_plan_is_a_stage(run_main: Run) -> None:
     assert {step["implementation"] for step in data["steps"]} == {"torch"}
 
 
-def test_a_spec_without_kernels(run_cli: Run) -> None:
-    spec = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]}\n"
-    assert "no step uses a kernel" in run_cli("explain", "-", input=spec).stdout
+def test_a_spec_without_kernels(run_main: Run, tmp_path: Path) -> None:
+    (tmp_path / "silu.yaml").write_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]}\n")
+    assert "no step uses a kernel" in run_main("explain", "silu.yaml", cwd=tmp_path).stdout
 
 
 SMALL: dict[str, dict[str, Any]] = {

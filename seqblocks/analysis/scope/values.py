@@ -99,7 +99,8 @@ def _limit(item: Any) -> str:
     """Return what a value must be, from a validation error of pydantic."""
     text: str = item["msg"][0].lower() + item["msg"][1:]
     text = text.removeprefix("input should be ").removeprefix("value error, ")
-    return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    text = text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return text.replace("a valid tuple", "a list")
 
 
 # --- one argument -----------------------------------------------------------------------------------------------------
