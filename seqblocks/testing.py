@@ -8,6 +8,7 @@ The state law, which holds for every model that streams:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -89,12 +90,25 @@ def check_law(
         _assert_tree_close(f"{name}: state", state, last, tolerance)
         _assert_gradients_close(name, _gradients(found, leaves), gradients, tolerance)
     if marks is None or not model.takes_frames:
-        with torch.no_grad():  # without gradients, steps run different, planned code
-            found, state = _steps(model, x, context, marks)
-        _assert_tree_close("steps without gradients: output", found, whole, tolerance)
-        _assert_tree_close("steps without gradients: state", state, last, tolerance)
+        with torch.no_grad(), _evaluating(model):  # steps run different, planned code then
+            expected = model(x, return_state=True, resets=marks, **context)
+            found = _steps(model, x, context, marks)
+        for what, one, other in zip(("output", "state"), found, expected, strict=True):
+            _assert_tree_close(f"steps without gradients: {what}", one, other, tolerance)
     if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
         _assert_tree_close("resets: each sequence by itself", _pieces(model, x, context, marks), whole, tolerance)
+
+
+@contextlib.contextmanager
+def _evaluating(model: SequenceModel) -> Iterator[None]:
+    """Put all modules into evaluation mode, and back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _check_model(check: Callable[..., None], model: object) -> None:
