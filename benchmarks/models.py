@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +137,13 @@ def of_llama(model: seqblocks.SequenceModel, kind: str) -> Candidate:
         read(every, ids)
         return torch.from_numpy(every.scores[: ids.shape[1]].copy())[None]
 
+    several: dict[int, Together] = {}  # by the number of prompts
+
     def generate(ids: Tensor, count: int) -> Tensor:
+        if len(ids) > 1:
+            if len(ids) not in several:
+                several[len(ids)] = Together(last, len(ids), vocabulary)
+            return several[len(ids)].generate(ids, count)
         read(last, ids)
         found: list[int] = []
         for _ in range(count):
@@ -147,14 +153,57 @@ def of_llama(model: seqblocks.SequenceModel, kind: str) -> Candidate:
         return torch.tensor(found)
 
     return Candidate(
-        nn.Module(), logits, lambda ids: read(last, ids), generate, trains=False, rounds=kind != "f32"
+        nn.Module(), logits, lambda ids: read(last, ids), generate, batches=True, trains=False, rounds=kind != "f32"
     )  # fmt: skip
+
+
+class Together:
+    """Several sequences in one context of llama.cpp, each a sequence of its own in every batch."""
+
+    def __init__(self, engine: Any, count: int, vocabulary: int) -> None:
+        """engine: a Llama, whose model and options are used. count: of sequences, with 64 tokens each at most."""
+        import llama_cpp
+
+        self.lib, self.count, self.vocabulary, self.engine = llama_cpp, count, vocabulary, engine
+        options = type(engine.context_params).from_buffer_copy(engine.context_params)
+        options.n_seq_max, options.n_ctx = count, 64 * count
+        self.context = llama_cpp.llama_init_from_model(engine._model.model, options)
+        self.batch = llama_cpp.llama_batch_init(count, 0, 1)
+
+    def read(self, tokens: Sequence[int], at: int) -> None:
+        """Run one token of each sequence, the one at position `at`."""
+        self.batch.n_tokens = self.count
+        for row, token in enumerate(tokens):
+            self.batch.token[row], self.batch.pos[row], self.batch.logits[row] = token, at, 1
+            self.batch.n_seq_id[row], self.batch.seq_id[row][0] = 1, row
+        if self.lib.llama_decode(self.context, self.batch):
+            raise RuntimeError("llama.cpp could not run a batch")
+
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        """Return the greedy tokens [count] after the first prompt."""
+        import numpy
+
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        for at, tokens in enumerate(ids.unbind(1)):
+            self.read(tokens.tolist(), at)
+        found: list[int] = []
+        for at in range(ids.shape[1], ids.shape[1] + count):
+            logits = (self.lib.llama_get_logits_ith(self.context, row) for row in range(self.count))
+            tokens = [int(numpy.ctypeslib.as_array(each, shape=(self.vocabulary,)).argmax()) for each in logits]
+            found.append(tokens[0])
+            self.read(tokens, at)
+        return torch.tensor(found)
 
 
 def smaller(model: seqblocks.SequenceModel) -> dict[str, Callable[[], Candidate]]:
     """Return llama.cpp, and what both packages have with smaller weights."""
     made = {f"llama.cpp {name}": lambda name=name: of_llama(model, name) for name in ("f32", "f16", "q8_0")}
-    return {**made, "seqblocks int8": lambda: ours(seqblocks.quantize(model))._replace(trains=False, rounds=True)}
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    halves = {name: lambda kind=kind: copy.deepcopy(model).to(kind) for name, kind in kinds.items()}
+    rounded = {**halves, "int8": lambda: seqblocks.quantize(model)}
+    for name, make in rounded.items():
+        made[f"seqblocks {name}"] = lambda make=make: ours(make())._replace(trains=False, rounds=True)
+    return made
 
 
 def spec_and_model(peer: Any) -> seqblocks.SequenceModel:

@@ -36,6 +36,7 @@ HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(num
 
 Parts = Sequence[Any]  # FBGEMM's copies of the rows of a matrix, in order
 _rearranged: Any = WeakIdKeyDictionary()  # by values: (versions and addresses of values and scale, Parts)
+_widened: Any = WeakIdKeyDictionary()  # by scale in 16 bits: (its version and address, the matrix in float32)
 
 
 class Int8Matrix(nn.Module, StoredMatrix):
@@ -82,6 +83,18 @@ class Int8Matrix(nn.Module, StoredMatrix):
     def dequantized(self) -> Tensor:
         """Return the weight [O, I]."""
         return self.values * self.scale[:, None]
+
+    def widened(self) -> Int8Matrix:
+        """Return the matrix with a scale in float32. It is made once for the same scale."""
+        scale = self.scale
+        if scale.dtype is torch.float32:
+            return self
+        made_of = None if scale.is_inference() else (scale._version, scale.data_ptr())
+        found = _widened.get(scale)
+        if found is None or made_of is None or found[0] != made_of or found[1].values is not self.values:
+            found = _widened[scale] = made_of, Int8Matrix(self.values, scale.float())
+        made: Int8Matrix = found[1]
+        return made
 
     def rows(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.values) * nn.functional.embedding(ids, self.scale[:, None])

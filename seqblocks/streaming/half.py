@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from seqblocks.graph import BlockNode, Graph, Node, OpNode, RepeatNode, ResidualNode, ScanNode, walk
 from seqblocks.kernels.half import HALF_KINDS, MIN_ELEMENTS, HalfMatrix, is_half
+from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.primitive import is_primitive, parameters_of
 
@@ -57,6 +58,8 @@ def token_parameters(step: nn.Module, call: Call) -> dict[str, Any]:
 
 
 def _widened(x: Any, is_matrix: bool) -> Any:
+    if isinstance(x, Int8Matrix):
+        return x.widened()
     if not isinstance(x, Tensor) or not is_half(x):
         return x
     return HalfMatrix(x) if is_matrix and x.numel() >= MIN_ELEMENTS else x.float()

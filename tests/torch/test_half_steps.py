@@ -83,6 +83,24 @@ def test_steps_round_less_than_a_whole_pass(
     assert model._token_plan is not None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_quantized_models_of_16_bits(dtype: torch.dtype) -> None:
+    """A token is rounded to 8 bits for each product: differences between steps and a pass are about 1 / 127."""
+    model = seqblocks.quantize(seqblocks.build_text(CACHE, seed=0, dtype=dtype).eval(), smallest=1)
+    x = torch.randint(0, 11, (3, 9), generator=torch.Generator().manual_seed(1))
+    found, _ = in_steps(model, x, {})
+    plan = model._token_plan
+    expected = model(x)
+    assert plan is not None
+    assert found.dtype == expected.dtype == dtype
+    assert float((found - expected).abs().max() / expected.abs().max()) < 4 / 127
+    matrix = model.embed.weight
+    assert matrix.widened() is matrix.widened()
+    matrix.scale.mul_(2)
+    assert torch.equal(matrix.widened().scale, matrix.scale.float())
+
+
 @pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 @pytest.mark.parametrize("seed", range(24))
 @torch.no_grad()
