@@ -75,6 +75,8 @@ class MergeAttention(Op):
     Each head of x and of `with` is DV values y and the log of the sum of exponentials, L:
 
         y = (exp(L1) y1 + exp(L2) y2) / (exp(L1) + exp(L2))      L = log(exp(L1) + exp(L2))
+
+    Each of the two may have keys of its own rate and window.
     """
 
     independent = "heads"

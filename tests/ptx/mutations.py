@@ -67,7 +67,7 @@ plant("acquire", "a counter read without acquire", "slstm f16 D=70 team S=3", "s
 plant("mask", "mask of a store dropped", "residual_norm f32 67x20 added", "residual_norm/triton.py",
       (STORE, STORE.replace(", mask)", ")")))
 plant("mask-load", "mask dropped of a load whose value is unused", "head_norm f32 67x3x20", "head_norm/triton.py",
-      ("    gain = _row(weight, c, mask)", "    gain = tl.load(weight + c).to(tl.float32)[None, :]"))
+      ("out *= load_gain(weight, c, is_d, ONE_PLUS)", "out *= load_gain(weight, c, c >= 0, ONE_PLUS)"))
 plant("offset", "offset wrong by one", "causal_conv f32 4 taps S=67 D=17 reverse", "causal_conv/triton.py",
       ("w + d * K + K - 1 - lag", "w + d * K + K - lag"))
 plant("last-chunk", "last chunk skipped", "GLA f32 17x20 S=67 reverse HV=2", "linear_attention/triton/forward.py",

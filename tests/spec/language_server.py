@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -133,7 +134,8 @@ class Client:
             self._send({"id": message["id"], "result": sections})
         elif method and "id" in message:
             self.asked.append(method)
-            self._send({"id": message["id"], "result": None})
+            with contextlib.suppress(BrokenPipeError):  # the server may have ended meanwhile
+                self._send({"id": message["id"], "result": None})
         elif method == "window/showMessage":
             self.shown.append(message["params"]["message"])
         elif "id" in message:

@@ -55,6 +55,11 @@ STREAMS: dict[str, dict[str, Any]] = {
     "nemotron_h_8b": {
         "input.tokens": 11, "layers": "m f a", "dim": 16, "heads": 4, "kv_heads": 2, "hidden": 16, "inner": 512,
     },
+    "nsa_1b": {
+        "input.tokens": 11, "depth": 1, "dim": 12, "heads": 4, "kv_heads": 2, "head": 4, "hidden": 16,
+        "model.layers.token.nsa.block": 3, "model.layers.token.nsa.window": 5, "model.layers.token.nsa.top": 3,
+        "model.layers.token.nsa.cache": 60,
+    },
     "opt_125m": WORDS | {"dim": 24},
     "pythia_160m": WORDS | {"dim": 48, "turned": 2},
     "qwen2_05b": WORDS | {"dim": 56, "hidden": 16},

@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[list[str], Callable[[str, Path], Any]]] = {
         lambda text, folder: len((folder / "rows.jsonl").read_text().splitlines()) > 9 and "were done" in text,
     ),
     "bench": (
-        ["bench", "spec.yaml", "--seconds", "1000", "--threads", "1", "--format", "json"],
+        ["bench", "spec.yaml", "--batch", "2", "--seconds", "1000", "--threads", "1", "--format", "json"],
         lambda text, folder: json.loads(text)["interrupted"] and json.loads(text)["seconds"] > 0,
     ),
     "fit": (

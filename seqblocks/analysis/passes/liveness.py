@@ -151,6 +151,8 @@ class _Liveness:
         if id(owner) not in self.kept:
             self.kept.add(id(owner))
             self.kept.update(id(each.owner) for each in _with_inner(owner) if each.owner)
+            if self.by_gradient:  # a step inside may be blocked where it is owned, and trained where it is shared
+                self.kept.update(id(each) for each in _with_inner(owner))
 
     def _is_kept(self, node: Node) -> bool:
         """Return whether a used step shares the parameters of this one, or of a step inside it."""
