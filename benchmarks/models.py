@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.kernels.products import PROCESSOR
+from seqblocks.kernels.numerics import PROCESSOR_NAME
 
 PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy", "llama_cpp_python")
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
@@ -599,7 +599,7 @@ KINDS = ("forward", "training", "prefill", *(of_batch(batch) for batch in (1, *B
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the records as a page."""
-    where = f"{PROCESSOR} ({platform.machine()}), {torch.get_num_threads()} thread(s)"
+    where = f"{PROCESSOR_NAME} ({platform.machine()}), {torch.get_num_threads()} thread(s)"
     where += f", Python {platform.python_version()}"
     lines = [
         f"# Whole models on a CPU, {datetime.date.today()}",

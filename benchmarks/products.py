@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels import products
+from seqblocks.kernels import numerics, products
 
 MATRICES = ((512, 512), (1024, 512), (2048, 512), (1536, 768), (3072, 768), (768, 1536), (768, 3072))
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
@@ -50,7 +50,7 @@ def compare(x: Tensor, weights: list[Tensor], names: list[str], rounds: int) -> 
 
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
-    print(f"{products.PROCESSOR}, {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{numerics.PROCESSOR_NAME}, {torch.backends.cpu.get_cpu_capability()}")
     for rows, width in MATRICES:
         for tokens in TOKENS:
             for place, copies in (("memory", BEYOND_CACHES // (4 * rows * width)), ("cache", 1)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from seqblocks.kernels.products import HAS_FAST_MV, linear
+from seqblocks.kernels.products import linear
 from seqblocks.kernels.stored import StoredMatrix
 
 MIN_ELEMENTS = 1 << 18  # elements: a smaller matrix is read as fast in float32, and its tokens need no conversion
@@ -37,16 +37,7 @@ class HalfMatrix(StoredMatrix):
         return y if bias is None else y.add_(bias)
 
     def prepare(self, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        if not HAS_FAST_MV or self.weight.dtype is not torch.bfloat16:
-            return partial(self.product, bias=bias)
-
-        def product(x: Tensor) -> Tensor:
-            if x.shape[0] != 1:
-                return self.product(x, bias)
-            y = torch.mv(self.weight, x[0].bfloat16()).float().unsqueeze(0)
-            return y if bias is None else y.add_(bias)
-
-        return product
+        return partial(self.product, bias=bias)
 
 
 def is_half(x: Tensor) -> bool:

@@ -27,8 +27,7 @@ from seqblocks.kernels.stored import StoredMatrix
 
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
-ON_AMD = str(numerics.PROCESSOR.get("cpu_name", "unknown")).startswith("AMD")
-FBGEMM_MAX_ROWS = 16 if ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
+FBGEMM_MAX_ROWS = 16 if numerics.ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
 PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take twice the time each
 EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
 # Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.

@@ -12,6 +12,8 @@ from torch import Tensor
 from seqblocks.kernels.dispatch.compiled import constant
 
 PROCESSOR: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has no such function
+PROCESSOR_NAME = str(PROCESSOR.get("cpu_name", "unknown"))
+ON_AMD, ON_INTEL = PROCESSOR_NAME.startswith("AMD"), PROCESSOR_NAME.startswith("Intel")
 
 
 def slow_kinds(processor: dict[str, Any]) -> frozenset[torch.dtype]:

@@ -10,7 +10,7 @@ float32 for each product of several tokens, and the result is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -24,25 +24,23 @@ from seqblocks.kernels.stored import StoredMatrix
 
 READING_MAX_TOKENS = 4  # up to this many, a product takes as long as reading the matrix
 READING_MIN_ELEMENTS = 1 << 19  # a smaller matrix may be in a cache, where oneDNN reads it more slowly for few tokens
-UNPACKED_TOKENS = range(4, 16)  # MKL with AVX-512 is slow for these: it begins to rearrange the matrix at 16
+MKL_SLOW_TOKENS = range(4, 16)  # for which MKL, also with AVX-512, takes 1.1 to 2.7 times as long as oneDNN
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates that are worth the overhead of oneDNN's call
 ROWS_MAX_TOKENS = 2  # up to so many, with at most ROWS_MAX_FEATURES, MKL reads blocks of rows at full speed on AMD
 ROWS_MAX_FEATURES = 1 << 11  # features of all tokens together
 BLOCK_ROWS = 128
 MIN_CONVERTED = 8  # tokens: for fewer, converting the matrix takes longer than the slow product
-CONVERTED_FEW = 16  # tokens: up to this many, converting the matrix takes longer than multiplying
-FEW_CONVERTED_ELEMENTS = 1 << 18  # of a matrix that are converted at once for few tokens, so that they stay in a cache
-MANY_CONVERTED_ELEMENTS = 1 << 23  # for more tokens, so that little memory is allocated
+CACHED_MAX_TOKENS = 16  # up to this many, a matrix is converted in parts that stay in a cache; more take longer so
+CACHED_ELEMENTS = 1 << 18  # of such a part
+CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted at once for more tokens: more memory is slow to allocate
 SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-PROCESSOR = str(numerics.PROCESSOR.get("cpu_name", "unknown"))
-ON_SLOW_MKL = ON_ONEDNN and PROCESSOR.startswith("AMD")  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
-
-# oneDNN reads a matrix in bfloat16 at 0.55 to 0.7 times the speed of torch's own `mv` on an Intel Xeon. No other
-# processor was measured.
-HAS_FAST_MV = HAS_AVX512 and PROCESSOR.startswith("Intel")
+ON_SLOW_MKL = ON_ONEDNN and numerics.ON_AMD  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
+# For one token in bfloat16, torch's `mv` reads a matrix 1.4 to 1.65 times as fast as its `linear`, which is oneDNN's,
+# on an Intel Xeon (Emerald Rapids). No other processor was measured.
+ON_FAST_MV = HAS_AVX512 and numerics.ON_INTEL
 
 
 def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None) -> Tensor:
@@ -54,6 +52,9 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
     if isinstance(weight, StoredMatrix):
         return weight.product(x, bias)
     if not _suits_onednn(x, weight, bias):
+        if _suits_mv(x, weight, bias):
+            y = torch.mv(weight, x.reshape(-1))
+            return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
         return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     tokens = rows.shape[0]
@@ -86,7 +87,7 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def chosen(elements: int, rows: int, width: int) -> str:
     """Return the fastest product in float32 of this many elements of x with a matrix: torch, oneDNN or rows."""
     if not ON_SLOW_MKL:
-        suits = width and elements // width in UNPACKED_TOKENS and elements * rows >= ONEDNN_MIN_MACS
+        suits = width and elements // width in MKL_SLOW_TOKENS and elements * rows >= ONEDNN_MIN_MACS
         return "oneDNN" if suits else "torch"
     if elements > READING_MAX_TOKENS * width:
         return "oneDNN" if elements * rows >= ONEDNN_MIN_MACS else "torch"
@@ -96,15 +97,25 @@ def chosen(elements: int, rows: int, width: int) -> str:
     return "rows" if suits_rows else "oneDNN"
 
 
+def _suits_mv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether these are one token and a matrix in bfloat16, for which `mv` is faster."""
+    return ON_FAST_MV and _is_plain(x, weight, bias, {torch.bfloat16}) and x.numel() == x.shape[-1]
+
+
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether these operands have a 16-bit dtype that the processor cannot multiply, and many tokens."""
-    if x.dtype not in numerics.SLOW_KINDS or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
+    return _is_plain(x, weight, bias, numerics.SLOW_KINDS) and x.numel() >= MIN_CONVERTED * x.shape[-1]
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: Collection[torch.dtype]) -> bool:
+    """Return whether these operands fit, have one of these dtypes, and nothing observes or transforms the product."""
+    if x.dtype not in kinds or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
         return False
     each = (x, weight) if bias is None else (x, weight, bias)
     if is_seen(each) or not all(t.is_cpu and t.dtype is x.dtype for t in each) or weight.dim() != 2:
         return False
-    is_valid = x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
-    return is_valid and x.numel() >= MIN_CONVERTED * x.shape[-1] > 0 and not torch.is_autocast_enabled("cpu")
+    is_valid = x.shape[-1] == weight.shape[1] > 0 and (bias is None or bias.shape == weight.shape[:1])
+    return is_valid and not torch.is_autocast_enabled("cpu")
 
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,10 +127,12 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     able = ON_ONEDNN and device == "cpu" and dtype is torch.float32 and torch._C._get_mkldnn_enabled()
     if device == "cpu" and dtype in numerics.SLOW_KINDS:
         return [(1, "torch"), (MIN_CONVERTED, "float32")]
+    if device == "cpu" and dtype is torch.bfloat16 and ON_FAST_MV:
+        return [(1, "mv"), (2, "torch")]
     found: list[tuple[int, str]] = []
     many = -(-ONEDNN_MIN_MACS // (rows * width))
-    limits = {1, READING_MAX_TOKENS + 1, max(READING_MAX_TOKENS + 1, many), max(UNPACKED_TOKENS.start, many)}
-    limits |= {min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, UNPACKED_TOKENS.stop}
+    limits = {1, READING_MAX_TOKENS + 1, max(READING_MAX_TOKENS + 1, many), max(MKL_SLOW_TOKENS.start, many)}
+    limits |= {min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, MKL_SLOW_TOKENS.stop}
     for tokens in sorted(limits):
         name = chosen(tokens * width, rows, width) if able else "torch"
         if not found or found[-1][1] != name:
@@ -147,7 +160,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W' + b in float32 for x [N, I] in float32 and W in 16 bits, converting some of its rows at a time."""
     rows, width = weight.shape
-    elements = FEW_CONVERTED_ELEMENTS if x.shape[0] <= CONVERTED_FEW else MANY_CONVERTED_ELEMENTS
+    elements = CACHED_ELEMENTS if x.shape[0] <= CACHED_MAX_TOKENS else CONVERTED_ELEMENTS
     count = max(1, elements // width)
     if rows <= count:
         return linear(x, weight.float(), bias)

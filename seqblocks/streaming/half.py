@@ -66,7 +66,7 @@ def _widened(x: Any, is_matrix: bool) -> Any:
 
 
 def keeps_cache(node: Node) -> bool:
-    """Return whether a step's state grows with the tokens, so that converting it would take longer than computing."""
+    """Return whether a step's state has a place for every token: it is not converted for each."""
     return any(state.per_token for state in node.state.values())
 
 

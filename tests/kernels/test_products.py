@@ -225,6 +225,33 @@ def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(each.is_contiguous() or each.t().is_contiguous() for each in pair)
 
 
+@pytest.mark.parametrize("shape", [(1, 20), (1, 1, 20)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_token_in_bfloat16(shape: tuple[int, ...], biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mv` adds in float32 and rounds once, and a bias before that or after; its gradients are those of `linear`."""
+    monkeypatch.setattr(products, "ON_FAST_MV", True)
+    calls, run = [], torch.mv
+    monkeypatch.setattr(torch, "mv", lambda *given: calls.append(1) or run(*given))
+    x, weight, bias, dy = drawn(shape, (6, 20), (6,), (*shape[:-1], 6), dtype=torch.bfloat16)
+    leaves = [each.requires_grad_() for each in (x, weight, bias)[: 2 + biased]]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    y, expected = products.linear(*leaves), linear(*exact)
+    assert calls == [1]
+    assert y.shape == expected.shape
+    eps = torch.finfo(torch.bfloat16).eps
+    largest = linear(exact[0].detach(), exact[1].detach()).abs() + (exact[2].detach().abs() if biased else 0)
+    assert ((y - expected).abs() <= eps * largest + 20 * 2**-24 * 20).all()
+    for one, other in zip(
+        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True
+    ):
+        torch.testing.assert_close(one.double(), other, rtol=eps, atol=eps)
+    products.linear(x.detach().expand(*shape[:-2], 2, 20), weight)  # two tokens
+    products.linear(x.detach().float(), weight.detach().float())
+    monkeypatch.setattr(products, "ON_FAST_MV", False)
+    products.linear(x, weight)
+    assert calls == [1]
+
+
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the processor one without products in 16 bits."""
@@ -234,7 +261,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("elements", [products.FEW_CONVERTED_ELEMENTS, 80])
+@pytest.mark.parametrize("elements", [products.CACHED_ELEMENTS, 80])
 def test_slow_dtypes_are_multiplied_in_float32(
     dtype: torch.dtype, biased: bool, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +269,7 @@ def test_slow_dtypes_are_multiplied_in_float32(
 
     elements: of a matrix that are converted at once: all, or four rows.
     """
-    monkeypatch.setattr(products, "FEW_CONVERTED_ELEMENTS", elements)
+    monkeypatch.setattr(products, "CACHED_ELEMENTS", elements)
     x, weight, bias, dy = drawn((2, 8, 20), (6, 20), (6,), (2, 8, 6), dtype=dtype)
     results = []
     for run, kind in ((products.linear, dtype), (linear, torch.float32)):

@@ -71,8 +71,12 @@ def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch
     assert ("all matrix products are torch's" in text) == (not on_onednn)
     if on_slow_mkl:
         assert "mixer.out_proj (24 x)  768 x 1536   rows, oneDNN from 2, torch from 5, oneDNN from 8\n" in text
-    for slow, expected in ((set(), "all matrix products are torch's"), ({torch.bfloat16}, "torch, float32 from 8\n")):
+    for slow, on_fast_mv, expected in (
+        (set(), False, "all matrix products are torch's"), (set(), True, "mv, torch from 2\n"),
+        ({torch.bfloat16}, False, "torch, float32 from 8\n"),
+    ):  # fmt: skip
         monkeypatch.setattr(numerics, "SLOW_KINDS", slow)
+        monkeypatch.setattr(products, "ON_FAST_MV", on_fast_mv)
         assert expected in run_main("explain", "mamba_130m", "--dtype", "bf16", env=PLAIN).stdout
 
 
