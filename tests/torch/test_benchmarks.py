@@ -126,17 +126,17 @@ def test_whole_models_are_compared_where_they_compute_the_same(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers", reason="a peer, optional")
-    models = imported(root, "models")
+    candidates, models = imported(root, "candidates"), imported(root, "models")
 
     def make() -> Any:
-        model, made = models.mamba(8, 1, 16)()
+        model, made = candidates.mamba(8, 1, 16)()
         other = made["transformers"]().model
         torch.nn.init.normal_(other.lm_head.weight)
-        wrong = models.of_transformers(other)
+        wrong = candidates.of_transformers(other)
         rounded = wrong._replace(rounds=True, trains=False)
         return model, {models.OURS: made[models.OURS], "wrong": lambda: wrong, "rounded": lambda: rounded}
 
-    monkeypatch.setattr(models, "CASES", {"small": models.Case("a small Mamba", make, (1, 8), 2)})
+    monkeypatch.setattr(models, "CASES", {"small": candidates.Case("a small Mamba", make, (1, 8), 2)})
     for name, value in {"ROUNDS": 1, "peak": lambda key, name: None, "reading_rate": lambda: 1.0}.items():
         monkeypatch.setattr(models, name, value)
     text = models.table(models.measure("small"))
