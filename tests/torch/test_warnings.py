@@ -147,3 +147,24 @@ def test_every_parameter_of_a_bundled_model_gets_a_gradient() -> None:
     assert len(small) > 10
     for name in small:
         assert without_gradient(models[name]) == set(), name
+
+
+@pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")
+def test_parameters_are_trained_where_they_are_shared() -> None:
+    """Their owner may be blocked by a constant, and the layers that share them not."""
+    text = """
+seqblocks: 1
+model:
+  input: {features: 4, length: 3}
+  steps:
+    - linear: {features: 4, as: start}
+    - repeat: {times: 1, name: owner, steps: [{layer_scale: {name: gain}}, SCALE, {add: {with: start}}]}
+    - repeat: {times: 1, share: owner, steps: [{layer_scale: {name: gain}}, OTHER, {add: {with: start}}]}
+"""
+    constant, other = "{scale: 0}", "{scale: 2}"
+    for own, sharing, warned in ((constant, other, False), (constant, constant, True), (other, constant, True)):
+        _, model = check.load_text(text.replace("SCALE", own).replace("OTHER", sharing))
+        assert model is not None
+        assert ("owner.0.gain.weight" in without_gradient(model)) == warned
+        found = [each.message for each in model.warnings if "gain" in each.message]
+        assert bool(found) == warned, (own, sharing, found)
