@@ -22,6 +22,7 @@ ZERO = 128  # the unsigned integer that stands for 0 of a token
 HALF_EXPONENT = 8  # the largest element of a matrix in 16 bits is scaled to between 2^7 and 2^8
 MAX_EXPONENT = 120  # so that the power of two is a number of float32
 BY_INT8: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
+WORD_BYTES, ROW_WORDS = 8, 256
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 # Without the instructions of VNNI, FBGEMM adds pairs of products of 8 bits in 16 bits, in which they may not fit.
 HAS_INT8 = HAS_FBGEMM and BY_INT8 is not None and bool(numerics.PROCESSOR.get("avx512_vnni"))
@@ -53,15 +54,22 @@ class Copies:
 
 
 def _fingerprint(x: Tensor) -> tuple[int, ...]:
-    """Return two numbers of the elements of x [O, I] or [O] and their places, at the speed of reading them twice."""
-    x = x.detach().reshape(x.shape[0], -1).contiguous()
-    is_aligned = not any(size * x.element_size() % 8 for size in (x.shape[1], x.storage_offset()))
-    words = x.view(torch.int64 if is_aligned else torch.uint8)
-    return is_aligned, *(_by_place(words.sum(dim, dtype=torch.int64)) for dim in (0, 1))
+    """Return sums of the elements of x weighted by their places, as integers, in twice the time of reading x."""
+    x = x.detach().contiguous()
+    x = x.clone() if x.storage_offset() * x.element_size() % WORD_BYTES else x
+    numbers = x.view(-1).view(torch.uint8)
+    many = len(numbers) // (WORD_BYTES * ROW_WORDS) * WORD_BYTES * ROW_WORDS
+    rows = numbers[:many].view(torch.int64).view(-1, ROW_WORDS)
+    by_row = torch.mv(rows, _places(ROW_WORDS) ** 3)  # a power, so that no two places have the same weight by symmetry
+    return _by_place(by_row), _by_place(numbers[many:].long())
 
 
-def _by_place(sums: Tensor) -> int:
-    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
+def _by_place(x: Tensor) -> int:
+    return int(torch.dot(x, _places(len(x))))
+
+
+def _places(count: int) -> Tensor:
+    return 2 * torch.arange(count) + 1
 
 
 def _int8_copy(values: Tensor, scale: Tensor) -> Any:
