@@ -38,10 +38,10 @@ def _cell(writer: PlanWriter, module: Cell, node: CellNode, inputs: Sequence[str
     before = {name: source.given((*path, name)) for name in body.ports}
     if STARTED in node.state:
         started = source.assign(f"{source.given((*path, STARTED))} != 0")
-        choose, parameters = source.constant(torch.where), writer.given(module)
+        choose = source.constant(torch.where)
         for name, state in before.items():
-            if (own := f"start_{name}") in parameters:
-                before[name] = source.assign(f"{choose}({started}, {state}, {source.constant(parameters[own])})")
+            if (own := f"start_{name}") in node.parameters:
+                before[name] = source.assign(f"{choose}({started}, {state}, {writer.parameter(module, own)})")
         source.keep((*path, STARTED), f"{source.constant(torch.ones_like)}({source.given((*path, STARTED))})")
     read = dict(zip(node.reads, inputs, strict=True))
     values = [inputs[0], *before.values(), *(read[value] for value in body.captures)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqblocks.errors import UsageError
@@ -22,6 +23,7 @@ from seqblocks.kernels.stored import StoredMatrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Phase
+from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.modules import call_child, is_hooked, take_exports
 from seqblocks.runtime.primitive import Primitive, checked, is_primitive, parameters_of, takes_plain_tokens
 from seqblocks.runtime.shared_parameters import NONE
@@ -29,7 +31,7 @@ from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, dtype_of
 from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard
-from seqblocks.streaming.half import half_dtype, keeps_cache, to_half, token_parameters
+from seqblocks.streaming.half import keeps_cache, to_half, token_parameters
 from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.streaming.maps import Reader, readers
 from seqblocks.streaming.source import Path, PlanSource
@@ -37,7 +39,6 @@ from seqblocks.streaming.together import Together
 from seqblocks.streaming.token_rows import as_sequences, has_tokens, on_sequences
 from seqblocks.token_function import TokenFunction
 
-POINTWISE = ("vector", "tokens")  # ports of these kinds accept a token without a time axis
 Names = dict[int, str]  # of the variables of values, by number
 Write = Callable[["PlanWriter", Any, Any, Sequence[str], Path], str | None]
 
@@ -52,10 +53,10 @@ class PlanWriter:
 
     takes_half = True  # whether it writes functions of models in 16 bits
 
-    def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
+    def __init__(self, model: Body, spec: ModelSpec, declared: States, half: torch.dtype | None) -> None:
+        """half: the dtype of a model in 16 bits, None for others."""
         parameters = list(model.parameters())
-        self.half = half_dtype(parameters)
-        self.dtype = self.half or parameters[0].dtype
+        self.half, self.dtype = half, half or parameters[0].dtype
         self.types, self.frames = spec.types, Frames(spec.graph, spec.types)
         self.grid = Grid(spec.input.grid)
         self.phase: Phase = "stream" if begins(spec.graph) else None
@@ -94,7 +95,13 @@ class PlanWriter:
             self._note_parameters(child, derived=True)
         return found
 
-    def _note_parameters(self, module: Primitive, derived: bool) -> None:
+    def parameter(self, module: Cell, name: str) -> str:
+        """Return an expression for a parameter of a module that is no primitive."""
+        self._note_parameters(module, derived=self.half is not None)
+        given = self.given
+        return self.source.prepared(lambda: given(module)[name]) or "None"
+
+    def _note_parameters(self, module: Primitive | Cell, derived: bool) -> None:
         for table, name in holders(module).values():
             self.guard.note_entry(table, name)
             if derived:
@@ -138,8 +145,10 @@ class PlanWriter:
 
     def _output(self, values: Names, value: int) -> str:
         """Return an expression for an output of the model."""
-        y = f"{values[value]}.to({self.source.constant(self.half)})" if self.half else values[value]
-        if not self.frames.have_several_tokens or not has_tokens(self.types[value]):
+        wire = self.types[value]
+        is_converted = self.half and not (wire and wire.kind == "tokens")  # token ids are whole numbers
+        y = f"{values[value]}.to({self.source.constant(self.half)})" if is_converted else values[value]
+        if not self.frames.have_several_tokens or not has_tokens(wire):
             return y
         return f"{self.source.constant(as_sequences)}({y}, batch).contiguous()"
 
@@ -305,7 +314,7 @@ class PlanWriter:
         made = None if self.half and keeps_cache(node) else prepare()
         whole = None if is_row and (made or as_row) else self._of_sequences(module, node)
         run = self.source.prepared(prepare, made) if self.frames.runs(node, made) else None
-        derived = run is not None and (converts or not is_own_matrix(op, parameters))
+        derived = run is not None and (self.half is not None or not is_own_matrix(op, parameters))
         if run is None:
             made = TokenFunction(partial(op.forward, parameters, call)) if as_row else whole
             if made is None:
@@ -375,7 +384,7 @@ def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 
-def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
+def holders(module: Primitive | Cell) -> dict[str, tuple[Any, str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
     found: dict[str, tuple[Any, str]] = {name: (module._parameters, name) for name in module._parameters}
     found |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}
@@ -386,5 +395,5 @@ def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
 
 def is_pointwise(op: Op) -> bool:
     """Return whether `forward` accepts a token without a time axis, because it also takes vectors or token ids."""
-    pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
+    pointwise = all({"vector", "tokens"}.intersection(port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
