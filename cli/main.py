@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -20,9 +21,10 @@ from typing import Any, NoReturn, cast
 
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, arguments, output
-from seqblocks.errors import SeqblocksError, SpecError, UsageError
+from seqblocks.errors import SeqblocksError, SpecError, UnavailableError, UsageError, visible
 
 INTERNAL = 70
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 BROKEN_PIPE = 141
 
 
@@ -100,6 +102,10 @@ def _internal(error: BaseException, options: argparse.Namespace) -> int:
     if theirs:
         output.problem(theirs, options)
         return UsageError.exit_status
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        file = "a file" if error.filename is None else visible(os.fsdecode(error.filename))
+        what = f"{file} cannot be written: {os.strerror(error.errno)}"
+        return _report(UnavailableError(f"{what}. Free some space there, or name another folder"), options)
     output.problem(
         f"internal error ({type(error).__name__}: {error}).\n"
         f"This is a fault of seqblocks {__version__}, not of yours. Please report it with the spec and the command;\n"

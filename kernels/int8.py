@@ -80,7 +80,8 @@ class Int8Matrix(nn.Module, StoredMatrix):
         made_of = None if scale.is_inference() else (scale._version, scale.data_ptr())
         found = _widened.get(scale)
         if found is None or made_of is None or found[0] != made_of or found[1].values is not self.values:
-            found = _widened[scale] = made_of, Int8Matrix(self.values, scale.float())
+            with torch.inference_mode(False):  # an inference tensor has no version, so that nothing is made of it once
+                found = _widened[scale] = made_of, Int8Matrix(self.values, scale.float())
         made: Int8Matrix = found[1]
         return made
 

@@ -132,7 +132,7 @@ def _torch(
 
 
 def _of_no_tokens(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    return empty_with_gradients(v.new_zeros(*q.shape[:3], scores.width(v)), q, k, v, scores.sinks)
+    return empty_with_gradients(scores.nothing(q, v), q, k, v, scores.sinks)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:

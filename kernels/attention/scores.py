@@ -39,6 +39,11 @@ class Scores(NamedTuple):
         """Return the features of a head of the output."""
         return v.shape[-1] + self.logsumexp
 
+    def nothing(self, q: Tensor, v: Tensor) -> Tensor:
+        """Return the output of a call without queries or sequences, [B, S, H, DV]."""
+        kind = torch.promote_types(v.dtype, torch.float32) if self.logsumexp else v.dtype
+        return v.new_zeros(*q.shape[:3], self.width(v), dtype=kind)
+
     def capped(self, scores: Tensor) -> Tensor:
         """Return scaled scores of any shape after the soft cap."""
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)

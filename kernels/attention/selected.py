@@ -100,8 +100,7 @@ def _attend(
     """Return y, given all keys and the number of new ones."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        empty = v.new_zeros(*q.shape[:3], scores.width(v))
-        return empty_with_gradients(empty, q, k, v, scores.sinks)
+        return empty_with_gradients(scores.nothing(q, v), q, k, v, scores.sinks)
     known = None if before is None else before // choice.block
 
     def block(query: Tensor, by: Tensor, factor: Tensor | None, a: int, b: int) -> Tensor:

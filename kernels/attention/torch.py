@@ -34,8 +34,7 @@ def run(
     """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        empty = v.new_zeros(*q.shape[:3], scores.width(v))
-        return empty_with_gradients(empty, q, k, v, scores.slopes, scores.sinks, scores.bias)
+        return empty_with_gradients(scores.nothing(q, v), q, k, v, scores.slopes, scores.sinks, scores.bias)
     if kept is not None:
         assert window is not None
         return _with_first(q, k, v, sequence, window, scores, kept)

@@ -86,9 +86,10 @@ def to_gguf(
 ) -> GGUFSummary:
     """Write weights as a GGUF file for llama.cpp. Returns a summary of the file.
 
-    path, spec, set: as in `convert`. out: the file, which must not exist. dtype: of the matrices, f32, f16 or q8_0;
-    vectors, convolutions and decays are always float32. In q8_0, matrices whose rows are not divisible into blocks of
-    32 values are f16. tokenizer: a folder with a tokenizer.json; by default, the file has no tokenizer.
+    path, spec, set: as in `convert`. out: the file, which must not exist; folders above it are created. dtype: of the
+    matrices, f32, f16 or q8_0; vectors, convolutions and decays are always float32. In q8_0, matrices whose rows are
+    not divisible into blocks of 32 values are f16. tokenizer: a folder with a tokenizer.json; by default, the file has
+    no tokenizer.
 
     Raises RunError with the reason if llama.cpp cannot run the model or the tokenizer; UsageError for invalid
     arguments; UnavailableError without the package gguf; OSError for disk errors.

@@ -6,6 +6,8 @@ that `seqblocks.checkpoint.families` writes for the sizes of the model. `gguf_fa
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import re
@@ -83,15 +85,24 @@ def write_gguf(
         raise UsageError(f"{target} exists; use a new name")
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+    try:
         writer = _begun(library, partial, architecture, metadata, kind)
-        if vocabulary and tokenizer:
-            add_vocabulary(library, writer, vocabulary, tokenizer)
+        if vocabulary:
+            add_vocabulary(writer, vocabulary)
         else:
             writer.add_tokenizer_model("no_vocab")
         _write(library, writer, tensors, kind)
         os.replace(partial, target)
+    except OSError as error:  # NumPy gives no number for a full disk
+        code = error.errno or errno.ENOSPC
+        raise OSError(code, os.strerror(code), str(target)) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return GGUFSummary(architecture, len(tensors), target.stat().st_size)
 
 

@@ -59,7 +59,10 @@ class Found(NamedTuple):
 
 
 def found_in(model: ModelSpec, config: Mapping[str, Any]) -> Found:
-    layers = next(node for node in model.graph.nodes if node.name == "layers")
+    """Return a model with its config.json. Raises RunError if it has no layers, as all families have."""
+    layers = next((node for node in model.graph.nodes if node.name == "layers" and node.bodies), None)
+    if layers is None:
+        raise RunError("its spec is another one than its config.json describes: no step is named `layers`")
     outside = [node for node in model.graph.nodes if node is not layers]
     return Found(config, [list(walk(body)) for body in layers.bodies.values()], outside)
 

@@ -5,7 +5,8 @@ llama.cpp computes how text is split before the merges of byte-pair encoding by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ SPLITS: dict[tuple[tuple[str, ...], bool], str] = {
     ((WORDS % "{1,3}", "bytes"), True): "llama-bpe",
 }
 SPACE = "▁"  # a space in tokens of sentencepiece
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # its tokens for bytes
+# Parts of a post-processor whose special tokens the package gguf reads, or that add none.
+AFTERWARDS = ("ByteLevel", "TemplateProcessing", "RobertaProcessing")
 
 
 class Vocabulary(NamedTuple):
@@ -32,7 +36,7 @@ class Vocabulary(NamedTuple):
 
     model: gpt2, whose tokens are bytes, or llama, which is sentencepiece's byte-pair encoding. pre: the name of how
     text is split. kinds: numbers of `gguf.TokenType`. scores: for llama, in which order tokens are merged. prefix: for
-    llama, whether a space is added before a text.
+    llama, whether a space is added before a text. special: the special tokens and the chat template, of `gguf`.
     """
 
     model: str
@@ -41,6 +45,7 @@ class Vocabulary(NamedTuple):
     kinds: list[int]
     scores: list[float]
     prefix: bool
+    special: Any = None
 
 
 def read_vocabulary(library: Any, folder: Path, size: int) -> Vocabulary:
@@ -52,11 +57,39 @@ def read_vocabulary(library: Any, folder: Path, size: int) -> Vocabulary:
         raise UsageError(f"{folder} has no {FILE}")
     found = read_json(folder / FILE)
     try:
-        return _read(library, found, size)
+        vocabulary = _read(library, found, size)
+        _check_added_tokens(found)
     except RunError as error:
         raise RunError(f"llama.cpp cannot run the tokenizer in {folder}, so no GGUF file is written: {error}") from None
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise UsageError(f"{folder / FILE} is not a tokenizer of transformers") from None
+    return vocabulary._replace(special=_special(library, folder, vocabulary))
+
+
+def _check_added_tokens(found: Any) -> None:
+    """Raise RunError if special tokens are added to a text in a way that the package gguf does not read."""
+    after = found.get("post_processor")
+    for stage in (after.get("processors") or [after]) if after else ():
+        if stage["type"] not in AFTERWARDS:
+            raise RunError(f"tokens are added to its text by {stage['type']}")
+
+
+def _special(library: Any, folder: Path, found: Vocabulary) -> Any:
+    """Return the special tokens and the chat template in a folder. Raises UsageError if a file cannot be read."""
+
+    class Special(library.SpecialVocab):
+        def _set_special_token(self, typ: str, tid: Any) -> None:
+            if isinstance(tid, int) and tid >= 0:  # a config.json may have -1 for none, which is an error there
+                super()._set_special_token(typ, tid)
+
+    try:
+        made = Special(folder, load_merges=found.model == "gpt2", n_vocab=len(found.tokens))
+    except (ValueError, TypeError, AttributeError, LookupError, OSError) as error:
+        files = f"{FILE}, tokenizer_config.json, config.json or a chat template"
+        raise UsageError(f"the special tokens in {folder} ({files}) cannot be read: {error}") from None
+    for kind in ("bos", "eos"):  # llama.cpp adds a first token to a text by default, for some kinds of tokenizers
+        made.add_special_token.setdefault(kind, False)
+    return made
 
 
 def _read(library: Any, found: Any, size: int) -> Vocabulary:
@@ -75,10 +108,24 @@ def _read(library: Any, found: Any, size: int) -> Vocabulary:
         if at not in tokens:
             raise RunError(f"{text!r} is token {at}, but the model has {size} tokens")
         tokens[at], kinds[at] = text, int(what)
-    texts = [text or f"[PAD{at}]" for at, text in tokens.items()]  # the names must differ
+    given = {text: at for at, text in tokens.items() if text}
+    for at, text in tokens.items():
+        if text and given[text] != at:
+            raise RunError(f"tokens {at} and {given[text]} are both {text!r}")
+        if not text.isprintable() and text != text.encode("utf-8", "ignore").decode():
+            raise RunError(f"token {at} is no text in Unicode: {text!r}")
+    texts = [text or next(_unused_names(at, given)) for at, text in tokens.items()]  # the names must differ
     if model.get("byte_fallback"):
         return _sentencepiece(kind, found, texts, list(kinds.values()))
+    if not model["merges"]:
+        raise RunError("it has no merges")
     return Vocabulary("gpt2", _split(found), texts, list(kinds.values()), [], False)
+
+
+def _unused_names(at: int, given: Mapping[str, int]) -> Iterator[str]:
+    """Yield names of an unused token that no other one has."""
+    names = (f"[PAD{at}{'_' * more}]" for more in range(len(given) + 1))
+    return (name for name in names if name not in given)
 
 
 def _stages(found: Any) -> list[Mapping[str, Any]]:
@@ -122,8 +169,36 @@ def _sentencepiece(kind: Any, found: Any, texts: list[str], kinds: list[int]) ->
             kinds[at] = int(kind.BYTE)
         elif text == unknown:
             kinds[at] = int(kind.UNKNOWN)
+    if missing := next((text for text in BYTES if text not in texts), None):
+        raise RunError(f"it has no token {missing}")
+    normal = {text for text, each in zip(texts, kinds, strict=True) if each == int(kind.NORMAL)}
+    _check_merges(found["model"]["merges"], normal)
     scores = [-float(ranks.get(text, len(ranks))) for text in texts]
     return Vocabulary("llama", "default", texts, kinds, scores, _adds_a_space(found))
+
+
+def _check_merges(merges: list[Any], tokens: set[str]) -> None:
+    """Raise RunError if two tokens stay apart whose texts together are a token: sentencepiece merges all of these."""
+    pairs = (x.partition(" ")[::2] if isinstance(x, str) else tuple(x) for x in merges)
+    ranks = {pair: at for at, pair in reversed([*enumerate(pairs)])}
+    for text in tokens:
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+        if all(pair in ranks for pair in cuts if tokens.issuperset(pair)):
+            continue
+        parts = _merged(text, ranks)
+        if len(parts) == 2 and tokens.issuperset(parts):
+            raise RunError(f"it does not merge {parts[0]!r} and {parts[1]!r} to {text!r}, as sentencepiece would")
+
+
+def _merged(text: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
+    """Return the tokens of a text: the pair with the lowest rank is merged first."""
+    parts = [*text]
+    while True:
+        pairs = [*pairwise(parts)]
+        if not ranks.keys() & pairs:
+            return parts
+        at = pairs.index(min(ranks.keys() & pairs, key=ranks.__getitem__))
+        parts[at : at + 2] = ["".join(pairs[at])]
 
 
 def _adds_a_space(found: Any) -> bool:
@@ -142,8 +217,8 @@ def _adds_a_space(found: Any) -> bool:
     return adds
 
 
-def add_vocabulary(library: Any, writer: Any, found: Vocabulary, folder: Path) -> None:
-    """Add a tokenizer to a file, with special tokens and the chat template in its folder."""
+def add_vocabulary(writer: Any, found: Vocabulary) -> None:
+    """Add a tokenizer to a file, with special tokens and the chat template."""
     writer.add_tokenizer_model(found.model)
     writer.add_tokenizer_pre(found.pre)
     writer.add_token_list(found.tokens)
@@ -151,5 +226,7 @@ def add_vocabulary(library: Any, writer: Any, found: Vocabulary, folder: Path) -
     if found.scores:
         writer.add_token_scores(found.scores)
         writer.add_add_space_prefix(found.prefix)
-    special = library.SpecialVocab(folder, load_merges=found.model == "gpt2", n_vocab=len(found.tokens))
-    special.add_to_gguf(writer, quiet=True)
+    try:
+        found.special.add_to_gguf(writer, quiet=True)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise UsageError(f"the chat template beside the {FILE} cannot be stored: {error}") from None

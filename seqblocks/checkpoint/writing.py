@@ -82,8 +82,10 @@ def write(target: Path, work: Callable[[Path], None]) -> None:
         work(folder)
         _finish(folder, target)
         _place(folder, target, prefix)
-    except BaseException:
+    except BaseException as error:
         _retire(folder, target)
+        if isinstance(error, OSError) and error.errno and str(error.filename or folder).startswith(str(folder)):
+            raise OSError(error.errno, error.strerror, str(target)) from error  # the file named there is gone
         raise
     finally:
         if handle is not None:

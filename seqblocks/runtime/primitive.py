@@ -120,8 +120,8 @@ def is_primitive(module: nn.Module | None) -> TypeGuard[Primitive]:
 
 
 def parameters_of(step: nn.Module, call: Call) -> dict[str, Any]:
-    """Return the parameters of a primitive by name."""
-    if isinstance(step, Primitive):
+    """Return the parameters of a primitive or a cell by name."""
+    if isinstance(step, Owner):
         return step.parameters_by_name(call)
     return {name: getattr(step, name) for name in step._own}  # type: ignore[union-attr]
 

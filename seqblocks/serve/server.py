@@ -40,8 +40,9 @@ class Served:
 
     def read(self) -> dict[str, Any]:
         """Return the file as it is now."""
-        text = self.path.read_text("utf-8")
-        return {"name": self.path.name, "text": text, "changed": self._changed(), "saves": self.can_save}
+        changed = self._changed()  # before the text: what is written meanwhile must differ from it
+        return {"name": self.path.name, "text": self.path.read_text("utf-8"), "changed": changed,
+                "saves": self.can_save}  # fmt: skip
 
     def _changed(self) -> str:
         """Return when the file was changed, as text: JavaScript would round the number."""

@@ -72,12 +72,13 @@ def plan_tokens(
     parameters = list(model.parameters())
     if model.training or is_hooked(model) or any(x.is_inference() for x in parameters):
         return None
-    kind, half, kinds = kind or TokenPlan, half_dtype(parameters), {x.dtype for x in parameters}
+    stored = [*parameters, *(each.scale for each in model.modules() if isinstance(each, Int8Matrix))]
+    kind, half, kinds = kind or TokenPlan, half_dtype(stored), {x.dtype for x in stored}
     is_uniform = kind.takes_half and can_plan(spec.graph) if half else len(kinds) == 1 and kinds <= {*DTYPES}
     if not is_uniform or {(type(x), x.device.type) for x in parameters} != {(nn.Parameter, "cpu")}:
         return None
     before = _as_they_are(parameters)
-    made = kind(model, spec, declared, stream)
+    made = kind(model, spec, declared, stream, half)
     if _as_they_are(model.parameters()) != before or (half and made.calls_modules):
         return None
     return made
@@ -94,11 +95,14 @@ class TokenPlan:
 
     takes_half = True  # whether it computes models in 16 bits
 
-    def __init__(self, model: Body, spec: ModelSpec, declared: States, stream: object) -> None:
+    def __init__(
+        self, model: Body, spec: ModelSpec, declared: States, stream: object, half: torch.dtype | None = None
+    ) -> None:
+        """half: the dtype of a model in 16 bits, None for others."""
         self._made_after = (Updates.latest, stream)  # the update and stream before which values were derived
         self._parameters = list(model.parameters())
         self._memory = [_memory(x) for x in self._parameters]
-        self._half = half_dtype(self._parameters)
+        self._half = half
         self.dtype = self._half or self._parameters[0].dtype
         self._types = spec.types
         self._frames = Frames(spec.graph, spec.types)
@@ -265,8 +269,10 @@ class TokenPlan:
 
     def _output(self, values: dict[int, str], value: int) -> str:
         """Return an expression for an output of the model."""
-        y = f"{values[value]}.to({self._source.constant(self._half)})" if self._half else values[value]
-        if not self._frames.have_several_tokens or not has_tokens(self._types[value]):
+        wire = self._types[value]
+        is_converted = self._half and not (wire and wire.kind == "tokens")  # token ids are whole numbers
+        y = f"{values[value]}.to({self._source.constant(self._half)})" if is_converted else values[value]
+        if not self._frames.have_several_tokens or not has_tokens(wire):
             return y
         return f"{self._source.constant(as_sequences)}({y}, batch).contiguous()"
 
@@ -364,7 +370,7 @@ class TokenPlan:
     def _matrix(self, module: nn.Module, node: graph.OpNode) -> Matrix | None:
         return _matrix(module._modules[node.name], node, self._given)
 
-    def _note_parameters(self, module: Primitive, derived: bool) -> None:
+    def _note_parameters(self, module: Primitive | Cell, derived: bool) -> None:
         for table, name in holders(module).values():
             self._guard.note_entry(table, name)
             if derived:
@@ -442,7 +448,7 @@ class TokenPlan:
         made = None if self._half and keeps_cache(node) else prepare()
         whole = None if is_row and (made or as_row) else self._of_sequences(module, node)
         run = self._source.prepared(prepare, made) if self._frames.runs(node, made) else None
-        derived = run is not None and (converts or not is_own_matrix(op, parameters))
+        derived = run is not None and (self._half is not None or not is_own_matrix(op, parameters))
         if run is None:
             made = TokenFunction(partial(op.forward, parameters, self._call)) if as_row else whole
             if made is None:
@@ -503,10 +509,10 @@ class TokenPlan:
         before = {name: source.given((*path, name)) for name in body.ports}
         if STARTED in node.state:
             started = source.assign(f"{source.given((*path, STARTED))} != 0")
-            choose, parameters = source.constant(torch.where), self._given(module)
+            choose = source.constant(torch.where)
             for name, state in before.items():
-                if (own := f"start_{name}") in parameters:
-                    before[name] = source.assign(f"{choose}({started}, {state}, {source.constant(parameters[own])})")
+                if (own := f"start_{name}") in node.parameters:
+                    before[name] = source.assign(f"{choose}({started}, {state}, {self._parameter(module, own)})")
             source.keep((*path, STARTED), f"{source.constant(torch.ones_like)}({source.given((*path, STARTED))})")
         read = dict(zip(node.reads, inputs, strict=True))
         values = [inputs[0], *before.values(), *(read[value] for value in body.captures)]
@@ -515,6 +521,14 @@ class TokenPlan:
             return self._body(module, body, values, path)
         finally:
             self._phase = phase
+
+    def _parameter(self, module: Cell, name: str) -> str:
+        """Return an expression for a parameter of a module that is no primitive."""
+        self._note_parameters(module, derived=self._half is not None)
+        given = self._given
+        found = self._source.prepared(lambda: given(module)[name])
+        assert found is not None
+        return found
 
     def _experts(self, module: Experts, node: graph.ExpertsNode, inputs: Sequence[str], path: Path) -> str | None:
         """Run the chosen experts, each by its own function."""
@@ -637,7 +651,7 @@ def _as_declared(module: Primitive, node: Node) -> bool:
     return module.__dict__.get("op") == node.op and held.keys() == node.parameters.keys() and plain
 
 
-def holders(module: Primitive) -> dict[str, tuple[Any, str]]:
+def holders(module: Primitive | Cell) -> dict[str, tuple[Any, str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
     own: dict[str, tuple[Any, str]] = {name: (module._parameters, name) for name in module._parameters}
     own |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}

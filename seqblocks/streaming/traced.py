@@ -19,6 +19,7 @@ from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.kernels.joined import Matrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Body
+from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.modules import is_hooked
 from seqblocks.runtime.primitive import Primitive, is_primitive, parameters_of
 from seqblocks.state import States, compact
@@ -73,6 +74,11 @@ class TracedPlan(TokenPlan):
 
     def _joins(self, *_: Any) -> None:
         """Concatenating other parameters would copy them too."""
+
+    def _parameter(self, module: Cell, name: str) -> str:
+        self._note_parameters(module, derived=False)
+        table, key = holders(module)[name]
+        return f"{self._source.constant(table)}[{key!r}]"
 
     def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
         op, source = module.op, self._source

@@ -128,6 +128,27 @@ def test_it_saves_what_nobody_else_changed(server: Server, path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["spec.yaml"]
 
 
+def test_a_change_while_the_file_is_read_is_not_overwritten(
+    server: Server, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page then has the old text, and its next save is refused."""
+    read = Path.read_text
+
+    def interrupted(self: Path, *given: Any) -> str:
+        text = read(self, *given)
+        path.write_text("theirs")
+        os.utime(path, ns=(1, 1))
+        return text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", interrupted)
+        _, found = ask(server, "file")
+    assert found["text"] == TEXT
+    _, refused = ask(server, "save", {"text": TEXT + "# mine\n", "changed": found["changed"]})
+    assert refused["written"] is False
+    assert path.read_text() == "theirs"
+
+
 def test_saving_keeps_the_mode_and_a_link(server: Server, path: Path) -> None:
     real = path.with_name("real.yaml")
     path.rename(real)

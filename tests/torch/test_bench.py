@@ -233,6 +233,9 @@ def test_the_command(run_main: Run, tmp_path: Any) -> None:
     shown = run_main("bench", "a.yaml", "--seconds", "0.01", cwd=tmp_path).stdout
     assert "layers.*.causal_conv (3 x)" in shown
     assert "between the steps" in shown
+    absent = run_main("bench", "a.yaml", "--device", "cuda:99", cwd=tmp_path)
+    assert absent.returncode == 4
+    assert "error: --device cuda:99: " in absent.stderr
     wrong = {("--seconds", "0"): "is not a number of seconds", ("--device", "meta"): "computes nothing"}
     for words, message in wrong.items():
         failed = run_main("bench", "a.yaml", *words, cwd=tmp_path)

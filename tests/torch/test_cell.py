@@ -233,6 +233,41 @@ def test_shared_parameters() -> None:
     torch.testing.assert_close(y, plain(plain(x)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "compiles"), [(torch.float64, False), (torch.bfloat16, False), (torch.float64, True)]
+)
+@torch.no_grad()
+def test_a_stream_begins_with_the_start_of_another_cell(dtype: torch.dtype, compiles: bool) -> None:
+    """Also in planned and compiled steps, which use it as it is now: changed in place, by `.data`, or replaced.
+
+    All numbers are sums of few powers of two, which no dtype rounds.
+    """
+    cells = f"- {HALF[:-1]}, name: one}}\n- {HALF[:-1]}, name: two, share: one}}\n"
+    model = build(f"{cells}- linear: {{features: 3, bias: false}}", dtype).eval()
+    model.linear.weight.copy_(torch.eye(3))
+    x = torch.ones(2, 3, 3, dtype=dtype)
+    step = torch.compile(model.step, backend="eager") if compiles else model.step
+
+    def assert_equal_steps(start: float) -> None:
+        state, made = model.init_state(2), []
+        for t in range(3):
+            y, state = step(x[:, t], state)
+            made.append(y)
+        one = [start / 2 + 1, start / 4 + 1.5, start / 8 + 1.75]
+        two = [start / 2 + one[0], start / 4 + one[0] / 2 + one[1], start / 8 + one[0] / 4 + one[1] / 2 + one[2]]
+        assert [float(y[0, 0]) for y in made] == two
+        assert torch.equal(torch.stack(made, 1), model(x))
+        assert (model._traced if compiles else model._token_plan) is not None
+
+    assert_equal_steps(1.0)
+    model.one.start_s.fill_(4.0)
+    assert_equal_steps(4.0)
+    model.one.start_s.data.fill_(-2.0)
+    assert_equal_steps(-2.0)
+    model.one.start_s = nn.Parameter(torch.full((3,), 8.0, dtype=dtype))
+    assert_equal_steps(8.0)
+
+
 def test_sixteen_bits() -> None:
     """States are float32, and so are sums of thousands of small numbers."""
     steps = "{calc: {s: s + input}}, {linear: {from: s, features: 3}}"

@@ -52,6 +52,25 @@ def values(tensor: Any) -> torch.Tensor:
     return torch.from_numpy(numpy.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
 
 
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders above it are created; nothing is left of a file that does not fit on the disk."""
+    folder, _ = saved(tmp_path, "mamba_130m", **SIZES)
+    to_gguf(folder, tmp_path / "new" / "folder" / "x.gguf")
+    assert (tmp_path / "new" / "folder" / "x.gguf").exists()
+    command = ["convert", str(folder), "--to", "gguf", "--out"]
+    for file in (folder / "spec.yaml" / "x.gguf", tmp_path / ("x" * 250)):
+        assert main([*command, str(file)]) == 2
+        assert f"error: {file} cannot be written: " in capsys.readouterr().err
+
+    def full(*_: Any) -> None:
+        raise OSError("100 requested and 60 written")  # as NumPy does, without a number
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    assert main([*command, str(tmp_path / "x.gguf")]) == 4
+    assert f"{tmp_path / 'x.gguf'} cannot be written: No space left on device. Free" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "new"]
+
+
 def test_a_file_of_mamba(tmp_path: Path) -> None:
     folder, ours = saved(tmp_path, "mamba_130m", **SIZES)
     summary = to_gguf(folder, tmp_path / "x.gguf")

@@ -196,6 +196,19 @@ def test_a_file(case: str, tmp_path: Path, update_golden: bool) -> None:
     compare(GOLDEN / f"{case}.txt", described(metadata, tensors, types), update_golden)
 
 
+def test_another_spec_than_that_of_its_config(tmp_path: Path) -> None:
+    saved(tmp_path / "model", "llama")
+    vocabulary, dim = built(CASES["llama"]).get_input_embeddings().weight.shape
+    steps = f"[{{embed: {{features: {dim}}}}}, {{unembed: {{bias: false, tie: embed}}}}]"
+    maps = "checkpoint: {embed: model.embed_tokens}"
+    text = f"seqblocks: 1\nmodel: {{input: {{tokens: {vocabulary}}}, steps: {steps}}}\n{maps}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    small = {"model.embed_tokens.weight": torch.zeros(vocabulary, dim)}
+    safetensors.save_file(small, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(RunError, match=r"another one than its config\.json describes: no step is named `layers`"):
+        to_gguf(tmp_path / "model", tmp_path / "x.gguf", spec=tmp_path / "own.yaml")
+
+
 def described(metadata: dict[str, Any], tensors: dict[str, Tensor], types: dict[str, str]) -> str:
     """Return metadata and tensors as text, equal tensors of several layers in one line."""
     facts = {key: value for key, value in metadata.items() if not key.startswith("GGUF.")}

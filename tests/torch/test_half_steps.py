@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import textwrap
 
 import pytest
 import torch
@@ -154,6 +155,58 @@ def test_a_new_stream_uses_new_parameters() -> None:
     found, _ = in_steps(model, x, {})
     other = copy.deepcopy(model)
     assert torch.equal(found, in_steps(other, x, {})[0])
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "unembed.weight", "layer_norm.weight", "attention_layer"])
+@torch.no_grad()
+def test_a_stream_goes_on_with_changed_parameters(name: str) -> None:
+    model = seqblocks.build_text(CACHE, seed=0, dtype=torch.bfloat16).eval()
+    x = torch.randint(0, 11, (3, 2), generator=torch.Generator().manual_seed(1))
+    _, state = in_steps(model, x[:, :1], {})
+    for own, parameter in model.named_parameters():
+        if own.startswith(name):
+            parameter.mul_(-2)
+    y, _ = model.step(x[:, 1], state)
+    other = copy.deepcopy(model)
+    assert torch.equal(y, other.step(x[:, 1], state)[0])
+
+
+@torch.no_grad()
+def test_token_ids_as_an_output() -> None:
+    """16 bits cannot hold them."""
+    text = """
+    seqblocks: 1
+    model:
+      input: {tokens: 1000}
+      steps: [{identity: {as: ids}}, {embed: {features: 16}}, {unembed: {as: logits}}]
+      outputs: [ids, logits]
+    """
+    model = seqblocks.build_text(textwrap.dedent(text), seed=0, dtype=torch.bfloat16).eval()
+    x = torch.tensor([257, 999])
+    y, _ = model.step(x, model.init_state(2))
+    assert y["ids"].tolist() == [257, 999]
+    assert y["ids"].dtype == torch.int64
+    assert y["logits"].dtype == torch.bfloat16
+    assert model._token_plan is not None
+
+
+@torch.no_grad()
+def test_a_quantized_model_whose_other_parameters_are_float32() -> None:
+    text = """
+    seqblocks: 1
+    model:
+      input: {tokens: 50}
+      steps:
+        - embed: 16
+        - linear: {features: 16, bias: false, as: q}
+        - attention: {q: q, k: q, v: q, heads: 2, window: 4, bias: learned_alibi}
+        - unembed: {bias: false}
+    """
+    model = seqblocks.build_text(textwrap.dedent(text), seed=0, dtype=torch.bfloat16)
+    model = seqblocks.quantize(model, smallest=1)
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    found, _ = in_steps(model, torch.arange(6).expand(2, -1), {})
+    assert found.dtype == model(torch.arange(6).expand(2, -1)).dtype == torch.bfloat16
 
 
 @torch.no_grad()

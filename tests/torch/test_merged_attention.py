@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.kernels.attention import attention, attention_between
+from seqblocks.kernels.attention import Choice, attention, attention_between, selected_attention
 from seqblocks.testing import check_law, check_lookahead, check_shapes
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -192,3 +192,18 @@ def test_logs_are_float32_in_a_16_bit_model(dtype: str) -> None:
     y = model(x.to(getattr(torch, dtype)))
     assert y.dtype == getattr(torch, dtype)
     torch.testing.assert_close(y.double(), exact(x), rtol=0, atol=8 * torch.finfo(y.dtype).eps)
+
+
+@pytest.mark.parametrize("length", [4, 0])
+def test_logs_are_float32_without_tokens_too(length: int) -> None:
+    q, k = given(2, length, 4, 6).bfloat16(), given(2, length // 2, 2, 6).bfloat16()
+    same = given(2, length, 2, 6).bfloat16()
+    index = given(2, length, 4, 3).bfloat16(), given(2, length // 2, 1, 3).bfloat16()
+    made = [
+        attention(q, same, same, logsumexp=True),
+        attention_between(q, k, k, logsumexp=True),
+        selected_attention(q, k, k, *index, Choice(top=2, groups=2), logsumexp=True),
+    ]
+    for y in made:
+        assert isinstance(y, Tensor)
+        assert (y.shape, y.dtype) == ((2, length, 4, 7), torch.float32)

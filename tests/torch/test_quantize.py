@@ -213,6 +213,16 @@ def test_16_bits(model: seqblocks.SequenceModel) -> None:
         assert (found - half(IDS)).abs().max() < 0.1 * half(IDS).abs().max()
 
 
+def test_a_matrix_of_16_bits_is_rearranged_in_inference_mode_too(model: seqblocks.SequenceModel) -> None:
+    """`generate` and streams run in it. An inference tensor has no version, so that nothing is made of it once."""
+    matrix = seqblocks.quantize(model.bfloat16(), smallest=0).embed.weight
+    with torch.inference_mode():
+        widened = matrix.widened()
+    assert widened.scale.dtype == torch.float32
+    assert not widened.scale.is_inference()
+    assert matrix.widened() is widened
+
+
 def test_it_changes_nothing_of_the_original(model: seqblocks.SequenceModel) -> None:
     before = {name: x.clone() for name, x in model.state_dict().items()}
     small = seqblocks.quantize(model, smallest=0)

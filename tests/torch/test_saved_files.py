@@ -21,6 +21,7 @@ import seqblocks
 from seqblocks import load, save
 from seqblocks.checkpoint import folder, load_extra, writing
 from seqblocks.checkpoint.record import RECORD
+from seqblocks.cli.main import main
 from tests.torch.saved import SHARDS, TEXT, WHOLE, contents, model, names, same
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
@@ -462,12 +463,27 @@ def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
     for count, more in ((10, {}), (300, {}), (3000, {"extra": {"state": torch.zeros(999)}})):
         before = limited(count, signal.SIG_IGN)
         try:
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(OSError, match="File too large") as caught:
                 save(model(), path, **more)
+            assert caught.value.filename == str(path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
         assert not list(path.parent.iterdir())
+
+
+def test_a_command_reports_a_full_disk(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+    save(model(), path)
+    handler, before = signal.getsignal(signal.SIGXFSZ), limited(300, signal.SIG_IGN)
+    try:
+        status = main(["convert", str(path), "--to", "seqblocks", "--out", str(path.with_name("n"))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    what, hint = "cannot be written: File too large", "Free some space there, or name another folder"
+    assert (status, capsys.readouterr().err) == (4, f"error: {path.with_name('n')} {what}. {hint}\n")
+    assert names(path.parent) == ["m"]
 
 
 @needs_fork
