@@ -71,6 +71,19 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: Any, monkeypatch:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "new"]
 
 
+@pytest.mark.parametrize(("kind", "value"), [("f16", 1e5), ("q8_0", 1e7), ("q8_0", float("nan"))])
+def test_values_that_a_type_cannot_hold(tmp_path: Path, kind: str, value: float) -> None:
+    """The first two would become infinite, and the last any number."""
+    model = seqblocks.build("mamba_130m", set=SIZES)
+    with torch.no_grad():
+        model.embed.weight[3, 4] = -value
+    seqblocks.save(model, tmp_path / "model")
+    with pytest.raises(RunError, match=rf"token_embd\.weight has values up to .*, and {kind} holds up to .*: use f32"):
+        to_gguf(tmp_path / "model", tmp_path / "x.gguf", dtype=kind)
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+
+
 def test_a_file_of_mamba(tmp_path: Path) -> None:
     folder, ours = saved(tmp_path, "mamba_130m", **SIZES)
     summary = to_gguf(folder, tmp_path / "x.gguf")
