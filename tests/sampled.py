@@ -9,7 +9,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def sampled(cases: Iterable[Any], every: int = 4) -> list[Any]:
+def sampled(cases: Iterable[Any], every: int = 8) -> list[Any]:
     """Return all cases of a `parametrize`, marked slow where a quick run leaves them out."""
     return [slow(each) if at % every else each for at, each in enumerate(cases)]
 

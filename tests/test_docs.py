@@ -120,8 +120,12 @@ def _verbs(primitives: list[str]) -> list[str]:
     return re.findall(r'@primitive\("(\w+)"\)', "".join(primitives))
 
 
+# They take a second or more.
+SLOW = {"designing.md", "distributed.md", "export.md", "models.md", "training.md", "transformers.md"}
+
+
 def marked(page: Path) -> Any:
-    return pytest.param(page, marks=pytest.mark.slow if page.name == "export.md" else ())  # 5 s; the others take less
+    return pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ())
 
 
 @pytest.mark.parametrize("page", [marked(p) for p in PAGES if any(k == "python" for k, _, _ in blocks(p))], ids=ids)
@@ -178,7 +182,7 @@ def test_the_picture_is_of_the_spec() -> None:
     assert (ROOT / "docs" / "hybrid.svg").read_text(encoding="utf-8") == drawn, again
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "console" for k, _, _ in blocks(p))], ids=ids)
+@pytest.mark.parametrize("page", [marked(p) for p in PAGES if any(k == "console" for k, _, _ in blocks(p))], ids=ids)
 def test_console(page: Path, tmp_path: Path, update_golden: bool) -> None:
     for kind, code, _ in blocks(page):
         if kind == "yaml" and code.startswith("seqblocks:"):

@@ -474,15 +474,19 @@ def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...
     return cases
 
 
-def crossed(*axes: tuple[str, Iterable[Any]], rest: str = "slow") -> pytest.MarkDecorator:
+def crossed(
+    *axes: tuple[str, Iterable[Any]], rest: str = "slow", later: Sequence[Any] = ()
+) -> pytest.MarkDecorator:
     """Return one `parametrize` for each axis, in which every value occurs. The cases that cover all pairs of values are
-    marked `rest`. An axis may have several names, separated by commas."""
+    marked `rest`. An axis may have several names, separated by commas. `later`: values that take the way of others in
+    the kernels, so that their first cases are slow."""
     names = [name.strip() for text, _ in axes for name in text.split(",")]
     found = []
     for case, quick in cover([[*values] for _, values in axes], "".join(names)):
         values = [v for (text, _), x in zip(axes, case, strict=True) for v in (x if "," in text else (x,))]
         label = "-".join(label_of(name, value) for name, value in zip(names, values, strict=True))
-        found.append(pytest.param(*values, id=label, marks=[] if quick else [getattr(pytest.mark, rest)]))
+        mark = rest if not quick else "slow" if any(value in later for value in case) else ""
+        found.append(pytest.param(*values, id=label, marks=[getattr(pytest.mark, mark)] if mark else []))
     return pytest.mark.parametrize(names, found)
 
 

@@ -6,6 +6,7 @@ Common properties are in test_conformance.py, layers of models in tests/torch/te
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from seqblocks.kernels.attention import alibi_slopes
 from seqblocks.kernels.positions import rotary
 from tests.kernels.conformance import draw, marked
 from tests.kernels.family_of_attention import attention_inputs
+from tests.sampled import sampled
 
 # float64: sums of up to 2,000 terms with weights that add to one, of values of order one.
 ROUNDING = 1e-12
@@ -105,9 +107,7 @@ def test_by_hand(
     near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, expected)))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize(("causal", "packed", "explicit"), sampled(product((True, False), repeat=3), 7))
 def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None:
     """There are more queries than a block has, and no window: masks and scores are made block by block."""
     x = inputs(1100, H=2, G=1, D=2)
@@ -121,7 +121,7 @@ def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize("S", [1, 7, 600])
+@pytest.mark.parametrize("S", [1, 7, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("others", [True, False])
 def test_a_bias_and_segments_in_any_order(S: int, backend: str, others: bool) -> None:
@@ -153,9 +153,7 @@ def test_errors_of_a_bias_and_segments() -> None:
         attention(q, k, v, causal=False, segments=segments[:, :3])
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("explicit", [True, False])
-@pytest.mark.parametrize("past", [0, 1, 900])
+@pytest.mark.parametrize(("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4))
 def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None:
     """Without resets, a block of queries reads the first tokens and its window only; with them, all tokens before."""
     x = inputs(1100, H=2, G=1, D=2)

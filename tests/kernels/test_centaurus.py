@@ -298,6 +298,7 @@ def test_a_long_sequence_in_segments(
     ("seq", [13, 43]),  # 43: in segments
     ("G, H", [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)]),
     rest="long",
+    later=[(3, 33)],
 )
 def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)

@@ -364,7 +364,7 @@ def test_the_bars_of_16_bits_are_narrow_enough(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("state", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_chunks_without_returning_the_state(state: bool) -> None:
     check(TRITON, TRITON.inputs(batch=1, S=130, DK=8, DV=4, state=state), return_state=False)
 
@@ -407,8 +407,10 @@ def test_chunks_are_read_a_number_of_times_that_does_not_grow(
 # ------------------------------------------------------------------------------------------------ steps
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
-@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("gate", "backend"), [
+    ("exp", "torch"), ("sigmoid", "torch"), pytest.param("exp", "triton", marks=INTERPRETED),
+    pytest.param("sigmoid", "triton", marks=[INTERPRETED, pytest.mark.slow]),
+])
 def test_steps(gate: str, backend: str) -> None:
     subject = Subject(MLSTM, gate, IMPLEMENTATIONS[backend])
     x = subject.exact(S=4)
@@ -500,8 +502,7 @@ def test_the_gradient_of_a_part_of_the_last_state_is_in_its_own_scale() -> None:
     torch.testing.assert_close(alone, both, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("resets", [False, True], ids=["no resets", "resets"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["no reverse", "reverse"])
+@crossed(("resets", [False, True]), ("reverse", [False, True]))
 def test_chunks_do_not_show_in_long_sequences(reverse: bool, resets: bool) -> None:
     """Sums of gates span several chunks."""
     S = 630

@@ -35,6 +35,7 @@ from tests.kernels.conformance import (
     with_gradients,
 )  # fmt: skip
 from tests.kernels.families import BARE, SELECTIVE_SCAN
+from tests.sampled import slow
 
 TRITON, GPU = (Subject(SELECTIVE_SCAN, "all", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
 TORCH = Subject(SELECTIVE_SCAN, "all", IMPLEMENTATIONS["torch"])
@@ -105,6 +106,7 @@ def test_complex_is_computed_by_the_reference() -> None:
     ("reverse", [False, True]),
     ("places", [(), (5, 40, 64), (33,)]),
     rest="long",
+    later=[(33,)],
 )
 def test_segments(reverse: bool, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a sequence into three concurrent segments, the last one shorter. A new sequence may begin in some of them."""
@@ -115,7 +117,7 @@ def test_segments(reverse: bool, places: tuple[int, ...], monkeypatch: pytest.Mo
 
 
 @INTERPRETED
-@pytest.mark.parametrize("variant", ["constant B C", "bare", pytest.param("grouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["constant B C", *map(slow, ("bare", "grouped"))])
 def test_segments_of_other_variants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 2)
     subject = TRITON._replace(variant=variant)
@@ -142,7 +144,7 @@ def test_sequences_are_cut_where_programs_are_few() -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("variant", ["all", "constant B", pytest.param("grouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["all", *map(slow, ("constant B", "grouped"))])
 def test_a_large_batch_takes_several_launches(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the backward pass each program has its own memory: two sequences, then the third. The bits equal those of one
     launch."""
@@ -217,7 +219,7 @@ def test_tokens_at_a_time(S: int, steps: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("B", "C"), [(4, 2), (1, 4)])
+@pytest.mark.parametrize(("B", "C"), [(4, 2), slow((1, 4))])
 def test_one_matrix_may_have_fewer_groups(B: int, C: int) -> None:
     check(TRITON, TRITON.inputs(E=8, groups=B, groups_of_C=C))
 

@@ -163,6 +163,7 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     ("resets", [False, True]),
     ("batch, heads, width", [(2, 2, 20), (17, 1, 40)]),
     rest="long",
+    later=[(2, 2, 20)],
 )
 def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=6, H=heads, D=width)
@@ -177,6 +178,7 @@ def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: boo
     ("resets", [False, True]),
     ("batch, heads, width, seq", [(2, 2, 20, 6), (17, 1, 40, 6)]),
     rest="long",
+    later=[(2, 2, 20, 6)],
 )
 def test_by_team(batch: int, heads: int, width: int, seq: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=seq, H=heads, D=width, state=batch > 2)
@@ -193,7 +195,7 @@ def test_six_teams_of_four_take_six_launches(reverse: bool) -> None:
 
 @INTERPRETED
 @pytest.mark.usefixtures("by_team")
-@crossed(("reverse", [False, True]), ("at_once", [3, 100]))
+@crossed(("reverse", [False, True]), ("at_once", [3, 100]), later=[100])
 def test_a_team_of_one_walks_several_tokens_in_a_launch(
     at_once: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,14 +206,14 @@ def test_a_team_of_one_walks_several_tokens_in_a_launch(
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy in the interpreter warns about every NaN
-@crossed(("launch", ["by_tiles", "by_team"]), ("reverse", [False, True]))
+@crossed(("launch", ["by_tiles", "by_team"]), ("reverse", [False, True]), later=["by_tiles"])
 def test_a_reset_stops_nan(launch: str, reverse: bool, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(launch)
     check_poison(TRITON, float("nan"), reverse=reverse)
 
 
 @INTERPRETED
-@crossed(("precision", SIXTEEN[:2]), ("launch", ["by_tiles", "by_team"]))
+@crossed(("precision", SIXTEEN[:2]), ("launch", ["by_tiles", "by_team"]), later=["by_tiles"])
 def test_narrow(precision: Precision, launch: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(launch)
     check(TRITON, TRITON.inputs(S=12, H=1, D=20), precision=precision)

@@ -61,7 +61,7 @@ def inside(span: Span) -> bool:
     return in_text and (span.line, span.column) < (span.end_line, span.end_column)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES))
 def test_the_diagnostics_are_those_of_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FAULTS)
     found = analysed(f"{name}.yaml")
@@ -79,7 +79,7 @@ def test_the_diagnostics_are_those_of_check(name: str, monkeypatch: pytest.Monke
     assert all(each.type is None or each.type for each in found.steps)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES))
 def test_a_suggested_word_has_an_edit_that_removes_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FAULTS)
     text, shown, base = locate(f"{name}.yaml")

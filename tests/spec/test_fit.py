@@ -19,7 +19,7 @@ from seqblocks.architect.facts import measure
 from seqblocks.architect.grid import read_demand, read_option
 from seqblocks.architect.search import Figures, Point, Search, Target
 from seqblocks.language.spec_files import bundled
-from tests.sampled import sampled
+from tests.sampled import sampled, slow
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -200,7 +200,7 @@ def test_random_specs_fit_as_by_exhaustive_search(seed: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("spec", "others"),
     [
-        ("mamba_130m", ["mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"]),
+        slow(("mamba_130m", ["mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"])),
         ("mamba2_370m", ["mamba2_130m", "mamba2_2_7b"]),
         ("vil_tiny", ["vil_small", "vil_base"]),
         ("vim_small", ["vim_tiny", "vim_base"]),

@@ -85,7 +85,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         pytest.param(
             "raise SystemExit", "the module exits the program; it should only define primitives", marks=pytest.mark.slow
         ),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt: no message"),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt: no message", marks=pytest.mark.slow),
         pytest.param("raise GeneratorExit('stop')", "GeneratorExit: stop", marks=pytest.mark.slow),
         ("class Odd(BaseException): pass\nraise Odd('one\\ntwo\\x1b[2J')", "Odd: one"),
         pytest.param("raise Odd", "NameError: name 'Odd' is not defined", marks=pytest.mark.slow),

@@ -77,7 +77,8 @@ def test_models_compile_and_export(given: str) -> None:
 @pytest.mark.parametrize(
     ("given", "backend"),
     [
-        ("window: 3", "auto"), pytest.param("window: 1", "auto", marks=pytest.mark.slow),
+        pytest.param("window: 3", "auto", marks=pytest.mark.slow),
+        pytest.param("window: 1", "auto", marks=pytest.mark.slow),
         pytest.param("window: 3", "reference", marks=pytest.mark.slow), ("cache: 16", "auto"),
     ],
 )

@@ -29,6 +29,7 @@ from seqblocks.streaming.plan import TokenPlan
 from seqblocks.streaming.token_rows import over_tokens
 from seqblocks.streaming.writer import PlanWriter
 from seqblocks.token_function import TokenFunction
+from tests.sampled import slow
 
 DOUBLE = torch.float64
 
@@ -556,7 +557,9 @@ def test_gradients_of_chunks_are_those_of_the_whole_sequence(steps: list[str]) -
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["strided", "attention", "windows", "mixers", "vectors of sequences", "corrections"])
+@pytest.mark.parametrize(
+    "name", ["strided", "attention", "windows", "mixers", "vectors of sequences", slow("corrections")]
+)
 def test_frames_and_chunks_of_any_number_are_the_whole_sequence(name: str) -> None:
     """Values of frames, values and gradients of two chunks of some frames each."""
     model, generator = build(STEPS[name]), torch.Generator().manual_seed(5)

@@ -125,7 +125,7 @@ def law_holds(
     check_law(made, seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, every=2))
+@pytest.mark.parametrize("name", sampled(NAMES, every=4))
 @settings(max_examples=2)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start
@@ -158,6 +158,7 @@ def test_at_many_lengths(name: str, seq: int, cuts: list[int], resets: list[tupl
     law_holds(name, seq, cuts, resets, seed)
 
 
+@pytest.mark.slow
 def test_every_streaming_spec_is_here() -> None:
     """Sizes of one architecture count as one."""
     from seqblocks.language.spec_files import bundled

@@ -21,6 +21,7 @@ from seqblocks.cost import tokens_of
 from seqblocks.errors import RunError, SpecError
 from seqblocks.graph import ModelSpec
 from tests.compose import Composer
+from tests.sampled import sampled, slow
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 from tests.torch.memory_specs import random_text
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")
 # largest ones. What is kept for the backward pass is known better: all but tensors of a few hundred bytes.
 PEAK, KEPT = 0.1, 0.02
 SMALL = 200_000  # bytes
-QUICK = {"transformer_small", "mamba_small", "mlstm_small", "hybrid_small"}
+QUICK = {"transformer_small", "mlstm_small"}
 MADE_OF_OTHERS = {  # of the ops of other models; these run with `long`, which tries other sizes of all models too
     "caduceus_small", "centaurus_mlstm", "centaurus_voice", "jamba_small", "looped_small", "memoroid_agent",
     "minlstm_small", "qwen3_next_small", "samba_small", "vil2_small_block", "vil_digits", "xlstm_deltanet_small",
@@ -38,12 +39,13 @@ MADE_OF_OTHERS = {  # of the ops of other models; these run with `long`, which t
 }
 SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
     "captioner", "centaurus_denoiser", "centaurus_keywords", "kimi_linear_small", "memoroid_actor_critic",
-    "mingru_small", "mod_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
+    "hybrid_small", "mamba_small", "mingru_small", "mod_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
 })  # fmt: skip
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
-QUICK_OPS = {
-    "linear", "calc, functions", "constant, kept", "rms_norm", "attention", "mlstm", "ssm", "causal_conv, silu",
-    "linear_attention, heads that share keys", "conv2d, depthwise, 5 rows",
+QUICK_OPS = {"linear", "calc, functions", "attention", "mlstm"}
+SLOW_OPS = {
+    "constant, kept", "rms_norm", "ssm", "causal_conv, silu", "linear_attention, heads that share keys",
+    "conv2d, depthwise, 5 rows",
 }
 
 
@@ -143,7 +145,7 @@ model:
 
 
 @pytest.mark.parametrize("more", [
-    "shared: [{swiglu: {hidden: 512}}]", "factor: 2.5, score: sigmoid", "capacity: 0.25",
+    "shared: [{swiglu: {hidden: 512}}]", *map(slow, ("factor: 2.5, score: sigmoid", "capacity: 0.25")),
 ])
 def test_arguments_of_experts(more: str) -> None:
     _, spec = seqblocks.load_text(EXPERTS.format(more=more))
@@ -151,7 +153,7 @@ def test_arguments_of_experts(more: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
-@pytest.mark.parametrize("text", [NESTED, NOTHING_SAVED], ids=["branches", "nothing saved"])
+@pytest.mark.parametrize("text", [NESTED, slow(NOTHING_SAVED)], ids=["branches", "nothing saved"])
 def test_layers_in_layers_are_computed_again_with_the_outer_ones(text: str) -> None:
     """Nothing here is left out of the estimate but numbers of a few bytes."""
     _, spec = seqblocks.load_text(text)
@@ -168,14 +170,15 @@ def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "mlstm_small" else [pytest.mark.long]) for name in SMALL_MODELS
+    pytest.param(name, marks=pytest.mark.slow if name == "mlstm_small" else pytest.mark.long) for name in SMALL_MODELS
 ])
 def test_sixteen_bits(name: str) -> None:
     check(name, 4, 128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK_OPS else [pytest.mark.long]) for name in OPS
+    pytest.param(name, marks=() if name in QUICK_OPS else pytest.mark.slow if name in SLOW_OPS else pytest.mark.long)
+    for name in OPS
 ])
 def test_each_op(name: str) -> None:
     """The kept memory is that of the op, of the map before it and of the loss, whose result is as large as the output.
@@ -248,7 +251,8 @@ def test_random_specs(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "seeds"), [
-    *(pytest.param(dtype, range(3), id=dtype) for dtype in ("float32", "bfloat16")),
+    pytest.param("float32", range(3), id="float32"),
+    pytest.param("bfloat16", range(3), id="bfloat16", marks=pytest.mark.slow),
     *(pytest.param(dtype, range(100, 125), id=f"{dtype}-long", marks=pytest.mark.long)
       for dtype in ("float32", "bfloat16")),
 ])
@@ -261,8 +265,9 @@ def test_random_cells_and_choices(dtype: str, seeds: range) -> None:
             assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK), f"seed {seed}"
 
 
-@pytest.mark.parametrize("name", ["cell, loop", "cell, every token kept"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), sampled(itertools.product(["cell, loop", "cell, every token kept"], ["float32", "bfloat16"]))
+)
 def test_loops(name: str, dtype: str) -> None:
     """A loop is replayed in few steps, and keeps what is kept for all tokens one by one."""
     _, spec = seqblocks.load_text(text_of(OPS[name]))

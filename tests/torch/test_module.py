@@ -58,6 +58,7 @@ def randomised(model: Any, seed: int = 0) -> Any:
     return model
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     seq=st.integers(1, 40),

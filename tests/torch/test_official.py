@@ -73,12 +73,13 @@ def parameters_from(spec: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: ours.read(name) for name in ours.headers}
 
 
+@pytest.mark.slow
 def test_every_bundled_map_has_its_official_names() -> None:
     models = {name: check.load_model(name) for name, path in bundled().items() if path.parent.name == "models"}
     assert {name.split()[0] for name in SHAPES} == {name for name, model in models.items() if model.checkpoint}
 
 
-@pytest.mark.parametrize("case", sampled(marked(SHAPES), every=3))
+@pytest.mark.parametrize("case", sampled(marked(SHAPES), every=6))
 def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str) -> None:
     """Each tensor stores a single distinct number, which identifies the tensor that a parameter was read from."""
     model = check.load_model(case.split()[0])
@@ -104,7 +105,7 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
         assert len(names) == 1 or all(re.search(parts, name) for name in names), names
 
 
-@pytest.mark.parametrize("case", sampled(marked(SHAPES), every=3))
+@pytest.mark.parametrize("case", sampled(marked(SHAPES), every=6))
 def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> None:
     model = check.load_model(case.split()[0])
     tensors = without_memory(case, dict.fromkeys(SHAPES[case], 0.0))

@@ -117,6 +117,7 @@ def test_ctrl_c_on_a_terminal(name: str, folder: Path, root: Path) -> None:
     assert leaves(text, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_pipes_show_no_bar(folder: Path, root: Path) -> None:
     words, leaves = COMMANDS["sweep"]

@@ -19,7 +19,10 @@ from tests.torch.planned import CONVOLUTIONS, EXPERTS, SMALL, SPEC, build
 
 THREADS = 4
 SECONDS = 0.5  # each test stops then
-SPECS = {"mixers": SMALL, "convolutions": CONVOLUTIONS, "experts": EXPERTS}
+CASES = [
+    pytest.param(SMALL, id="mixers"), pytest.param(CONVOLUTIONS, id="convolutions", marks=pytest.mark.slow),
+    pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_planned", [False, True], ids=["no plan", "a plan"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", CASES)
 def test_threads_that_use_a_model_for_the_first_time(spec: str, is_planned: bool) -> None:
     x, model = prompts(), build(spec)
     expected, end = [stepped(model, row) for row in x], time.monotonic() + SECONDS
@@ -75,7 +78,7 @@ def test_threads_that_use_a_model_for_the_first_time(spec: str, is_planned: bool
         together(works)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", CASES)
 def test_streams_of_threads_while_another_thread_loads_the_same_weights(spec: str) -> None:
     """Loading changes the versions of all weights, so that plans are made again all the time."""
     x, model = prompts(), build(spec)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import seqblocks
+from tests.sampled import slow
 
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
 
@@ -93,7 +94,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("autocast", "kills"), [(False, [3, 4, 6, 99]), (True, [6])])
+@pytest.mark.parametrize(("autocast", "kills"), [(False, [3, 4, 6, 99]), slow((True, [6]))])
 def test_a_killed_loop_continues_bit_for_bit(
     tmp_path: Path, spec: str, kill_at: Any, autocast: bool, kills: list[int]
 ) -> None:

@@ -22,7 +22,7 @@ BLOCKS = {
     "vim_v1": ("mamba", f"vim_v1_mixer: {{dim: {DIM}, state: 4}}"),
     "vim_v2": ("mamba", f"vim_v2_mixer: {{dim: {DIM}, state: 4}}"),
 }
-STREAMING = ("mlstm", "mamba")
+STREAMING = (pytest.param("mlstm", marks=pytest.mark.slow), "mamba")
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> seqblocks.SequenceModel:
@@ -54,6 +54,7 @@ def close(found: list[Tensor], expected: list[Tensor], bar: float) -> None:
     ("name", BLOCKS),
     ("reset", [False, True]),
     rest="long",
+    later=("vil", "vim_v2"),
 )
 def test_the_same_as_the_recurrence_in_float64(name: str, reset: bool) -> None:
     """float32: a dozen steps of 1e-6 each, the scan's and the gates' gradients 1e-5 at 12 tokens; 1e-4 leaves room for
