@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import results
 from tests.gpu_machine import plain_environment
 
@@ -60,6 +62,7 @@ def test_a_run_that_is_killed_keeps_its_results(root: Path, tmp_path: Path) -> N
     assert printed.index("test_fails failed:") < printed.index("test_breaks_at_its_end failed:")  # at once
 
 
+@pytest.mark.slow
 def test_several_processes_write_one_file(root: Path, tmp_path: Path) -> None:
     file, printed = run(root, tmp_path, "-p", "xdist", "-n", "2")
     collected, tests = results.read(file.read_text("utf-8").splitlines())

@@ -303,6 +303,7 @@ def random_spec(seed: int) -> str:
     return f"seqblocks: 1\nblocks:\n{blocks}model:\n{model}"
 
 
+@pytest.mark.slow
 def test_random_blocks_are_the_same_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     valid = copied_once = 0
     for seed in range(120):

@@ -65,6 +65,7 @@ def test_specs_are_told_from_other_yaml(text: str, expected: bool) -> None:
     assert is_spec(text) is expected
 
 
+@pytest.mark.slow
 def test_all_bundled_files_are_specs_without_diagnostics() -> None:
     for path in bundled().values():
         text = path.read_text("utf-8")

@@ -199,6 +199,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_seven_billion_parameters_on_meta(tmp_path: Path, root: Path) -> None:
     """At most 8 s of CPU time and 1 GB."""

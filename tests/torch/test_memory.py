@@ -251,8 +251,7 @@ def test_random_specs(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "seeds"), [
-    pytest.param("float32", range(3), id="float32"),
-    pytest.param("bfloat16", range(3), id="bfloat16", marks=pytest.mark.slow),
+    *(pytest.param(dtype, range(3), id=dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
     *(pytest.param(dtype, range(100, 125), id=f"{dtype}-long", marks=pytest.mark.long)
       for dtype in ("float32", "bfloat16")),
 ])

@@ -20,7 +20,9 @@ pytest.importorskip("safetensors", reason="an optional extra; the test extra ins
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of transformers about values that are unusual
 IN_THE_SPEC = ("low_freq_factor", "beta_fast")  # `rotary` has entries of these names, and refuses the value itself
 LEFT_OUT = ("vocab_size", "model_type", "architectures", "transformers_version", "dtype", "initializer_range")
-FAMILIES = [pytest.param(family, marks=[] if family == "gemma2" else pytest.mark.long) for family in DRAWN]
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.slow if family == "gemma2" else pytest.mark.long) for family in DRAWN
+]
 
 
 def changed(value: Any) -> list[Any]:

@@ -486,6 +486,7 @@ def test_a_command_reports_a_full_disk(path: Path, capsys: pytest.CaptureFixture
     assert names(path.parent) == ["m"]
 
 
+@pytest.mark.slow
 @needs_fork
 def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path) -> None:
     models = [model(seed) for seed in range(2)]

@@ -46,9 +46,8 @@ def accuracy_of_longer_ones(negative: bool) -> float:
     return right[:, -2 * LENGTH :].float().mean().item()
 
 
-@pytest.mark.parametrize(
-    ("negative", "solved"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("negative", "solved"), [(True, True), (False, False)])
 def test_deltanet_counts_parity_with_negative_eigenvalues_alone(negative: bool, solved: bool) -> None:
     accuracy = accuracy_of_longer_ones(negative)
     assert accuracy > 0.98 if solved else accuracy < 0.7
