@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.kernels.numerics import PROCESSOR_NAME
+from seqblocks.bench.measure import processor
 
 PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy", "llama_cpp_python")
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
@@ -269,7 +269,7 @@ KINDS = ("forward", "training", "prefill", *(of_batch(batch) for batch in (1, *B
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the records as a page."""
-    where = f"{PROCESSOR_NAME} ({platform.machine()}), {torch.get_num_threads()} thread(s)"
+    where = f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} thread(s)"
     where += f", Python {platform.python_version()}"
     lines = [
         f"# Whole models on a CPU, {datetime.date.today()}",

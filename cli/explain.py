@@ -114,7 +114,7 @@ def _counted(names: list[str]) -> str:
 
 def _products(products: list[ProductUse]) -> None:
     """Print which product each matrix is multiplied by, unless all are torch's."""
-    if all(name == "torch" for each in products for _, name in each.products):
+    if not any(each.fbgemm_max_tokens or {name for _, name in each.products} != {"torch"} for each in products):
         output.write("all matrix products are torch's")
         return
     output.write("products of each matrix by itself, by the number of tokens")
@@ -122,6 +122,8 @@ def _products(products: list[ProductUse]) -> None:
     names = [_counted(each.names) for each in products]
     for name, size, each in zip(names, sizes, products, strict=True):
         ranges = ", ".join(f"{by} from {tokens}" if tokens > 1 else by for tokens, by in each.products)
+        if each.fbgemm_max_tokens:
+            ranges += f"; in streams FBGEMM up to {each.fbgemm_max_tokens}"
         output.write(f"{name:<{max(map(len, names))}}  {size:<{max(map(len, sizes))}}  {ranges}")
 
 

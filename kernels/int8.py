@@ -3,16 +3,11 @@
 Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call,
 nor on which of torch's products computes it. There are two on a CPU: `torch._int_mm`, and for the few tokens of a
 stream on a processor with VNNI, FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md).
-
-FBGEMM takes tokens in float32, and rounds all tokens of a call by the least and the largest value among them. Each
-token is therefore already rounded to integers here, and is extended by -128 and 127, which the matrix multiplies by
-zero: FBGEMM's rounding then changes nothing.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,18 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from seqblocks.errors import RunError
 from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.custom_op import is_seen
+from seqblocks.kernels.fbgemm import int8_product
 from seqblocks.kernels.stored import StoredMatrix
 
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
 FBGEMM_MAX_ROWS = 16 if numerics.ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
-PART_MAX_ELEMENTS = 1 << 23  # of a matrix that is rearranged at once: more take twice the time each
-EXTENSION = torch.tensor([[-128.0, 127.0]], dtype=torch.float32, device="cpu")  # of each token
-# Without the instructions of VNNI, FBGEMM adds pairs of products in 16 bits, in which they may not fit.
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines and bool(numerics.PROCESSOR.get("avx512_vnni"))
-
-Parts = Sequence[Any]  # FBGEMM's copies of the rows of a matrix, in order
-_rearranged: Any = WeakIdKeyDictionary()  # by values: (versions and addresses of values and scale, Parts)
 _widened: Any = WeakIdKeyDictionary()  # by scale in 16 bits: (its version and address, the matrix in float32)
 
 
@@ -114,62 +103,28 @@ class Int8Matrix(nn.Module, StoredMatrix):
 
     def prepare(self, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """Return f(x [N, I]) -> `product(x, bias)` for a stream, without gradients: equal in every bit."""
-        parts = None if torch.compiler.is_compiling() else self._rearranged()
-        if parts is None or self.scale.dtype is not torch.float32:
+        multiply = int8_product(self.values, self.scale) if self.scale.dtype is torch.float32 else None
+        if multiply is None:
             return partial(self.product, bias=bias)
 
         def product(x: Tensor) -> Tensor:
             if not 0 < x.shape[0] <= FBGEMM_MAX_ROWS or x.dtype is not torch.float32 or is_seen((x,)):
                 return self.product(x, bias)
             scale = _scale(x)
-            y = _by_fbgemm(_rounded(x, scale), parts).mul_(scale)
+            y = multiply(_rounded(x, scale)).mul_(scale)
             return y if bias is None else y.add_(bias)
 
         return product
 
-    def _rearranged(self) -> Parts | None:
-        """Return the copies of FBGEMM, None where it is not used. They are made once for the same values."""
-        values, scale = self.values, self.scale
-        able = HAS_FBGEMM and torch.backends.quantized.engine in ("x86", "fbgemm")
-        if not able or not values.is_cpu or is_seen((values, scale)) or not values.numel():
-            return None
-        if values.is_inference() or scale.is_inference():  # They have no version.
-            return None
-        made_of = values._version, values.data_ptr(), scale._version, scale.data_ptr()
-        found = _rearranged.get(values)
-        if found is None or found[0] != made_of:
-            rows = max(1, PART_MAX_ELEMENTS // values.shape[1])
-            pairs = zip(values.split(rows), scale.split(rows), strict=True)
-            found = _rearranged[values] = made_of, [_copy_for_fbgemm(*part) for part in pairs]
-        parts: Parts = found[1]
-        return parts
-
 
 def _scale(x: Tensor) -> Tensor:
     """Return the number by which each token [N, I] of float32 is divided before it is rounded, [N, 1]."""
-    return torch.linalg.vector_norm(x, float("inf"), 1, True).div_(MAX_INT8)
+    return x.abs().amax(1, True).div_(MAX_INT8)
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     """Return integers [N, I] in float32: zeros for a token of zeros, and where a token has NaN or infinite values."""
     return (x / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _copy_for_fbgemm(values: Tensor, scale: Tensor) -> Any:
-    extended = torch.cat((values, values.new_zeros(len(values), EXTENSION.shape[1])), 1)
-    zeros = torch.zeros(len(values), dtype=torch.int64)
-    with warnings.catch_warnings():  # torch means to remove this type of tensor; then HAS_FBGEMM has to go
-        warnings.simplefilter("ignore")
-        weight = torch._make_per_channel_quantized_tensor(extended, scale.double(), zeros, 0)
-        return torch.ops.quantized.linear_prepack(weight, None)
-
-
-def _by_fbgemm(x: Tensor, parts: Parts) -> Tensor:
-    """Return x W' in float32 [N, O] for the integers x [N, I] of few tokens."""
-    more = EXTENSION if len(x) == 1 else EXTENSION.expand(len(x), -1)
-    x = torch.cat((x, more), 1)
-    found = [torch.ops.quantized.linear_dynamic(x, part, False) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def _integers(x: Tensor, values: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
         return _by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
-        return _by_rows(x, weight, bias)
+        return _prepare_rows(weight, bias)(x)
     return _by_onednn(x, weight, bias)
 
 
@@ -177,15 +177,20 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W' + b [N, O] for few tokens, by a batched product with blocks of rows of W, read one after another."""
+def _prepare_rows(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return f(x [N, I]) -> x W' + b [N, O] for few tokens, by a batched product with blocks of rows of W in turn."""
     count = len(weight) // BLOCK_ROWS
-    blocks = weight[: count * BLOCK_ROWS].view(count, BLOCK_ROWS, -1)
-    y = torch.bmm(blocks, x.t().expand(count, -1, -1)).view(count * BLOCK_ROWS, -1).t()
-    if count * BLOCK_ROWS < len(weight):
-        y = torch.cat((y, F.linear(x, weight[count * BLOCK_ROWS :])), -1)
-    y = y.contiguous()
-    return y if bias is None else y.add_(bias)
+    blocks, rest = weight[: count * BLOCK_ROWS].view(count, BLOCK_ROWS, -1), weight[count * BLOCK_ROWS :]
+    has_rest = len(rest) > 0
+
+    def product(x: Tensor) -> Tensor:
+        y = torch.bmm(blocks, x.t().expand(count, -1, -1)).view(count * BLOCK_ROWS, -1).t()
+        if has_rest:
+            y = torch.cat((y, F.linear(x, rest)), -1)
+        y = y.contiguous()
+        return y if bias is None else y.add_(bias)
+
+    return product
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -222,7 +227,15 @@ def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) ->
         return weight.prepare(bias)
     if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
         return lambda x: F.linear(x, weight, bias)
-    size = weight.numel()
+    size, width = weight.numel(), weight.shape[-1]
+    if _suits_onednn(weight[:1], weight, bias) and chosen(width, *weight.shape) == "rows" and weight.is_contiguous():
+        by_rows, most = _prepare_rows(weight, bias), min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS)
+
+        def product(x: Tensor) -> Tensor:  # repeats those checks of `linear` that depend on x
+            suits = 0 < x.shape[0] <= most and x.dtype is torch.float32 and not is_seen((x,))
+            return by_rows(x) if suits and torch._C._get_mkldnn_enabled() else linear(x, weight, bias)
+
+        return product
     if size >= READING_MIN_ELEMENTS:
         return lambda x: linear(x, weight, bias)
     return lambda x: (linear if x.shape[0] * size >= ONEDNN_MIN_MACS else F.linear)(x, weight, bias)

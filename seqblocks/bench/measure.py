@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -151,15 +152,18 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def processor(device: torch.device) -> str:
-    """Return the name of the GPU or the CPU."""
+    """Return the name of the GPU or the CPU, for which Linux also tells the family and model of its generation."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+            lines = (line.partition(":") for line in file)
+            about = {name.strip(): value.strip() for name, _, value in itertools.takewhile(lambda line: line[1], lines)}
     except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        about = {}
+    name = about.get("model name") or platform.processor() or platform.machine()
+    numbers = f" (family {about['cpu family']} model {about['model']})" if {"cpu family", "model"} <= {*about} else ""
+    return f"{name}{numbers}, {os.cpu_count()} cores"
 
 
 # --- what is timed ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ import torch
 
 import seqblocks.kernels  # noqa: F401  - its ops register themselves
 from seqblocks.graph import BlockNode, ExpertsNode, Graph, ModelSpec, Node, OpNode, RepeatNode
+from seqblocks.graph.names import count
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
+from seqblocks.kernels.half import fbgemm_max_tokens
 from seqblocks.kernels.products import by_tokens
 from seqblocks.roles import calls
 from seqblocks.runtime.fusion import Fused, find
@@ -83,13 +85,15 @@ def kernel_uses(
 class ProductUse(NamedTuple):
     """A step that multiplies by a matrix. `names` are its paths, several if layers of a repeat are alike.
 
-    products: (from this number of tokens on, the product), as of `products.by_tokens`.
+    products: (from this number of tokens on, the product), as of `products.by_tokens`. fbgemm_max_tokens: up to how
+    many tokens of a stream FBGEMM is used instead, 0 for none.
     """
 
     names: list[str]
     rows: int
     columns: int
     products: list[tuple[int, str]]
+    fbgemm_max_tokens: int
 
     def as_data(self) -> dict[str, Any]:
         by_tokens = [{"from_tokens": tokens, "product": name} for tokens, name in self.products]
@@ -102,6 +106,7 @@ def product_uses(model: ModelSpec, device: str, dtype: torch.dtype) -> list[Prod
     Each matrix counts by itself. A stream may join small ones with the same input, and a training step may split one.
     """
     found: dict[Any, ProductUse] = {}
+    size = count(model.graph) * dtype.itemsize
     for path, node, _ in _walk(model.graph, model.types, (), with_all=True):
         for parameter in node.op.matrix_names if node.macs else ():  # an embedding only selects rows
             labels = (*path, (parameter, False)) if parameter != "weight" else path
@@ -111,7 +116,8 @@ def product_uses(model: ModelSpec, device: str, dtype: torch.dtype) -> list[Prod
             if key in found:
                 found[key].names.append(name)
             else:
-                found[key] = ProductUse([name], rows, columns, by_tokens(rows, columns, device, dtype))
+                few = fbgemm_max_tokens(rows * columns, dtype, size) if device == "cpu" else 0
+                found[key] = ProductUse([name], rows, columns, by_tokens(rows, columns, device, dtype), few)
     return [*found.values()]
 
 

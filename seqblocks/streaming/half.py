@@ -48,21 +48,22 @@ def _is_rounded(body: Graph, value: int) -> bool:
     return inside and all(_is_rounded(body, read) for read in node.reads)
 
 
-def token_parameters(step: nn.Module, call: Call) -> dict[str, Any]:
+def token_parameters(step: nn.Module, call: Call, copies: bool) -> dict[str, Any]:
     """Return the parameters of a primitive by name, as its functions of tokens take them.
 
-    Of 16 bits, large matrices stay as they are and all others are converted.
+    Of 16 bits, large matrices stay as they are and all others are converted. copies: whether their products may be
+    computed on copies.
     """
     matrices: tuple[str, ...] = step.op.matrix_names if is_primitive(step) else ()
-    return {name: _widened(x, name in matrices) for name, x in parameters_of(step, call).items()}
+    return {name: _widened(x, name in matrices, copies) for name, x in parameters_of(step, call).items()}
 
 
-def _widened(x: Any, is_matrix: bool) -> Any:
+def _widened(x: Any, is_matrix: bool, copies: bool) -> Any:
     if isinstance(x, Int8Matrix):
         return x.widened()
     if not isinstance(x, Tensor) or not is_half(x):
         return x
-    return HalfMatrix(x) if is_matrix and x.numel() >= MIN_ELEMENTS else x.float()
+    return HalfMatrix(x, copies) if is_matrix and x.numel() >= MIN_ELEMENTS else x.float()
 
 
 def keeps_cache(node: Node) -> bool:

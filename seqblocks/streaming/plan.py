@@ -29,8 +29,10 @@ from seqblocks import graph
 from seqblocks.analysis.steps.combinators.cell import STARTED
 from seqblocks.errors import UsageError
 from seqblocks.graph import SHARED, Graph, ModelSpec, Node, begins, is_context
+from seqblocks.kernels.half import may_copy
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
+from seqblocks.kernels.stored import StoredMatrix
 from seqblocks.op import Op
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
@@ -111,6 +113,9 @@ class TokenPlan:
         self._grid = Grid(spec.input.grid)
         self._phase: Phase = "stream" if begins(spec.graph) else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
+        size = sum(x.numel() * x.element_size() for x in self._parameters)
+        # Functions of tokens capture this one: one that referred to the plan would be a cycle.
+        self._given = partial(token_parameters, call=self._call, copies=may_copy(size))
         self._guard = Guard()
         self._guard.note_owner(model)
         self._source = PlanSource(self.dtype)
@@ -288,14 +293,14 @@ class TokenPlan:
         self, module: nn.Module, found: list[tuple[graph.OpNode, Matrix]], inputs: Sequence[str], path: Path
     ) -> dict[int, str]:
         """Compute linear maps of the same input in one product. Return the variables of their outputs by value."""
-        children, call = [(self._child(module, node.name), node) for node, _ in found], self._call
+        children, given = [(self._child(module, node.name), node) for node, _ in found], self._given
         for child, _ in children:
             assert is_primitive(child)
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
 
         def prepare() -> TokenFunction | None:
-            matrices = [_matrix(child, node, call) for child, node in children]
+            matrices = [_matrix(child, node, given) for child, node in children]
             return None if None in matrices else TokenFunction(prepare_joined([each for each in matrices if each]))
 
         run = self._source.prepared(prepare)
@@ -308,10 +313,10 @@ class TokenPlan:
     def _with_maps(self, module: nn.Module, body: Graph, nodes: list[Node]) -> Iterator[tuple[int, tuple[Reader, str]]]:
         """Yield the output of each step that computes its inputs, with the step and the variable of its function."""
         modules: dict[str, Any] = module._modules
-        call = self._call  # a function that referred to the plan would be a cycle
+        given = self._given
 
         def function(node: graph.OpNode) -> TokenFunction | None:
-            return node.op.prepare_token(token_parameters(modules[node.name], call))
+            return node.op.prepare_token(given(modules[node.name]))
 
         def is_simple(node: Node) -> bool:
             return not self._frames.vector_repeats(node) and is_plain(modules[node.name], node)
@@ -337,10 +342,10 @@ class TokenPlan:
         """
         first, op = found[0], found[0].op
         steps: list[Any] = [module._modules[node.name] for node in found]
-        widths, call = [node.type.features for node in found if node.type], self._call
+        widths, given = [node.type.features for node in found if node.type], self._given
 
         def prepare() -> TokenFunction | None:
-            return prepare_joined_steps(op, [token_parameters(step, call) for step in steps], widths)
+            return prepare_joined_steps(op, [given(step) for step in steps], widths)
 
         joined = prepare()
         run = self._source.prepared(prepare, joined) if self._frames.runs(first, joined) else None
@@ -363,7 +368,7 @@ class TokenPlan:
         return type(node.op), repr(node.op), frozenset(self._frames.tokens(node))
 
     def _matrix(self, module: nn.Module, node: graph.OpNode) -> Matrix | None:
-        return _matrix(module._modules[node.name], node, self._call)
+        return _matrix(module._modules[node.name], node, self._given)
 
     def _note_parameters(self, module: Primitive | Cell, derived: bool) -> None:
         for table, name in holders(module).values():
@@ -425,14 +430,15 @@ class TokenPlan:
 
     def _op(self, module: Primitive, node: graph.OpNode, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's function for one token, or its `forward`."""
-        op, call, parameters = module.op, self._call, token_parameters(module, self._call)
+        op, call, given = module.op, self._call, self._given
+        parameters = given(module)
         self._source.splits &= all(has_tokens(self._types[value]) for value in (*node.reads, *node.outputs[:1]))
         self._source.calls_modules |= not op.builtin
 
         def prepare() -> TokenFunction | None:
             if module.op is not op:
                 return None
-            parameters = token_parameters(module, call)
+            parameters = given(module)
             made = _prepared(op, parameters)
             return TokenFunction(partial(op.forward, parameters, call)) if made is None and converts else made
 
@@ -519,8 +525,8 @@ class TokenPlan:
     def _parameter(self, module: Cell, name: str) -> str:
         """Return an expression for a parameter of a module that is no primitive."""
         self._note_parameters(module, derived=self._half is not None)
-        call = self._call
-        found = self._source.prepared(lambda: token_parameters(module, call)[name])
+        given = self._given
+        found = self._source.prepared(lambda: given(module)[name])
         assert found is not None
         return found
 
@@ -598,12 +604,12 @@ def is_plain(module: nn.Module | None, node: Node) -> bool:
     return is_built(module) and not is_hooked(module) and _as_declared(module, node)
 
 
-def _matrix(module: nn.Module | None, node: Node, call: Call) -> Matrix | None:
+def _matrix(module: nn.Module | None, node: Node, given: Callable[[Any], dict[str, Any]]) -> Matrix | None:
     """Return the linear map of a module if it is small enough to be copied next to others, or None."""
     if not is_plain(module, node):
         return None
     assert is_primitive(module)
-    found = module.op.matrix(token_parameters(module, call))
+    found = module.op.matrix(given(module))
     return Matrix(*found) if found and isinstance(found[0], Tensor) and found[0].numel() <= COPY_MAX_ELEMENTS else None
 
 
@@ -634,7 +640,7 @@ def _prepared(op: Op, parameters: dict[str, Any]) -> TokenFunction | None:
 def is_own_matrix(op: Op, parameters: dict[str, Any]) -> bool:
     """Return whether an op's function for one token reads a parameter as its matrix, so that nothing is derived."""
     matrix = op.matrix(parameters) if type(op).prepare_token is Op.prepare_token else None
-    own = {id(x) for x in (None, *parameters.values()) if not isinstance(x, Int8Matrix)}
+    own = {id(x) for x in (None, *parameters.values()) if not isinstance(x, StoredMatrix)}
     return matrix is not None and all(id(x) in own for x in matrix[:2])
 
 

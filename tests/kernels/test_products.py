@@ -79,8 +79,8 @@ def test_products_with_blocks_of_rows(
 def test_a_row_is_read_the_same_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result of a row does not depend on the number of rows around it, but for the last ones."""
     x, weight = drawn((1, 640), (700, 640), dtype=torch.float32)
-    whole = products._by_rows(x, weight, None)
-    assert torch.equal(products._by_rows(x, weight[:256], None), whole[:, :256])
+    whole = products._prepare_rows(weight, None)(x)
+    assert torch.equal(products._prepare_rows(weight[:256], None)(x), whole[:, :256])
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,19 @@ def test_few_numbers_of_tokens_are_compiled(tokens: int, expected: int) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_step_is_the_same_as_linear(tokens: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [35, 300])
+@torch.no_grad()
+def test_a_step_is_the_same_as_linear(tokens: int, biased: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every bit as this package's, also after the matrix has changed. 300 rows are more than a block."""
     monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 0)
-    weight, bias, x = drawn((35, 10), (35,), (tokens, 10), dtype=torch.float32)
-    found = products.prepare_linear(weight, bias if biased else None)(x)
-    torch.testing.assert_close(found, linear(x, weight, bias if biased else None))
-    assert found.is_contiguous()
+    weight, bias, x = drawn((rows, 10), (rows,), (tokens, 10), dtype=torch.float32)
+    run = products.prepare_linear(weight, some := bias if biased else None)
+    for factor in (1, 3):
+        weight.mul_(factor)
+        found = run(x)
+        torch.testing.assert_close(found, linear(x, weight, some))
+        assert torch.equal(found, products.linear(x, weight, some))
+        assert found.is_contiguous()
 
 
 def test_an_exported_step_takes_any_number_of_tokens() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 import seqblocks
 from seqblocks.checkpoint.convert import convert
 from seqblocks.errors import RunError, UsageError
-from seqblocks.kernels import int8
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.quantize import quantized
 
@@ -73,9 +72,8 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("inputs", [1, 3, 64, 770])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 16, 17])
-def test_a_stream_computes_the_same_product(tokens: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_computes_the_same_product(tokens: int, inputs: int) -> None:
     """In every bit, also where sums of two products leave 16 bits, and where a token is not finite or zero."""
-    monkeypatch.setattr(int8, "HAS_FBGEMM", int8.HAS_FBGEMM)
     generator = torch.Generator().manual_seed(tokens)
     weight = torch.randn(40, inputs, generator=generator)
     weight[3:9] = 1.0
@@ -87,27 +85,6 @@ def test_a_stream_computes_the_same_product(tokens: int, inputs: int, monkeypatc
         prepared = matrix.prepare(b)
         for part in (x, *x[:5].split(1)):
             assert torch.equal(prepared(part).nan_to_num(7.0), matrix.product(part, b).nan_to_num(7.0))
-
-
-@pytest.mark.skipif(not int8.HAS_FBGEMM, reason="needs FBGEMM and a processor with VNNI")
-def test_a_stream_uses_a_rearranged_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix larger than a part too; it is made again if the values change, also those of the scale."""
-    monkeypatch.setattr(int8, "HAS_FBGEMM", True)
-    monkeypatch.setattr(int8, "PART_MAX_ELEMENTS", 64)
-    matrix, x = Int8Matrix.of(torch.randn(33, 10, generator=torch.Generator().manual_seed(0))), torch.randn(2, 10)
-    parts = matrix._rearranged()
-    assert parts is not None
-    assert len(parts) == 6
-    assert matrix._rearranged() is parts
-    for changed in (matrix.values, matrix.scale):
-        changed[5:].mul_(2).sub_(changed[5:] // 2)
-        assert torch.equal(matrix.prepare()(x), matrix.product(x))
-        assert matrix._rearranged() is not parts
-    monkeypatch.setattr(int8, "_integers", None)
-    matrix.prepare()(x)  # by FBGEMM
-    monkeypatch.setattr(int8, "HAS_FBGEMM", False)
-    with pytest.raises(TypeError):
-        matrix.prepare()(x)
 
 
 def test_a_stream_reads_changed_numbers(model: seqblocks.SequenceModel) -> None:
