@@ -336,6 +336,10 @@ def test_a_log(tmp_path: Path) -> None:
     done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 4
     assert "lsp.log cannot be written" in done.stderr
+    if os.path.exists("/dev/full"):  # a disk that is full later
+        command = [*COMMAND, "--log", "/dev/full"]
+        done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 BROKEN = ["    - {", "    - linear: {from: [x", '    - "', "    - linear:\n\t- x", "*a", "\0", "- - -"]
