@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.bench.clocks import Clock, Hooks, Marks, Observed, Traffic, fastest
 from seqblocks.bench.floors import Limits, measured, wait
-from seqblocks.errors import UsageError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.triton_common import arch_of
 from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
@@ -195,12 +195,17 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
 
 def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, Any]) -> Callable[[], Any]:
     token = x if model.takes_frames else x[:, 0]
-    state = model.init_state(batch, **context)
+    state = first = model.init_state(batch, **context)
 
     @torch.no_grad()
     def run() -> None:
         nonlocal state
-        _, state = model.step(token, state)
+        try:
+            _, state = model.step(token, state)
+        except RunError:
+            if state is first:
+                raise
+            _, state = model.step(token, first)  # A cache is full.
 
     return run
 
