@@ -20,7 +20,9 @@ from seqblocks.streaming.maps import Reader
 from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.source import Path
 from seqblocks.streaming.together import Together
+from seqblocks.streaming.writer import Names, PlanWriter
 
+Mark = tuple[tuple[str, ...], float]  # names of steps, and when they were done
 Traffic = tuple[list[int], int, int]  # bytes of activations, bytes of parameters, elements of the output
 
 
@@ -139,8 +141,8 @@ class Marks:
     These are so short that reading the processor time could take as long, so it is the elapsed time.
     """
 
-    def __init__(self, model: SequenceModel, planned: _MarkedPlan, hooks: Hooks) -> None:
-        self.model, self.planned, self.device, self.run = model, planned, hooks.device, hooks.run
+    def __init__(self, model: SequenceModel, planned: TokenPlan, marks: list[Mark], hooks: Hooks) -> None:
+        self.model, self.planned, self.marks, self.device, self.run = model, planned, marks, hooks.device, hooks.run
         self.now = clock_of(hooks.device)
 
     @classmethod
@@ -151,8 +153,10 @@ class Marks:
             return None
         with hooks.observing() as observe:
             observe()
-        made = plan_tokens(model, model.spec, model.declared_state, model.latest_stream, kind=_MarkedPlan)
-        return cls(model, made, hooks) if isinstance(made, _MarkedPlan) else None
+        made = plan_tokens(model, model.spec, model.declared_state, model.latest_stream, kind=_MarkedWriter)
+        if made is None or not isinstance(made.writer, _MarkedWriter):
+            return None
+        return cls(model, made, made.writer.marks, hooks)
 
     @contextmanager
     def observing(self) -> Iterator[Callable[[], Observed]]:
@@ -163,7 +167,7 @@ class Marks:
             self.model._token_plan = before
 
     def _observed(self) -> Observed:
-        marks, steps = self.planned.marks, dict[tuple[str, ...], float]()
+        marks, steps = self.marks, dict[tuple[str, ...], float]()
         marks.clear()
         start = self.now()
         self.run()
@@ -174,33 +178,29 @@ class Marks:
         return Observed(seconds, steps)
 
 
-class _MarkedPlan(TokenPlan):
-    """A plan of a token that notes the names of steps and the time when they are done in `marks`."""
+class _MarkedWriter(PlanWriter):
+    """Writes a function of a token that notes the names of steps and the time when they are done in `marks`."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.marks: list[tuple[tuple[str, ...], float]] = []
+        self.marks: list[Mark] = []
         super().__init__(*arguments)
 
     def _mark(self, names: tuple[str, ...]) -> None:
         marks, now = self.marks, time.perf_counter
-        self._source.add(f"{self._source.constant(lambda: marks.append((names, now())))}()")
+        self.source.add(f"{self.source.constant(lambda: marks.append((names, now())))}()")
 
-    def _body(self, module: nn.Module, body: Graph, inputs: Sequence[str], path: Path) -> str:
+    def body(self, module: nn.Module, body: Graph, inputs: Sequence[str], path: Path) -> str:
         if not path:
             self._mark(())
-        return super()._body(module, body, inputs, path)
+        return super().body(module, body, inputs, path)
 
-    def _with_others(
-        self, module: nn.Module, node: Node, together: Together, values: dict[int, str], path: Path
-    ) -> dict[int, str]:
+    def _with_others(self, module: nn.Module, node: Node, together: Together, values: Names, path: Path) -> Names:
         made = super()._with_others(module, node, together, values, path)
         done = [together.nodes[value].name for value in made if value in together.nodes]
         self._mark(tuple(".".join((*path, name)) for name in done) if node.op else ())
         return made
 
-    def _reader(
-        self, module: nn.Module, reader: Reader, run: str, values: dict[int, str], path: Path
-    ) -> dict[int, str]:
+    def _reader(self, module: nn.Module, reader: Reader, run: str, values: Names, path: Path) -> Names:
         made = super()._reader(module, reader, run, values, path)
         self._mark(tuple(".".join((*path, node.name)) for node in (*reader.maps, reader.node)))
         return made

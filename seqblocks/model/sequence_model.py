@@ -41,7 +41,7 @@ from seqblocks.state import States, check_state, declared, new_state, reset, sma
 from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.stream import Stream
 from seqblocks.streaming.token_rows import has_tokens
-from seqblocks.streaming.traced import TracedPlan, is_traceable
+from seqblocks.streaming.traced import is_traceable
 
 
 class SequenceModel(Body):
@@ -90,7 +90,7 @@ class SequenceModel(Body):
         self._step_axes = ["batch", str(self.frame_size)] if self.takes_frames else ["batch"]
         self.latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
         self._token_plan: TokenPlan | None = None
-        self._traced: TracedPlan | None = None  # the plan for compiled code
+        self._traced: TokenPlan | None = None  # the plan for compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,

@@ -87,7 +87,8 @@ class PlanSource:
         y = write()
         name = f"f{len(self._functions)}"
         self.splits = self.splits and all(line == several for line, several in self._lines)
-        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._of_one(), f"return {y}"]))
+        lines = [line for line, _ in self._lines if line]
+        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*lines, f"return {y}"]))
         self._lines = outer
         return name
 
@@ -99,12 +100,6 @@ class PlanSource:
     def split(self, y: str, widths: tuple[int, ...], axis: int = -1) -> list[str]:
         parts = [self.variable() for _ in widths]
         self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, {axis})")
-        return parts
-
-    def unpacked(self, y: str, count: int) -> list[str]:
-        """Return the variables of the entries of a list in the variable `y`."""
-        parts = [self.variable() for _ in range(count)]
-        self.add(f"{', '.join(parts)} = {y}")
         return parts
 
     def constant(self, value: Any) -> str:
@@ -124,10 +119,6 @@ class PlanSource:
         name = self.constant(value)
         self._prepared[name] = prepare
         return name
-
-    def value(self, name: str) -> Any:
-        """Return the value of a constant."""
-        return self._names[name]
 
     @property
     def values(self) -> Values:
@@ -201,27 +192,7 @@ class PlanSource:
 
         several: how several tokens of each sequence are computed (default: as those of several sequences).
         """
-        y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
-        given = [self._given[each] for each in paths]
-        self._made |= zip(paths, made, strict=True)
-        self._add_call([y, *made], run, given, inputs, several)
-        return y
-
-    def _add_call(
-        self, made: list[str], run: str, state: list[str], inputs: Sequence[str], several: Several | None
-    ) -> None:
-        """Call a function with a state, or none, and inputs. It returns the outputs and then the state."""
-        results, given = ", ".join(made), ", ".join([*state, *inputs])
-        call = f"{run}.one({given})"
-        if several and several.together:
-            call = f"{run}.several(batch, {given})"
-        elif several:
-            arguments = f"{run}.one, batch, {len(made) - len(state)}, [{', '.join(state)}], [{', '.join(inputs)}]"
-            call = f"{self.constant(over_tokens)}({arguments})"
-        if several and several.whole and several.when != "True":
-            whole = f"{several.whole}(batch, {given})"
-            call = f"{call} if {several.when} else {whole}" if several.when else whole
-        self.add(f"{results} = {run}.one({given})", f"{results} = {call}")
+        return self.call_joined(run, [inputs], [path], state, several)[0]
 
     def call_joined(
         self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str],
@@ -233,10 +204,19 @@ class PlanSource:
         """
         parts = [(*path, part) for part in state for path in paths]
         outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
-        given = [self._given[part] for part in parts]
+        states, by_port = [self._given[part] for part in parts], [x for port in zip(*inputs, strict=True) for x in port]
         self._made |= zip(parts, made, strict=True)
-        by_port = [each for port in zip(*inputs, strict=True) for each in port]
-        self._add_call([*outputs, *made], run, given, by_port, several)
+        results, given = ", ".join([*outputs, *made]), ", ".join([*states, *by_port])
+        call = f"{run}.one({given})"
+        if several and several.together:
+            call = f"{run}.several(batch, {given})"
+        elif several:
+            arguments = f"{run}.one, batch, {len(outputs)}, [{', '.join(states)}], [{', '.join(by_port)}]"
+            call = f"{self.constant(over_tokens)}({arguments})"
+        if several and several.whole and several.when != "True":
+            whole = f"{several.whole}(batch, {given})"
+            call = f"{call} if {several.when} else {whole}" if several.when else whole
+        self.add(f"{results} = {run}.one({given})", f"{results} = {call}")
         return outputs
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
@@ -245,43 +225,37 @@ class PlanSource:
             whole = (*path, part)
             self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
 
-    def call_with_all_state(self, run: TokenFunction, inputs: Sequence[str], path: Path) -> str:
-        """Call a function with the whole state at a path, a dict, or None if there is no state."""
-        y, made, given = self.variable(), self.variable(), ", ".join([self._given.get(path, "None"), *inputs])
-        self.calls_modules = True
-        self._made[path] = made
-        name = self.constant(run)
-        self.add(f"{y}, {made} = {name}.one({given})", f"{y}, {made} = {name}.several(batch, {given})")
-        return y
+    def call_with_all_state(self, run: TokenFunction, inputs: Sequence[str], path: Path, count: int) -> list[str]:
+        """Call a function with the whole state at a path, a dict, or None if there is no state.
 
-    def function(self, y: str, declared: States) -> Maker:
-        """Compile the function of one token whose result is the variable `y`."""
-        lines = ["batch, device = x.shape[0], x.device", *self._of_one()]
-        return self._compiled("run(state, x)", lines, y, declared)
+        It returns so many outputs and the state; return the variables of the outputs.
+        """
+        made, given = [self.variable() for _ in range(count)], ", ".join([self._given.get(path, "None"), *inputs])
+        self._made[path] = self.variable()
+        self.calls_modules = True
+        name, results = self.constant(run), ", ".join([*made, self._made[path]])
+        self.add(f"{results} = {name}.one({given})", f"{results} = {name}.several(batch, {given})")
+        return made
+
+    def function(self, y: str, declared: States, of_frame: bool) -> Maker:
+        """Compile the function of one token, or of a frame x [batch, tokens], whose result is the variable `y`."""
+        as_rows_of = [f"x = {self.constant(as_rows)}(x)"] if of_frame else []
+        first = ["batch, device = x.shape[0], x.device", *as_rows_of]
+        return self._compiled("run(state, x)", first, y, declared, several=of_frame)
 
     def function_of_several(self, y: str, declared: States) -> Maker:
         """Do the same for several tokens: x [seq * batch], those of all sequences one after another."""
-        lines = [several for _, several in self._lines]
-        first = "tokens, device = x.shape[0] // batch, x.device"
-        return self._compiled("read(state, x, batch)", [first, *lines], y, declared, frees=True)
+        first = ["tokens, device = x.shape[0] // batch, x.device"]
+        return self._compiled("read(state, x, batch)", first, y, declared, several=True)
 
-    def function_of_frame(self, y: str, declared: States) -> Maker:
-        """Do the same for a frame, x [batch, tokens], with the signature of a function of one token."""
-        lines = [several for _, several in self._lines]
-        header = "run(state, x)"
-        first = ["batch, device = x.shape[0], x.device", f"x = {self.constant(as_rows)}(x)"]
-        return self._compiled(header, [*first, *lines], y, declared, frees=True)
-
-    def _of_one(self) -> list[str]:
-        return [line for line, _ in self._lines if line]
-
-    def _compiled(self, header: str, lines: list[str], y: str, declared: States, frees: bool = False) -> Maker:
+    def _compiled(self, header: str, first: list[str], y: str, declared: States, several: bool) -> Maker:
         """Return a function that takes the values of all constants and returns the function with this header.
 
         Constants are variables of a closure, not globals, so that functions do not refer to each other in a cycle.
         """
-        lines = [*lines, f"return {y}, {self._packed(declared, ())}"]
-        lines = [*_freeing(lines)] if frees else lines
+        lines = [*first, *filter(None, (line[several] for line in self._lines))]
+        lines.append(f"return {y}, {self._packed(declared, ())}")
+        lines = [*_freeing(lines)] if several else lines
         functions = [*self._functions, _function(header, lines)]
         within = [line for function in functions for line in function.split("\n")]
         constants, made = [*self._names], dict[str, Any]()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.state import States
+from seqblocks.token_function import TokenFunction
 from seqblocks.types import Wire
 
 Reading = Callable[[States, Tensor, int], tuple[Any, States] | None]  # of state, x [seq * batch, ...] and batch
@@ -45,6 +47,24 @@ def as_sequences(x: Tensor, batch: int) -> Tensor:
 def has_tokens(wire: Wire | None) -> bool:
     """Return whether a wire holds tokens of the stream rather than of the context."""
     return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
+
+
+def on_sequences(run: Callable[..., Sequence[Any]], timed: Sequence[bool], made: Sequence[bool]) -> TokenFunction:
+    """Return the function of tokens of a function of sequences; with one result, it returns that alone.
+
+    timed, made: whether each argument, and each result, holds tokens [batch, seq, ...].
+    """
+
+    def call(before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor], given: Sequence[Any]) -> Any:
+        results = run(*[before(x) if time else x for x, time in zip(given, timed, strict=True)])
+        found = [after(y) if time and y is not None else y for y, time in zip(results, made, strict=True)]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    return TokenFunction(
+        lambda *given: call(lambda x: x.unsqueeze(1), lambda y: y.squeeze(1), given),
+        lambda batch, *given: call(lambda x: as_sequences(x, batch), as_rows, given),
+        math.inf,
+    )
 
 
 def over_tokens(

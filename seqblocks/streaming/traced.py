@@ -22,42 +22,44 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.modules import is_hooked
 from seqblocks.runtime.primitive import Primitive, is_primitive, parameters_of
+from seqblocks.runtime.torch_modules import PRIMITIVES
 from seqblocks.state import States, compact
-from seqblocks.streaming.plan import PLANNED, TokenPlan, holders, is_own_matrix, is_plain, is_pointwise, plan_tokens
+from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.source import Path
+from seqblocks.streaming.writer import COMBINATORS, Names, PlanWriter, holders, is_own_matrix, is_plain, is_pointwise
 
 
-class TracedPlan(TokenPlan):
-    """A plan whose function reads parameters from their modules' dicts.
+class TracedWriter(PlanWriter):
+    """Writes a function that reads parameters from their modules' dicts.
 
-    may_break: whether it calls code of a user (a module, a primitive, a hook), which may break the graph.
+    can_run: not if it calls code of a user (a module, a primitive, a hook), which may break the graph: guards after a
+    break do not lead back to `is_traceable`.
     """
 
-    may_break = False
+    can_run = True
     takes_half = False
 
-    def _child(self, parent: nn.Module, name: str) -> nn.Module:
-        self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
-        child = super()._child(parent, name)
-        self.may_break = self.may_break or _runs_code_of_users(child)
+    def child(self, parent: nn.Module, name: str) -> nn.Module:
+        self.source.add(f"{self.source.constant(_watch)}({self.source.constant(parent._modules)}[{name!r}])")
+        child = super().child(parent, name)
+        self.can_run = self.can_run and not _runs_code_of_users(child)
         return child
 
     def _note_evaluation(self, module: nn.Module) -> None:
         """Leave the token to the modules once a step is in training mode. A compiler guards the mode that is read."""
-        self._source.add(f"if {self._source.constant(module.__dict__)}['training']: return None")
+        self.source.add(f"if {self.source.constant(module.__dict__)}['training']: return None")
 
-    def _one_product(
-        self, module: nn.Module, found: list[tuple[OpNode, Matrix]], inputs: Sequence[str], path: Path
-    ) -> dict[int, str]:
+    def _one_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
         """Compute them one after another, as concatenating the matrices would copy them for each token.
 
         Their outputs are concatenated instead, which copies nothing in compiled code. A compiler calls a library for
         each product, and steps between these calls would become several kernels instead of one.
         """
         nodes = [node for node, _ in found]
-        products = [self._node(self._child(module, node.name), node, inputs, (*path, node.name)) for node in nodes]
-        whole = self._source.assign(f"cat(({', '.join(products)}), -1)")
-        parts = self._source.split(whole, tuple(node.type.features for node in nodes if node.type))
+        inputs = [values[value] for value in nodes[0].reads]
+        products = [self.node(self.child(module, node.name), node, inputs, (*path, node.name)) for node in nodes]
+        whole = self.source.assign(f"cat(({', '.join(products)}), -1)")
+        parts = self.source.split(whole, tuple(node.type.features for node in nodes if node.type))
         return {node.outputs[0]: part for node, part in zip(nodes, parts, strict=True)}
 
     def _matrix(self, module: nn.Module, node: OpNode) -> Matrix | None:
@@ -65,7 +67,7 @@ class TracedPlan(TokenPlan):
         if not is_plain(step, node):
             return None
         assert is_primitive(step)
-        parameters = parameters_of(step, self._call)
+        parameters = parameters_of(step, self.call)
         found = step.op.matrix(parameters) if is_own_matrix(step.op, parameters) else None
         return Matrix(*found) if found else None
 
@@ -75,15 +77,15 @@ class TracedPlan(TokenPlan):
     def _joins(self, *_: Any) -> None:
         """Concatenating other parameters would copy them too."""
 
-    def _parameter(self, module: Cell, name: str) -> str:
+    def parameter(self, module: Cell, name: str) -> str:
         self._note_parameters(module, derived=False)
         table, key = holders(module)[name]
-        return f"{self._source.constant(table)}[{key!r}]"
+        return f"{self.source.constant(table)}[{key!r}]"
 
     def _op(self, module: Primitive, node: OpNode, inputs: Sequence[str], path: Path) -> str | None:
-        op, source = module.op, self._source
+        op, source = module.op, self.source
         prepared = type(op).prepare_token is not Op.prepare_token
-        prepared = prepared and op.prepare_token(parameters_of(module, self._call)) is not None
+        prepared = prepared and op.prepare_token(parameters_of(module, self.call)) is not None
         if not (prepared or is_pointwise(op)):
             return None
         self._note_parameters(module, derived=False)
@@ -95,7 +97,7 @@ class TracedPlan(TokenPlan):
             y = source.call(run, given, path, [*node.state])
             source.replace_state(path, [*node.state], compact)
             return y
-        call = source.constant(self._call)
+        call = source.constant(self.call)
         return source.assign(f"{own}.forward({parameters}, {call}, {', '.join(given)})")
 
 
@@ -105,7 +107,7 @@ class Traceable(Protocol):
     spec: ModelSpec
     declared_state: States
     has_experts: bool
-    _traced: TracedPlan | None
+    _traced: TokenPlan | None
 
 
 @constant
@@ -116,15 +118,15 @@ def is_traceable(model: Traceable) -> bool:
     if model.has_experts:  # they break the graph
         return False
     if model._traced is None or not model._traced.holds():
-        model._traced = plan_tokens(model, model.spec, model.declared_state, kind=TracedPlan)  # type: ignore[arg-type, assignment]
-    # guards after a break in the graph do not lead back to this function
-    return model._traced is not None and not model._traced.may_break
+        model._traced = plan_tokens(model, model.spec, model.declared_state, kind=TracedWriter)  # type: ignore[arg-type]
+    return model._traced is not None
 
 
 def _runs_code_of_users(module: nn.Module) -> bool:
     if isinstance(module, Primitive) and not module.op.builtin:
         return True
-    return is_hooked(module) or type(module) not in {*PLANNED, Body}  # Body: a layer of `repeat`
+    own = {*PRIMITIVES, nn.Linear, *COMBINATORS, Body}  # Body: a layer of `repeat`
+    return is_hooked(module) or type(module) not in own
 
 
 @constant

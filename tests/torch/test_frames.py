@@ -27,6 +27,7 @@ from seqblocks.state_layout import State
 from seqblocks.streaming import cuda_graph
 from seqblocks.streaming.plan import TokenPlan
 from seqblocks.streaming.token_rows import over_tokens
+from seqblocks.streaming.writer import PlanWriter
 from seqblocks.token_function import TokenFunction
 
 DOUBLE = torch.float64
@@ -226,7 +227,7 @@ def test_no_module_of_the_bundled_models_is_called(name: str, monkeypatch: pytes
     with torch.no_grad():
         expected, last = model(x, return_state=True, **context)
         state = model.init_state(2, **context)
-    monkeypatch.setattr(TokenPlan, "_call_module", None)
+    monkeypatch.setattr(PlanWriter, "call_module", None)
     monkeypatch.setattr(type(model), "forward", None)
     found, after = frames(model, x, state)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)

@@ -20,6 +20,7 @@ import seqblocks
 from seqblocks.errors import RunError, SpecWarning
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.streaming.plan import TokenPlan
+from seqblocks.streaming.writer import PlanWriter
 from tests.torch.planned import (
     CONVOLUTIONS,
     EXPERTS,
@@ -96,7 +97,7 @@ VERBS = [
 @pytest.mark.parametrize("verb", VERBS)
 def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned tokens equal the whole sequence, and no module is called for them."""
-    monkeypatch.setattr(TokenPlan, "_call_module", None)
+    monkeypatch.setattr(PlanWriter, "call_module", None)
     steps = "linear: {features: 8, as: a}", verb, "linear: {features: 4, name: out}"
     text = "\n    - ".join(["seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:", *steps])
     model = seqblocks.build_text(text, dtype=torch.float64, seed=0).eval()
