@@ -151,7 +151,8 @@ def _bench(parser: Parser) -> None:
                        ("step", "a token of a stream")):  # fmt: skip
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=f"time {what}")
     parser.add_argument("--batch", type=count, default=1, metavar="N", help="batch size")
-    parser.add_argument("--length", type=count, metavar="N", help="tokens of a pass (default: 256)")
+    about = "tokens of a pass, or after which a stream begins again (default: 256)"
+    parser.add_argument("--length", type=count, metavar="N", help=about)
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …")
     parser.add_argument("--threads", type=count, metavar="N", help="threads of torch (default: one per core)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,10 @@ from seqblocks.graph import ModelSpec
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row for each point. What an interrupted sweep has found is printed, and continued with --out."""
+    """Print a row for each point. What an interrupted sweep has found is printed, and continued with --out.
+
+    So are the rows before one that cannot be kept.
+    """
     more, measure = _measures(options)
     found = sweep(
         designs([options.spec], options)[0], pairs(options.grid), where=options.where, lengths=options.lengths,
@@ -34,13 +38,19 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "csv" and not front and not options.ladder:
         return _stream(found, options)
     rows: list[Row] = []
+    status, failure = 0, None
     try:
         for row in _resumed(found, options):
             rows.append(row)  # noqa: PERF402 - an interrupt keeps those that are done
-        status = 0
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except UnavailableError as error:  # the disk of --out is full
+        if not rows:
+            raise
+        failure = error
     _print(found, rows, front, options)
+    if failure:
+        raise failure
     if status and options.format == "text" and not options.quiet:
         again = f"; the same command continues {visible(options.out)}" if options.out else ""
         output.write(f"interrupted: these are the designs that were done{again}")
@@ -67,7 +77,8 @@ def _resumed(found: Sweep, options: argparse.Namespace) -> Iterator[Row]:
                     yield row
         finally:
             if file:
-                file.close()
+                with contextlib.suppress(OSError):  # all rows are flushed, or an error was reported
+                    file.close()
 
 
 def _known(path: str | None) -> dict[str, Row | None]:
@@ -114,8 +125,11 @@ def _drop_cut_line(file: TextIO) -> None:
 
 def _keep(file: TextIO, key: str, row: Row | None) -> None:
     data = None if row is None else {"values": row.values, "figures": row.figures, "fault": row.fault}
-    file.write(json.dumps({"key": key, "row": data}) + "\n")
-    file.flush()
+    try:
+        file.write(json.dumps({"key": key, "row": data}) + "\n")
+        file.flush()
+    except OSError as error:
+        raise UnavailableError(f"--out {visible(file.name)} cannot be written: {error.strerror}") from None
 
 
 # --- what is measured with torch --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Products of tokens in float32 with a matrix of 16 bits, which is read as it is."""
+"""Products of tokens in float32 with a matrix of 16 bits, which is read as it is or from a copy."""
 
 from __future__ import annotations
 

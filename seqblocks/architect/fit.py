@@ -19,6 +19,7 @@ from seqblocks.architect.search import INFINITE, WHOLE_GRID_MAX_POINTS, Figures,
 from seqblocks.cost import dtype_named
 from seqblocks.errors import Diagnostic, SpecError, UsageError, quote
 from seqblocks.graph import ModelSpec
+from seqblocks.language.spec_files import locate
 from seqblocks.language.writing import write_text
 from seqblocks.record import Record
 
@@ -78,13 +79,15 @@ class Fit(Record):
         """Write the spec with the best values in place of those written there; all else stays as it is.
 
         Numbers in `expect:` that no longer hold are replaced too. Returns the other entries of `expect:` that the model
-        does not meet. Raises UsageError for a value that is not written in the spec, UnavailableError if the file
-        cannot be written.
+        does not meet. Raises UsageError for a value that is not written in the spec, and for a file that is the spec
+        itself and was changed meanwhile; UnavailableError if the file cannot be written.
         """
         text, found = rewritten(self.design, _overrides(self.best.values), Path(path), allow_use)
         facts = self.best.facts
         if found.model is None or any(measure(found.model, name) != facts[name] for name in _ALWAYS):
             raise UsageError("the values cannot be written: another place of the spec shares one of them by an alias")
+        if _has_changed(self.design, path):
+            raise UsageError(f"{os.fspath(path)} was changed during the fit: it is not overwritten. Fit it again")
         write_text(Path(path), text)
         return tuple(each for each in found.diagnostics if each.severity == "error")
 
@@ -128,6 +131,12 @@ class Fit(Record):
             "invalid": self.invalid,
             "interrupted": self.interrupted,
         }
+
+
+def _has_changed(design: Design, path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is that of a design, and has another text by now."""
+    is_own = design.base is not None and os.path.isfile(path) and os.path.isfile(design.name)
+    return is_own and os.path.samefile(path, design.name) and locate(design.name)[0] != design.text
 
 
 def fit(

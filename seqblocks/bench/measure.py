@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.bench.clocks import Clock, Hooks, Marks, Observed, Traffic, fastest
 from seqblocks.bench.floors import Limits, measured, wait
-from seqblocks.errors import UsageError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.triton_common import arch_of
 from seqblocks.model.random_inputs import dtype_of, random_context, random_input
 from seqblocks.model.sequence_model import SequenceModel
@@ -105,10 +105,11 @@ def bench(
     """Time a built model on its device.
 
     mode: "forward" (a pass without gradients), "train" (forward and backward of the output's sum), or "step" (a token
-    of a stream). length: tokens of a pass, by default 256, or what the spec fixes. seconds: about how long to measure,
-    after one warm-up; passes whose steps are timed alternate with others. advance: is called with the part
-    of this time that is over. Then the model's mode and gradients are as before. A KeyboardInterrupt ends it once there
-    are two repetitions. Raises UsageError for a mode that the model cannot run, or a length that it does not take.
+    of a stream). length: tokens of a pass, or after which a stream begins again, by default 256, or what the spec
+    fixes. seconds: about how long to measure, after one warm-up; passes whose steps are timed alternate with others.
+    advance: is called with the part of this time that is over. Then the model's mode and gradients are as before. A
+    KeyboardInterrupt ends it once there are two repetitions. Raises UsageError for a mode that the model cannot run, or
+    a length that it does not take.
     """
     if mode not in MODES:
         raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -180,7 +181,7 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
     x = random_input(model, batch, tokens).detach()
     context = {name: value.detach() for name, value in random_context(model, batch, seq=tokens).items()}
     if mode == "step":
-        return _stepping(model, x, batch, context), None
+        return _stepping(model, x, batch, context, length or 256), None
     if mode == "forward":
         with_no_grad = torch.no_grad()(model)
         return lambda: with_no_grad(x, **context), shown
@@ -193,14 +194,27 @@ def _call(model: SequenceModel, mode: str, batch: int, length: int | None) -> tu
     return train, shown
 
 
-def _stepping(model: SequenceModel, x: Tensor, batch: int, context: dict[str, Any]) -> Callable[[], Any]:
+def _stepping(
+    model: SequenceModel, x: Tensor, batch: int, context: dict[str, Any], length: int
+) -> Callable[[], Any]:
+    """Return a function that runs a token. The stream begins again after `length` tokens, or when a cache is full."""
     token = x if model.takes_frames else x[:, 0]
-    state = model.init_state(batch, **context)
+    state = first = model.init_state(batch, **context)
+    seen = 0
 
     @torch.no_grad()
     def run() -> None:
-        nonlocal state
-        _, state = model.step(token, state)
+        nonlocal state, seen
+        if seen >= length:
+            state, seen = first, 0
+        try:
+            _, state = model.step(token, state)
+        except RunError:
+            if not seen:
+                raise
+            _, state = model.step(token, first)
+            seen = 0
+        seen += 1
 
     return run
 

@@ -298,11 +298,46 @@ class _Maker:
     def steps(self, context: Context) -> Iterator[Item]:
         """Yield the steps above whose parameters a step can share or tie, the last one first.
 
-        The nearest ones are tried; what a step with faults can share is not known.
+        The nearest ones are tried; what a step with faults can share is not known. After a dot, and for a single
+        parameter, what is inside these steps and has the same shapes.
         """
+        word, parameter = self.opened.text[self.cursor.start : self.cursor.end], self._tied_parameter(context)
+        if parameter or (context.key == "tie" and "." in word):
+            yield from (Item(path, "word", path) for path in self._paths(context, parameter, whole="." in word))
+            return
         for number, name in enumerate(self._others(context, context.key)):
             if number >= TRIED or self._is_shared(name):
                 yield Item(name, "word", name)
+
+    def _tied_parameter(self, context: Context) -> str:
+        """Return the parameter that an entry of `tie: {parameter: …}` at the cursor ties, or ""."""
+        last = self.cursor.path[-2:]
+        is_entry = context.key == "tie" and len(last) == 2 and last[0].key == "tie" and not last[1].on_key
+        return (last[1].key or "") if is_entry else ""
+
+    def _paths(self, context: Context, parameter: str, whole: bool) -> Iterator[str]:
+        """Yield the steps above, and those inside them, whose parameters can be tied to those of the step.
+
+        parameter: if given, single parameters to which it can be tied. whole: also those inside steps.
+        """
+        body, step = self.analysis.lowered.body, context.step
+        nodes = dict(graph.walk_named(body)) if body else {}
+        places: dict[tuple[int, ...], str] = {}
+        for path, node in nodes.items():
+            places.setdefault(node.span[1:], path)
+        own = nodes[places[step.span[1:]]].parameters if step and step.span[1:] in places else {}
+        wanted = {name: x.shape for name, x in own.items() if name == parameter or not parameter}
+        for name in self._others(context, "tie"):
+            place = places.get(context.scope.steps[name].span[1:])
+            for path, node in nodes.items() if place and wanted else ():
+                if path != place and not (whole and path.startswith(f"{place}.")):
+                    continue
+                theirs = {key: x.shape for key, x in node.parameters.items()}
+                written = name + path[len(place or "") :]
+                if parameter:
+                    yield from (f"{written}.{key}" for key, shape in theirs.items() if shape == wanted[parameter])
+                elif wanted.items() <= theirs.items():
+                    yield written
 
     def _is_shared(self, text: str) -> bool:
         """Return whether a text in the place of the word at the cursor shares or ties parameters without a fault."""

@@ -283,6 +283,7 @@ def serve(reading: BinaryIO, writing: BinaryIO, allow_use: Folders = (), log: Pa
             logging.basicConfig(filename=log, encoding="utf-8", level=logging.INFO, format=LOG_LINE)
         except OSError as error:
             raise UnavailableError(f"{log} cannot be written: {error.strerror}") from None
+        logging.raiseExceptions = False  # a full disk: Python would print a traceback for each line
         for handler in logging.getLogger().handlers:
             handler.addFilter(_without_refusals)
         logging.info("seqblocks %s", __version__)

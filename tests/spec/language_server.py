@@ -30,9 +30,10 @@ class Client:
 
     def __init__(
         self, command: Sequence[str], root: Path, settings: dict[str, Any],
-        capabilities: dict[str, Any] | None = None, options: Any = None,
+        capabilities: dict[str, Any] | None = None, options: Any = None, errors: Any = None,
     ) -> None:  # fmt: skip
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        """errors: a file for what the server prints."""
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         self.settings = settings
         self.header = "Content-Length: {}\r\n"
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -175,6 +175,37 @@ def labels(tail: str, head: str = HEAD) -> list[str]:
     return [item.label for item in items(tail, head)]
 
 
+TIED = """seqblocks: 1
+model:
+  input: {tokens: 20}
+  steps:
+    - embed: 8
+    - repeat:
+        name: layers
+        times: 2
+        steps:
+          - residual:
+              name: mix
+              steps: [layer_norm, {linear: {features: 8, name: proj}}, {linear: 4}, {linear: {features: 8, name: up}}]
+    - linear: {name: own, features: 8}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tie", "expected"),
+    [
+        ("|", ["own"]),
+        ("layers.|", ["own", "layers.0.mix.proj", "layers.1.mix.proj"]),
+        ("layers.1.mix.p|", ["own", "layers.0.mix.proj", "layers.1.mix.proj"]),
+        ("{weight: |}", ["own.weight"]),
+        ("{weight: layers.|}", ["own.weight", "layers.0.mix.proj.weight", "layers.1.mix.proj.weight"]),
+    ],
+)
+def test_what_a_parameter_can_be_tied_to(tie: str, expected: list[str]) -> None:
+    """Steps inside others are written with a path, which replaces the whole word. Their shapes fit."""
+    assert labels(f"    - linear: {{features: 8, tie: {tie}}}\n", TIED) == expected
+
+
 @pytest.mark.parametrize(
     ("tail", "first", "never"),
     [

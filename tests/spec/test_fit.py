@@ -257,6 +257,18 @@ def test_what_is_written(run_main: Run, tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in_place.yaml", "out.yaml", "spec.yaml"]
 
 
+def test_a_spec_that_was_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    own, other = tmp_path / "spec.yaml", tmp_path / "out.yaml"
+    own.write_text(SPEC)
+    found = seqblocks.fit(own, {"dim": "8..64:8"}, "params=2k")
+    own.write_text(SPEC + "# mine\n")
+    with pytest.raises(seqblocks.UsageError, match=r"spec\.yaml was changed during the fit: it is not overwritten"):
+        found.write(own)
+    assert own.read_text() == SPEC + "# mine\n"
+    found.write(other)
+    assert "# mine" not in other.read_text()
+
+
 def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
     command = ("fit", "good.yaml", "--solve")
     done = run_main(*command, "model.linear.bias=true,false", "--to", "params=36", "--write", "out.yaml", cwd=folder)

@@ -338,6 +338,18 @@ def test_a_log(tmp_path: Path) -> None:
     assert "lsp.log cannot be written" in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("wb") as errors:
+        client = Client([*COMMAND, "--log", "/dev/full"], tmp_path, {}, errors=errors)
+    assert client.open("file:///a.yaml", TEXT) == []
+    client.request("shutdown", None)
+    client.notify("exit", None)
+    assert client.process.wait(timeout=20) == 0
+    client.close()
+    assert (tmp_path / "errors").read_text() == ""
+
+
 BROKEN = ["    - {", "    - linear: {from: [x", '    - "', "    - linear:\n\t- x", "*a", "\0", "- - -"]
 
 

@@ -160,6 +160,18 @@ def test_steps_that_a_stream_computes_together_have_one_row() -> None:
     assert model._token_plan is None or not hasattr(model._token_plan, "marks")
 
 
+def test_a_stream_begins_again_when_a_cache_is_full() -> None:
+    text = """seqblocks: 1
+use: [transformer]
+model:
+  input: {tokens: 11}
+  steps: [{embed: 16}, {attention_layer: {dim: 16, heads: 2, cache: 5}}, unembed]
+"""
+    found = package.bench(seqblocks.build_text(text, seed=0), "step", seconds=0.05)
+    assert found.repetitions * 4 > 5
+    assert found.seconds > 0
+
+
 def test_the_fastest_pass_counts() -> None:
     found = [clocks.Observed(seconds, {("a",): time}) for seconds, time in ((3.0, 2.0), (1.5, 1.0), (1.2, 1.1))]
     assert clocks.fastest(found) is found[1]
