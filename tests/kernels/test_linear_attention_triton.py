@@ -19,7 +19,7 @@ from seqblocks.kernels.linear_attention import torch as chunkwise
 from seqblocks.kernels.linear_attention.triton import sizes
 from seqblocks.kernels.mlstm.triton.sizes import CHUNK_MAX_TOKENS
 from tests.kernels import test_linear_attention as stored
-from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, Subject, check, crossed, draw, on_device
+from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, Subject, check, draw, on_device
 from tests.kernels.linear_attention import LINEAR_ATTENTION
 
 SHORT = ("op_key_T9", "op_head_T1")
@@ -58,7 +58,8 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
 
 
 @INTERPRETED
-@crossed(("delta", [False, True]), ("per_key", [False, True]))
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("per_key", [False, True])
 def test_tokens_after_a_strong_decay_keep_their_digits(per_key: bool, delta: bool) -> None:
     """A decay of -1000 or -inf is followed by -0.001, within a block of 16 and across blocks."""
     q, k, v, g = (draw(1, 40, 1, 4, seed=at) for at in range(4))

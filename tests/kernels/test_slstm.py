@@ -163,7 +163,6 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     ("resets", [False, True]),
     ("batch, heads, width", [(2, 2, 20), (17, 1, 40)]),
     rest="long",
-    later=[(2, 2, 20)],
 )
 def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=6, H=heads, D=width)
@@ -178,7 +177,6 @@ def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: boo
     ("resets", [False, True]),
     ("batch, heads, width, seq", [(2, 2, 20, 6), (17, 1, 40, 6)]),
     rest="long",
-    later=[(2, 2, 20, 6)],
 )
 def test_by_team(batch: int, heads: int, width: int, seq: int, resets: bool, reverse: bool) -> None:
     x = TRITON.inputs(batch=batch, S=seq, H=heads, D=width, state=batch > 2)

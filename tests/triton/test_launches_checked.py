@@ -207,7 +207,6 @@ def leaves_of(out: Any) -> list[Tensor]:
 
 
 LONGEST = ("centaurus", "linear_attention", "mlstm", "selective_scan", "slstm")
-LONGER = ("causal_conv", "head_norm")  # a second
 
 
 def cases() -> Iterator[Any]:
@@ -218,7 +217,7 @@ def cases() -> Iterator[Any]:
     """
     for op in sorted({op for op, _ in CALLS}):
         for arch in ("sm_80", "sm_90"):
-            mark = pytest.mark.long if op in LONGEST else pytest.mark.slow if arch == "sm_80" or op in LONGER else ()
+            mark = pytest.mark.long if op in LONGEST else pytest.mark.slow if arch == "sm_80" else ()
             yield pytest.param(arch, op, 1, marks=mark)
         if op in LONGEST:
             yield pytest.param("sm_90", op, 3, marks=pytest.mark.slow)
