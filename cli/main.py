@@ -24,8 +24,8 @@ from seqblocks.cli import INTERRUPTED, arguments, output
 from seqblocks.errors import SeqblocksError, SpecError, UnavailableError, UsageError, visible
 
 INTERNAL = 70
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 BROKEN_PIPE = 141
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

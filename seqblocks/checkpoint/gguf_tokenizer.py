@@ -169,7 +169,8 @@ def _sentencepiece(kind: Any, found: Any, texts: list[str], kinds: list[int]) ->
             kinds[at] = int(kind.BYTE)
         elif text == unknown:
             kinds[at] = int(kind.UNKNOWN)
-    if missing := next((text for text in BYTES if text not in texts), None):
+    known = {*texts}
+    if missing := next((text for text in BYTES if text not in known), None):
         raise RunError(f"it has no token {missing}")
     normal = {text for text, each in zip(texts, kinds, strict=True) if each == int(kind.NORMAL)}
     _check_merges(found["model"]["merges"], normal)
