@@ -47,7 +47,8 @@ COMMANDS: dict[str, tuple[list[str], Callable[[str, Path], Any]]] = {
         lambda text, folder: len((folder / "rows.jsonl").read_text().splitlines()) > 9 and "were done" in text,
     ),
     "bench": (
-        ["bench", "spec.yaml", "--batch", "2", "--seconds", "1000", "--threads", "1", "--format", "json"],
+        # 500 turns, the most that it takes, last a minute on a quick machine.
+        ["bench", "spec.yaml", "--length", "8192", "--seconds", "9999", "--threads", "1", "--format", "json"],
         lambda text, folder: json.loads(text)["interrupted"] and json.loads(text)["seconds"] > 0,
     ),
     "fit": (
@@ -102,7 +103,7 @@ def test_ctrl_c_on_a_terminal(name: str, folder: Path, root: Path) -> None:
     try:
         shown = until_bar(terminal)
         assert BAR in shown
-        time.sleep(5 if name == "bench" else 0.5)  # which needs two turns
+        time.sleep(3 if name == "bench" else 0.5)  # which needs two turns
         os.write(terminal, b"\x03")
         text, _ = child.communicate(timeout=LIMIT)
         with contextlib.suppress(OSError):  # the end of a terminal
