@@ -68,16 +68,18 @@ def stderr() -> TextIO:
     return remarks or sys.stderr
 
 
-def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
+def write(text: str, stream: TextIO | None = None, *, raw: bool = False, flush: bool = False) -> None:
     """Print lines, escaping characters that the encoding of the stream lacks.
 
-    raw: do not escape control characters (for our own text, which may contain colours). Raises Unwritable if writing
-    to the stream of results fails.
+    raw: do not escape control characters (for our own text, which may contain colours). flush: at once, for results
+    that come one after another. Raises Unwritable if writing to the stream of results fails.
     """
     stream = stream or stdout()
     text = text if raw else escape_controls(text)
     try:
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
+        if flush:
+            stream.flush()
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:  # ValueError: the stream is closed

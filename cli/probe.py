@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> int:
     for results in _trained(model, tasks, device, options):
         found += results
         for result in results if is_text else ():
-            output.write(_line(result))
-            output.stdout().flush()
+            output.write(_line(result), flush=True)
         if results[0].interrupted:
             break
     if options.plot:
