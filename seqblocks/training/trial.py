@@ -132,9 +132,11 @@ class Trial:
         """Return text that the model writes after the first bytes of the held-out ones, None if it cannot."""
         if not isinstance(self.data, Text) or graph.stream_obstacle(self.model.spec):
             return None
-        prompt = bytes(self.data.held[:PROMPT].tolist())
+        most = min([PROMPT + SAMPLE, *_rooms(self.model.spec)])
+        prompt = bytes(self.data.held[: min(PROMPT, most // 2)].tolist())
         self.model.eval()
-        (found,) = generate(self.model, [[*prompt]], SAMPLE, temperature=WARMTH, seed=self.settings.seed)
+        count = most - len(prompt)
+        (found,) = generate(self.model, [[*prompt]], count, temperature=WARMTH, seed=self.settings.seed)
         return (prompt + bytes(each for each in found.tolist() if each < BYTES)).decode("utf-8", "replace")
 
     # --- the folder ---------------------------------------------------------------------------------------------------
@@ -152,6 +154,17 @@ class Trial:
         """Add entries to `run.json`."""
         self.record |= entries
         write_text(self.folder / SETTINGS, json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
+
+
+def _rooms(spec: ModelSpec) -> Iterator[int]:
+    """Yield the tokens for which each cache and each table of positions has room."""
+    for node in graph.walk(spec.graph):
+        if isinstance(node, graph.OpNode):
+            lanes = len(node.type.lanes) if node.type else 0  # their axes are before that of the tokens
+            sizes = [state.shape[lanes] for state in node.state.values() if state.per_token]
+            if node.verb == "position_embed":
+                sizes.append(node.parameters["weight"].shape[1])
+            yield from (int(size * node.state_rate) for size in sizes)
 
 
 @contextmanager
@@ -186,8 +199,12 @@ def begin(
         raise UsageError("the model has no parameters, so there is nothing to learn")
     trial = Trial(folder, build_model(spec, seed=settings.seed), data, settings, device)
     x, target = data.batch(0, 1)
-    with torch.no_grad():
-        data.check(trial.model.eval()(x.to(trial.device)), target)
+    try:
+        with torch.no_grad():
+            data.check(trial.model.eval()(x.to(trial.device)), target)
+    except RunError as error:
+        hint = f". Try another --length than {settings.length:,}" if isinstance(data, Text) else ""
+        raise UsageError(f"{error}{hint}") from None
     trial.record = {
         **about, "settings": asdict(settings), "digest": data.digest, "unit": data.unit, "name": spec.name,
         "params": graph.count(spec.graph), "versions": {"seqblocks": __version__, "torch": torch.__version__},

@@ -630,6 +630,40 @@ def test_an_interrupt_leaves_what_is_done(
     assert {(row["task"], row["steps"], row["cut"]) for row in rows} == {("parity", 0, True)}
 
 
+def test_an_interrupt_while_a_model_is_read_leaves_what_is_done(
+    run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    from seqblocks.probes import training
+
+    before, calls = training.read, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == last:
+            raise KeyboardInterrupt
+        return before(*arguments)
+
+    monkeypatch.setattr(training, "read", interrupted)
+    monkeypatch.setattr(training, "READ", 32)
+    (tmp_path / "a.yaml").write_text(TEXT % ("tokens: 64", "{embed: 8}, unembed"))
+    for last, lengths in {2: [40], 4: [40, 80, 256], 1: []}.items():  # of parity; the fourth is of recall
+        calls.clear()
+        done = run_main("probe", "a.yaml", "parity", "recall", "--steps", "1", "--format", "json", cwd=tmp_path)
+        assert done.returncode == 130
+        assert [row["length"] for row in json.loads(done.stdout or '{"rows": []}')["rows"]] == lengths
+
+
+def test_each_rate_has_a_line_in_the_plot() -> None:
+    results = [
+        Result("a", length, accuracy, 0.5, seed, accuracy, 10, 1, 1.0, False, 1, rate=rate)
+        for rate, accuracy in ((0.01, 1.0), (0.001, 0.5)) for seed in (0, 1) for length in (10, 40)
+    ]
+    found = plot(results, "m")
+    assert found.count("<polyline") == 2
+    for rate in ("0.01", "0.001"):
+        assert f"a, rate {rate}, trained at 10, mean of 2 seeds" in found
+
+
 def test_the_plot_has_the_means_the_range_and_chance() -> None:
     """Places are computed from the figures again: 0 to 1 is from the bottom to the top of the frame."""
     values = {(10, 0): 1.0, (10, 1): 0.8, (40, 0): 0.6, (40, 1): 0.6}
@@ -674,6 +708,7 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     assert re.search(r" \d+\*  ", late)
     assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
+    assert ". is a folder" in run_main(*words, "--plot", ".", cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]
     assert [(row["rate"], row["seed"]) for row in rows + rates if row["length"] == 40] == [
