@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -107,10 +108,22 @@ def silence(stream: TextIO) -> None:
 
 
 def dump(data: Any) -> None:
-    """Print one JSON document to stdout."""
+    """Print one JSON document to stdout. Numbers that are not finite are null, since JSON has none."""
     import json
 
-    write(json.dumps(data, indent=2), raw=True)
+    try:
+        text = json.dumps(data, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(data), indent=2)
+    write(text, raw=True)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [*map(_finite, data)]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def diagnostics(error: SpecError, options: Any) -> None:

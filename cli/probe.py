@@ -67,9 +67,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_file(path: Path) -> None:
     """Raise UsageError if a file cannot be written, before hours of training."""
-    if not path.parent.is_dir() or path.is_dir():
-        what = f"{visible(str(path))} is a folder" if path.is_dir() else f"there is no folder {visible(str(path.parent))}"
-        raise UsageError(f"--plot {visible(str(path))}: {what}")
+    parent = path.parent
+    if path.is_dir() or not parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {visible(str(parent))}"
+        raise UsageError(f"--plot {visible(str(path))}: {why}")
 
 
 def _trained(

@@ -107,8 +107,10 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     if options.spec and _texts(model_of(options)) != _texts(spec):
         raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
     if not (options.text or options.npz):
-        kind = "text" if record["unit"] == "bits per byte" else "npz"
-        setattr(options, kind, record.get("data"))
+        kind, path = "text" if record["unit"] == "bits per byte" else "npz", str(record.get("data"))
+        if not Path(path).exists():
+            raise UsageError(f"the data of the run, {visible(path)}, are not here: name them with --{kind} FILE")
+        setattr(options, kind, path)
     return _data(options, spec, record["settings"]["length"]), device_of(options, torch)
 
 

@@ -17,7 +17,8 @@ LINE = 18  # height of a line of the legend
 def plot(results: Sequence[Result], title: str) -> str:
     """Return a picture with a line for each task, and for each of several rates.
 
-    It is the mean of the seeds at each length, with the lowest and highest. A dotted line is the accuracy of a guess; a filled dot is the length of the training.
+    It is the mean of the seeds at each length, with the lowest and highest. A dotted line is the accuracy of a guess; a
+    filled dot is the length of the training.
     """
     groups: dict[tuple[str, float], list[Result]] = {}
     for result in results:

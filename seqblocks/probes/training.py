@@ -77,7 +77,8 @@ def probe(
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
     are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
     tenth of the steps. seconds: of training, which ends before; reading follows. A KeyboardInterrupt ends training, and
-    the model is read as it is; one while it is read leaves the lengths before. Raises UsageError for a model that does not take the task's tokens.
+    the model is read as it is; one while it is read leaves the lengths before. Raises UsageError for a model that does
+    not take the task's tokens.
     """
     task = fit_task(spec, task)
     steps, rate = steps or task.steps, rate or task.rate

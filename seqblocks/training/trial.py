@@ -236,9 +236,11 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """Return `run.json` of a run. Raises UsageError if there is none."""
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        Settings(**found["settings"])
-    except (OSError, ValueError, LookupError, TypeError):
+        Settings(**found["settings"]), found["digest"], found["unit"]
+    except OSError:
         raise UsageError(f"{visible(str(folder))} is not a run of seqblocks try: it has no {SETTINGS}") from None
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{visible(str(folder))} is not a run of seqblocks try: {SETTINGS} is damaged") from None
     return dict(found)
 
 
@@ -251,7 +253,9 @@ def resume(folder: Path, data: Data, device: Any) -> Trial:
     if record["digest"] != data.digest:
         raise UsageError(f"the data are not those of the run in {visible(str(folder))}: it would not continue exactly")
     model = load(folder / CHECKPOINT)
-    state = load_extra(folder / CHECKPOINT) or {}
+    state = load_extra(folder / CHECKPOINT)
+    if not state:
+        raise UsageError(f"{visible(str(folder))} cannot continue: its checkpoint has no state of the optimiser")
     trial = Trial(folder, model, data, Settings(**record["settings"]), device)
     trial.optimizer.load_state_dict(state["optimizer"])
     trial.done, trial.seconds, trial.record = state["step"], state["seconds"], record

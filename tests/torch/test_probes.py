@@ -18,7 +18,7 @@ import torch
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.probes import PAPER, TASKS, probe
+from seqblocks.probes import PAPER, TASKS, probe, training
 from seqblocks.probes.batches import NOTHING
 from seqblocks.probes.checks import reset_checks
 from seqblocks.probes.model import Probed, _places
@@ -630,11 +630,11 @@ def test_an_interrupt_leaves_what_is_done(
     assert {(row["task"], row["steps"], row["cut"]) for row in rows} == {("parity", 0, True)}
 
 
+@pytest.mark.parametrize(("last", "lengths"), [(2, [40]), (4, [40, 80, 256]), (1, [])])
 def test_an_interrupt_while_a_model_is_read_leaves_what_is_done(
-    run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    last: int, lengths: list[int], run_main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    from seqblocks.probes import training
-
+    """Three lengths of parity are read, then those of recall."""
     before, calls = training.read, []
 
     def interrupted(*arguments: Any) -> Any:
@@ -646,11 +646,9 @@ def test_an_interrupt_while_a_model_is_read_leaves_what_is_done(
     monkeypatch.setattr(training, "read", interrupted)
     monkeypatch.setattr(training, "READ", 32)
     (tmp_path / "a.yaml").write_text(TEXT % ("tokens: 64", "{embed: 8}, unembed"))
-    for last, lengths in {2: [40], 4: [40, 80, 256], 1: []}.items():  # of parity; the fourth is of recall
-        calls.clear()
-        done = run_main("probe", "a.yaml", "parity", "recall", "--steps", "1", "--format", "json", cwd=tmp_path)
-        assert done.returncode == 130
-        assert [row["length"] for row in json.loads(done.stdout or '{"rows": []}')["rows"]] == lengths
+    done = run_main("probe", "a.yaml", "parity", "recall", "--steps", "1", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 130
+    assert [row["length"] for row in json.loads(done.stdout or '{"rows": []}')["rows"]] == lengths
 
 
 def test_each_rate_has_a_line_in_the_plot() -> None:
@@ -708,7 +706,7 @@ def test_the_command(run_main: Callable[..., Any], tmp_path: Any) -> None:
     assert re.search(r" \d+\*  ", late)
     assert "* training stopped before its last step" in late
     assert "no folder none" in run_main(*words, "--plot", "none/a.svg", cwd=tmp_path).stderr
-    assert ". is a folder" in run_main(*words, "--plot", ".", cwd=tmp_path).stderr
+    assert "--plot .: it is a folder" in run_main(*words, "--plot", ".", cwd=tmp_path).stderr
     assert "meta computes nothing" in run_main(*words, "--device", "meta", cwd=tmp_path).stderr
     rates = json.loads(run_main(*words, "--lr", "1e-3,1e-2", "--format", "json", cwd=tmp_path).stdout)["rows"]
     assert [(row["rate"], row["seed"]) for row in rows + rates if row["length"] == 40] == [

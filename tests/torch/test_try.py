@@ -101,7 +101,8 @@ def test_it_learns(run_main: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [
-    "position_embed: {length: 30}", "residual: [{identity: {as: x}}, {attention: {q: x, k: x, v: x, heads: 2, cache: 30}}]",
+    "position_embed: {length: 30}",
+    "residual: [{identity: {as: x}}, {attention: {q: x, k: x, v: x, heads: 2, cache: 30}}]",
 ])
 def test_a_sample_is_as_long_as_there_is_room(step: str, run_main: Run, folder: Path) -> None:
     (folder / "spec.yaml").write_text(SPEC.replace("- dropout: {p: 0.1}", f"- {step}"))
@@ -214,6 +215,25 @@ def test_a_run_continues_with_its_own_data_and_spec_alone(run_main: Run, folder:
         done = run_main("try", *words, "--resume", "run", cwd=folder)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_runs_that_cannot_continue(run_main: Run, folder: Path) -> None:
+    learn(run_main, folder, "--steps", "1", "--out", "run")
+    record = (folder / "run" / "run.json").read_text()
+
+    def continued() -> str:
+        done = run_main("try", "--resume", "run", "--steps", "2", cwd=folder)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr
+
+    (folder / "text.txt").rename(folder / "other.txt")
+    assert "the data of the run, text.txt, are not here: name them with --text FILE" in continued()
+    (folder / "other.txt").rename(folder / "text.txt")
+    (folder / "run" / "run.json").write_text(record.replace('"digest"', '"digset"'))
+    assert "run.json is damaged" in continued()
+    (folder / "run" / "run.json").write_text(record)
+    (folder / "run" / "checkpoint" / "seqblocks.extra.pt").unlink()
+    assert "its checkpoint has no state of the optimiser" in continued()
 
 
 def test_overrides_may_follow_the_path(run_main: Run, folder: Path) -> None:
