@@ -153,7 +153,9 @@ def test_errors_of_a_bias_and_segments() -> None:
         attention(q, k, v, causal=False, segments=segments[:, :3])
 
 
-@pytest.mark.parametrize(("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4, ci=1))
+@pytest.mark.parametrize(
+    ("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4, ci=1)
+)
 def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None:
     """Without resets, a block of queries reads the first tokens and its window only; with them, all tokens before."""
     x = inputs(1100, H=2, G=1, D=2)

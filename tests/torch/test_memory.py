@@ -38,7 +38,8 @@ MADE_OF_OTHERS = {  # of the ops of other models; these run with `long`, which t
     "zamba_small", "zamba2_small", "kimi_linear_small", "hybrid_small", "memoroid_actor_critic",
 }
 SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
-    "captioner", "centaurus_denoiser", "centaurus_keywords", "mamba_small", "mingru_small", "mod_small", "slstm_forecaster", "vil_segmenter", "vil_small_block",
+    "captioner", "centaurus_denoiser", "centaurus_keywords", "mamba_small", "mingru_small", "mod_small",
+    "slstm_forecaster", "vil_segmenter", "vil_small_block",
 })  # fmt: skip
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
 QUICK_OPS = {"linear", "calc, functions", "attention", "mlstm"}
@@ -273,7 +274,8 @@ def test_random_cells_and_choices(dtype: str, seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), sampled(itertools.product(["cell, loop", "cell, every token kept"], ["float32", "bfloat16"]), ci=1)
+    ("name", "dtype"),
+    sampled(itertools.product(["cell, loop", "cell, every token kept"], ["float32", "bfloat16"]), ci=1),
 )
 def test_loops(name: str, dtype: str) -> None:
     """A loop is replayed in few steps, and keeps what is kept for all tokens one by one."""
