@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,26 @@ def test_command(run_main: Run, wide: Path) -> None:
     assert run_main(*command, "--format", "csv", cwd=wide).stdout.startswith("step,weights")
     assert run_main(*command, "--format", "markdown", cwd=wide).stdout.startswith("| step |")
     assert run_main(*command, "--quiet", cwd=wide).stdout == ""
+
+
+def test_an_interrupted_search_leaves_the_estimate(
+    run_main: Run, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+
+    def interrupted(part: float) -> None:
+        parts.append(part)
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("seqblocks.cli.memory.progress", lambda options, what: nullcontext(interrupted))
+    command = ("memory", "wide.yaml", "--batch", "4", "--length", "32", "--fits", "1GB", "--format", "json")
+    done = run_main(*command, cwd=wide)
+    data = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, data["largest_batch"]) == (130, "", None)
+    assert data["peak_bytes"] == seqblocks.memory(wide / "wide.yaml", batch=4, length=32).peak_bytes
+    assert parts == sorted(parts)
+    assert 0 < parts[0] < parts[-1] < 1
 
 
 @pytest.mark.parametrize(
