@@ -139,7 +139,9 @@ def memory(
     sizes = Sizes(batch, _tokens(model, length))
     replay = Replay(model, sizes, dtype_named(str(dtype), "dtype"), checkpoint == "blocks")
     replay.train(optimizer)
-    return _estimate(model, replay, optimizer, checkpoint)
+    found = _estimate(model, replay, optimizer, checkpoint)
+    replay.tape.forget()
+    return found
 
 
 def largest_batch(
