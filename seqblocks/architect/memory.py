@@ -17,7 +17,7 @@ from seqblocks import graph
 from seqblocks.architect.designs import find_design
 from seqblocks.architect.replay import MOMENTS, Replay, Sizes
 from seqblocks.architect.tables import aligned, csv, markdown
-from seqblocks.cost import dtype_named, params_bytes, state_bytes, tokens_of
+from seqblocks.cost import dtype_named, longest, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.report.numbers import bytes_of
@@ -201,6 +201,8 @@ def _tokens(model: ModelSpec, length: int | None) -> int:
         raise UsageError(f"memory is estimated for sequences of at most {MAX_TOKENS:,} tokens, not {found:,}")
     if not fixed and found % frame:
         raise UsageError(f"the model takes a multiple of {frame} tokens, not {found:,}")
+    if found > (most := longest(model.graph)):
+        raise UsageError(f"the model has positions for {most:,.0f} tokens, not for {found:,}")
     return found
 
 

@@ -26,6 +26,7 @@ from seqblocks import graph
 from seqblocks._version import __version__
 from seqblocks.architect.run_page import CHECKPOINT, LOG, SETTINGS
 from seqblocks.checkpoint import load, load_extra, save
+from seqblocks.cost import longest
 from seqblocks.errors import RunError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.writing import write_text
@@ -132,7 +133,7 @@ class Trial:
         """Return text that the model writes after the first bytes of the held-out ones, None if it cannot."""
         if not isinstance(self.data, Text) or graph.stream_obstacle(self.model.spec):
             return None
-        most = min([PROMPT + SAMPLE, *_rooms(self.model.spec)])
+        most = int(min(PROMPT + SAMPLE, longest(self.model.spec.graph, in_stream=True)))
         prompt = bytes(self.data.held[: min(PROMPT, most // 2)].tolist())
         self.model.eval()
         count = most - len(prompt)
@@ -154,17 +155,6 @@ class Trial:
         """Add entries to `run.json`."""
         self.record |= entries
         write_text(self.folder / SETTINGS, json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
-
-
-def _rooms(spec: ModelSpec) -> Iterator[int]:
-    """Yield the tokens for which each cache and each table of positions has room."""
-    for node in graph.walk(spec.graph):
-        if isinstance(node, graph.OpNode):
-            lanes = len(node.type.lanes) if node.type else 0  # their axes are before that of the tokens
-            sizes = [state.shape[lanes] for state in node.state.values() if state.per_token]
-            if node.verb == "position_embed":
-                sizes.append(node.parameters["weight"].shape[1])
-            yield from (int(size * node.state_rate) for size in sizes)
 
 
 @contextmanager

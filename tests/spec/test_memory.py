@@ -137,6 +137,14 @@ def test_faults(words: list[str], message: str, run_main: Run, wide: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_model_without_so_many_positions(run_main: Run) -> None:
+    done = run_main("memory", "transformer_125m", "--length", "1025")
+    assert (done.returncode, done.stderr) == (2, "error: the model has positions for 1,024 tokens, not for 1,025\n")
+    (facts,) = seqblocks.compare("transformer_125m", lengths=(1024, 1025)).facts
+    assert facts["macs_per_token@1024"] > 1e8
+    assert facts["macs_per_token@1025"] is None
+
+
 def test_every_verb_declares_its_memory() -> None:
     load_builtin()
     ops = [op for op in PRIMITIVES.values() if op.builtin]

@@ -18,7 +18,7 @@ from seqblocks import graph
 from seqblocks.architect.memory import Estimate
 from seqblocks.architect.replay import Sizes
 from seqblocks.cost import tokens_of
-from seqblocks.errors import RunError, SpecError
+from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from tests.compose import Composer
 from tests.sampled import sampled, slow
@@ -239,7 +239,7 @@ def random_ratios(seed: int) -> Iterator[float]:
             _, spec = seqblocks.load_text(Wide(random.Random(each)).compose())
             frame = graph.frame_size(spec.graph)
             found, real = both(spec, 4, frame * max(1, 128 // frame))
-        except (SpecError, RunError, ValueError):  # invalid, too few positions, without parameters
+        except (SpecError, RunError, UsageError, ValueError):  # invalid, too few positions, without parameters
             continue
         assert found.weights_bytes == real.weights
         if real.peak >= SMALL:
