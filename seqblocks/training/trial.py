@@ -60,7 +60,7 @@ class Trial:
         self.folder, self.data, self.settings = folder, data, settings
         self.model, self.device = model.to(device), torch.device(device)
         self.optimizer = adamw(self.model, settings.rate)
-        self.done, self.seconds = 0, 0.0
+        self.done, self.seconds, self.is_logged = 0, 0.0, True
         self.record: dict[str, Any] = {}
 
     @property
@@ -97,7 +97,8 @@ class Trial:
                     self.save()
                     saved = time.perf_counter()
         finally:
-            self.save()
+            if self.is_logged:  # else the run continues from an earlier checkpoint, so that each step has its line
+                self.save()
 
     def _step(self) -> dict[str, Any]:
         number, settings = self.done, self.settings
@@ -143,8 +144,13 @@ class Trial:
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     def _log(self, row: dict[str, Any]) -> None:
-        with (self.folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        path = self.folder / LOG
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self.is_logged = False
+            raise UnavailableError(f"{visible(str(path))} cannot be written: {error.strerror}") from None
 
     def save(self) -> None:
         """Write the checkpoint, completely or not at all."""

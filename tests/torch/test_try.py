@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -283,6 +284,28 @@ def test_a_folder_gets_its_name_when_it_is_a_run(folder: Path, monkeypatch: pyte
     assert seen == [False]
     assert {path.name for path in (folder / "run").iterdir()} == {"checkpoint", "log.jsonl", "run.json"}
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_leaves_no_gap_in_the_log(
+    run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(run_main, folder, "--steps", "2", "--out", "run")
+    before, size = Path.open, len((folder / "run" / "log.jsonl").read_text())
+
+    def limited(path: Path, mode: str = "r", **more: Any) -> Any:
+        if mode == "a" and path.stat().st_size > 1.6 * size:
+            with before(path, mode, **more) as file:
+                file.write('{"step": 4, "lo')
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return before(path, mode, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", limited)
+        done = run_main("try", "--resume", "run", "--steps", "9", cwd=folder)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: run/log.jsonl cannot be written: No space left on device\n"
+    assert run_main("try", "--resume", "run", "--steps", "5", cwd=folder).returncode == 0
+    assert [row["step"] for row in rows(folder / "run")] == [1, 2, 3, 4, 5]
 
 
 def test_an_interrupt_before_the_first_step_leaves_nothing(
