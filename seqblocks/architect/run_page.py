@@ -10,7 +10,7 @@ from typing import Any
 
 from seqblocks import markup
 from seqblocks.architect.compare import compare
-from seqblocks.architect.designs import find_design
+from seqblocks.architect.designs import CHECKPOINT, find_design
 from seqblocks.architect.diff import diff
 from seqblocks.architect.grid import assignment
 from seqblocks.errors import UsageError, visible
@@ -18,7 +18,7 @@ from seqblocks.markup import COLOURS, text
 from seqblocks.picture.drawing import drawing_of
 from seqblocks.record import Record
 
-LOG, SETTINGS, CHECKPOINT = "log.jsonl", "run.json", "checkpoint"
+LOG, SETTINGS = "log.jsonl", "run.json"
 WIDTH, HEIGHT, LEFT, BOTTOM = 820, 340, 64, 40  # of the curves, in pixels
 BUCKETS = 400  # of steps in a curve; each keeps its extremes
 STYLE = (

@@ -24,7 +24,8 @@ import torch
 
 from seqblocks import graph
 from seqblocks._version import __version__
-from seqblocks.architect.run_page import CHECKPOINT, LOG, SETTINGS
+from seqblocks.architect.designs import CHECKPOINT
+from seqblocks.architect.run_page import LOG, SETTINGS
 from seqblocks.checkpoint import load, load_extra, save
 from seqblocks.cost import longest
 from seqblocks.errors import RunError, UnavailableError, UsageError, visible

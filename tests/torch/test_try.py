@@ -461,6 +461,10 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert (folder / "second" / "checkpoint" / "spec.yaml").read_text().splitlines()[0] in text
     data = (folder / "text.txt").read_bytes()
     assert text.count(f"sha256 of the data {hashlib.sha256(data).hexdigest()[:16]}") == 2
+    done = run_main("diff", "second", "second@dim=16", "--exit-code", cwd=folder)  # a run is a design, with its weights
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "dim=16" in done.stdout
+    assert run_main("diff", "second", "second/checkpoint", "--weights", "--exit-code", cwd=folder).returncode == 0
     assert run_main("report", "second", cwd=folder).returncode == 0
     assert (folder / "second" / "report.html").exists()
     assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
