@@ -153,7 +153,9 @@ def test_errors_of_a_bias_and_segments() -> None:
         attention(q, k, v, causal=False, segments=segments[:, :3])
 
 
-@pytest.mark.parametrize(("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4, ci=1))
+@pytest.mark.parametrize(
+    ("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4, ci=1)
+)
 def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None:
     """Without resets, a block of queries reads the first tokens and its window only; with them, all tokens before."""
     x = inputs(1100, H=2, G=1, D=2)
@@ -265,9 +267,10 @@ class Windowed(torch.nn.Module):
         return attention(q, k, v, resets=resets, state=state, window=5, **self.options)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) -> None:
     def call(S: int) -> tuple[Any, ...]:
         x = [t.detach() for t in inputs(S)]

@@ -504,6 +504,7 @@ def names_of_parameters(found: Opened) -> list[tuple[str, tuple[int, ...]]]:
     return [(each.name, each.parameter.shape) for each in graph.parameters(body)] if body else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_renamed_in_bundled_files_gives_the_same_parameters(name: str) -> None:
     path = bundled()[name]
@@ -629,6 +630,7 @@ def edited(draw: st.DrawFn) -> tuple[str, str, int]:
     return good, text, draw(near)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(edited())
 def test_any_text_has_an_answer(drawn: tuple[str, str, int]) -> None:
