@@ -77,6 +77,12 @@ def quantized(model: nn.Module) -> dict[str, Int8Matrix]:
     return {name: each for name, each in modules if isinstance(each, Int8Matrix)}
 
 
+def check_not_quantized(model: nn.Module, function: str) -> None:
+    """Raise UsageError for a model with matrices in 8 bits, which a function does not take."""
+    if quantized(model):
+        raise UsageError(f"{function} takes no model with matrices in 8 bits: pass the model before `quantize`")
+
+
 def _matrices(model: SequenceModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices that may be quantized, as their ops declare."""
     exact = {path for path, node, is_exact in _nodes(model.graph, "", frozenset()) if is_exact}
