@@ -70,8 +70,8 @@ class Int8Matrix(nn.Module, StoredMatrix):
         return self.values * self.scale[:, None]
 
     def widened(self) -> Int8Matrix:
-        """Return the matrix with a scale in float32."""
-        return self if self.scale.dtype is torch.float32 else Int8Matrix(self.values, self.scale.float())
+        """Return the matrix with a scale of at least 32 bits."""
+        return self if self.scale.dtype.itemsize >= 4 else Int8Matrix(self.values, self.scale.float())
 
     def rows(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.values) * nn.functional.embedding(ids, self.scale[:, None])

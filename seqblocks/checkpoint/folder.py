@@ -165,7 +165,7 @@ def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     in_8_bits = quantized(model)
     tensors = own_tensors(model, in_8_bits)
     tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
-    skipped = set()
+    skipped: set[str] = set()
     for name, source in tied.items():
         parts = PARTS if name in in_8_bits else ("",)
         skipped.update(f"{name}{part}" for part in parts)

@@ -311,6 +311,67 @@ model:
     assert gates <= kept
 
 
+GATED = """seqblocks: 1
+blocks:
+  memory:
+    args: {decay: {type: wire}}
+    steps: [{log_decay: {from: decay, kind: exp, as: g}}, {gated_recurrence: {from: input, decay: g}}]
+model:
+  input: {features: 8}
+  steps:
+    - identity: {as: x}
+    - linear: {from: x, features: 8, name: gate, as: w}
+    - WHERE
+    - linear: {features: 8, name: last}
+"""
+
+
+@pytest.mark.parametrize(
+    "where", [
+        "memory: {from: x, decay: w}",
+        "residual: {from: x, steps: [{memory: {decay: w}}]}",
+        "repeat: {from: x, times: 2, steps: [{memory: {decay: w}}]}",
+        "repeat: {from: w, times: 2, steps: [{log_decay: {kind: exp, as: d}}, {gated_recurrence: {decay: d}}]}",
+        "scan: {from: x, order: [forward, reverse], own: all, merge: sum, steps: [{memory: {decay: w}}]}",
+        "parallel: {from: x, merge: sum, branches: [a: [{memory: {decay: w}}], b: [silu]]}",
+    ],
+)  # fmt: skip
+def test_gates_are_followed_out_of_bodies(where: str) -> None:
+    model = seqblocks.build_text(GATED.replace("WHERE", where), seed=0)
+    assert quantized(seqblocks.quantize(model, smallest=0)).keys() == {"last.weight"}
+
+
+def test_gates_in_both_directions_of_a_scan() -> None:
+    steps = "[{linear: {features: 8, name: own}}, {log_decay: {kind: exp, as: g}}, {gated_recurrence: {decay: g}}]"
+    where = f"scan: {{from: w, order: [forward, reverse], own: all, merge: sum, steps: {steps}}}"
+    model = seqblocks.build_text(GATED.replace("WHERE", where), seed=0)
+    assert quantized(seqblocks.quantize(model, smallest=0)).keys() == {"gate.weight", "last.weight"}
+
+
+@pytest.mark.parametrize("how", ["tie", "share"])
+def test_a_matrix_that_also_computes_a_gate_stays(how: str, tmp_path: Path) -> None:
+    """A tie would be broken otherwise, and what is saved would differ from what is loaded."""
+    where = "memory: {from: x, decay: w}"
+    text = GATED.replace("WHERE", where).replace("name: last", f"name: last, {how}: gate")
+    model = seqblocks.build_text(text, seed=0).eval()
+    with pytest.warns(UserWarning, match="has no matrix"):
+        small = seqblocks.quantize(model, smallest=0)
+    seqblocks.save(small, tmp_path / "small")
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(seqblocks.load(tmp_path / "small")(x), model(x))
+
+
+@torch.no_grad()
+def test_steps_in_float64() -> None:
+    text = GATED.replace("features: 8}\n", "tokens: 96}\n", 1).replace("identity: {as", "embed: {features: 8, as")
+    model = seqblocks.build_text(text.replace("WHERE", "memory: {from: x, decay: w}"), dtype="float64", seed=0).eval()
+    small = seqblocks.quantize(model, smallest=0)
+    y, _ = small.step(IDS[:, 0])
+    assert small._token_plan is not None
+    torch.testing.assert_close(y, small(IDS[:, :1])[:, 0], rtol=0, atol=0.03 * y.abs().max().item())
+
+
 def test_16_bits(model: seqblocks.SequenceModel) -> None:
     half = model.bfloat16()
     small = seqblocks.quantize(half, smallest=0)
