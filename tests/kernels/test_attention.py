@@ -107,7 +107,7 @@ def test_by_hand(
     near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, expected)))
 
 
-@pytest.mark.parametrize(("causal", "packed", "explicit"), sampled(product((True, False), repeat=3), 7))
+@pytest.mark.parametrize(("causal", "packed", "explicit"), sampled(product((True, False), repeat=3), 7, ci=1))
 def test_sequences_in_blocks(causal: bool, packed: bool, explicit: bool) -> None:
     """There are more queries than a block has, and no window: masks and scores are made block by block."""
     x = inputs(1100, H=2, G=1, D=2)
@@ -153,7 +153,9 @@ def test_errors_of_a_bias_and_segments() -> None:
         attention(q, k, v, causal=False, segments=segments[:, :3])
 
 
-@pytest.mark.parametrize(("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4))
+@pytest.mark.parametrize(
+    ("packed", "explicit", "past"), sampled(product((True, False), (True, False), (0, 1, 900)), 4, ci=1)
+)
 def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None:
     """Without resets, a block of queries reads the first tokens and its window only; with them, all tokens before."""
     x = inputs(1100, H=2, G=1, D=2)

@@ -65,7 +65,7 @@ def test_planted_faults_products_and_replays(arch: str, root: Path, tmp_path: Pa
     assert found["replayed"] == {"y": 1}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90"])
 def test_short_cases(arch: str, root: Path, tmp_path: Path) -> None:
     text = output(root, tmp_path, "tests.ptx", *SHORT[arch], "--arch", arch, *CHOICES[arch])
     assert text.count(f" {arch} ok ") >= len(SHORT[arch])

@@ -186,7 +186,7 @@ def test_the_page_lists_the_inputs() -> None:
                       for name, each in ACTION["inputs"].items()}  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_installation(runner: Runner) -> None:
     """The first step installs what the second needs, without torch, into a folder of the runner."""
     pytest.importorskip("torch", reason="installs packages, which needs the registry that torch came from")

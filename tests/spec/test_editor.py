@@ -629,7 +629,7 @@ def edited(draw: st.DrawFn) -> tuple[str, str, int]:
     return good, text, draw(near)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(edited())
 def test_any_text_has_an_answer(drawn: tuple[str, str, int]) -> None:
     good, text, offset = drawn

@@ -149,11 +149,11 @@ HOSTILE = {
 }
 
 
-LONGEST = ("steps", "repeats of repeats")  # 3 s each
+LONGEST = ("steps", "repeats of repeats")  # 3 s each; test_memory_stays_bounded takes them too
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGEST else ()) for name in HOSTILE]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONGEST else ()) for name in HOSTILE]
 )
 def test_hostile_texts(name: str) -> None:
     checked(HOSTILE[name])

@@ -36,6 +36,9 @@ LONG = (  # other cases of the same kind, which take less time, run without `lon
     "many_captures", "many_parameters_to_own", "torn_calls", "repeats_in_repeats", "a_long_let_in_layers",
     "map_of_many_steps_in_layers", "map_of_many_patterns", "map_of_layouts_of_many_names",
     "blocks_that_double_a_fault", "shares_with_parts_of_a_large_step", "faulty_expressions_in_layers",
+    "many_faults_in_many_blocks", "many_blocks", "branches_twice", "many_aliases",
+    "blocks_with_many_arguments_that_are_steps", "scans_in_scans_that_are_accepted", "a_deep_list",
+    "many_wires_in_layers", "steps_in_layers_with_many_names", "a_long_list_in_layers", "keys_twice",
 )  # fmt: skip
 REFUSED = (
     "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",

@@ -177,7 +177,7 @@ def test_the_fastest_pass_counts() -> None:
     assert clocks.fastest(found) is found[1]
 
 
-@pytest.mark.parametrize("mode", sampled(measure.MODES, every=3))
+@pytest.mark.parametrize("mode", sampled(measure.MODES, every=3, ci=1))
 def test_the_steps_add_up_to_the_whole(mode: str) -> None:
     """Within a half, on a busy machine too; `benchmarks/bench_bounds.py` has the bounds of a quiet one."""
     threads = torch.get_num_threads()

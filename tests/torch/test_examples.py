@@ -54,7 +54,7 @@ def test_digits_for_an_epoch(root: Path, tmp_path: Path) -> None:
     assert digits(root, tmp_path / "out", "--epochs", "1", "--set", "depth=2") > 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")

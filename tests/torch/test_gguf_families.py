@@ -170,7 +170,7 @@ def saved(folder: Path, case: str, **more: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case", sampled(list(CASES)))
+@pytest.mark.parametrize("case", sampled(list(CASES), ci=1))
 def test_a_file(case: str, tmp_path: Path, update_golden: bool) -> None:
     """All tensors of transformers follow from the file, each of the file is used, and metadata are those expected."""
     model = saved(tmp_path / "model", case)

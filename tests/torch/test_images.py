@@ -103,7 +103,7 @@ def test_a_step_has_the_class_and_attributes_of_torchs_module(name: str) -> None
         assert getattr(own, attribute) == getattr(official, attribute), attribute
 
 
-@pytest.mark.parametrize("name", sampled(WINDOWS))
+@pytest.mark.parametrize("name", sampled(WINDOWS, ci=1))
 def test_gradients_by_differences(name: str) -> None:
     model = built(f"{{{WINDOWS[name][0].replace('NAME', 'name: it')}}}")
     torch.autograd.gradcheck(model, draw(1, 63, 6).requires_grad_())

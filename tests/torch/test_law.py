@@ -125,7 +125,7 @@ def law_holds(
     check_law(made, seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, every=4))
+@pytest.mark.parametrize("name", sampled(NAMES, every=4, ci=1))
 @settings(max_examples=2)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start

@@ -80,7 +80,7 @@ def small(name: str, **more: Any) -> Any:
     return seqblocks.block(name, **dim, **SMALL.get(name, {}), **more)
 
 
-@pytest.mark.parametrize("name", sampled(BLOCKS))
+@pytest.mark.parametrize("name", sampled(BLOCKS, ci=1))
 def test_each_bundled_block_is_a_layer(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

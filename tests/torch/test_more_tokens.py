@@ -86,7 +86,7 @@ def test_lengths_of_split_and_merged_tokens(steps: str, frame: int, length: int,
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("open", "aot_eager"), ("fixed", "aot_eager"), pytest.param("open", "inductor", marks=pytest.mark.slow)],
+    [("open", "aot_eager"), ("fixed", "aot_eager"), pytest.param("open", "inductor", marks=pytest.mark.long)],
 )
 def test_compiled_and_exported(name: str, backend: str) -> None:
     text = CAUSAL

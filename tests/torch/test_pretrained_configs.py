@@ -129,7 +129,9 @@ MORE = {  # optional entries of a config
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", sampled(CONFIGS, every=6), ids=lambda config: config.get("model_type", "mamba_ssm"))
+@pytest.mark.parametrize(
+    "config", sampled(CONFIGS, every=6, ci=1), ids=lambda config: config.get("model_type", "mamba_ssm")
+)
 def test_no_config_ends_in_a_traceback(config: dict[str, Any]) -> None:
     for key in {*config, *MORE}:
         for value in ODD:

@@ -353,7 +353,7 @@ def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list
     assert_close(results("families"), how, name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["in turn", "summaries"])
 @pytest.mark.parametrize("name", SOME)
 def test_parts_of_other_families(name: str, how: str, results: Callable[[str], list[Any]]) -> None:
