@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -68,16 +69,18 @@ def stderr() -> TextIO:
     return remarks or sys.stderr
 
 
-def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
+def write(text: str, stream: TextIO | None = None, *, raw: bool = False, flush: bool = False) -> None:
     """Print lines, escaping characters that the encoding of the stream lacks.
 
-    raw: do not escape control characters (for our own text, which may contain colours). Raises Unwritable if writing
-    to the stream of results fails.
+    raw: do not escape control characters (for our own text, which may contain colours). flush: at once, for results
+    that come one after another. Raises Unwritable if writing to the stream of results fails.
     """
     stream = stream or stdout()
     text = text if raw else escape_controls(text)
     try:
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
+        if flush:
+            stream.flush()
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
@@ -105,10 +108,22 @@ def silence(stream: TextIO) -> None:
 
 
 def dump(data: Any) -> None:
-    """Print one JSON document to stdout."""
+    """Print one JSON document to stdout. Numbers that are not finite are null, since JSON has none."""
     import json
 
-    write(json.dumps(data, indent=2), raw=True)
+    try:
+        text = json.dumps(data, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(data), indent=2)
+    write(text, raw=True)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [*map(_finite, data)]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def diagnostics(error: SpecError, options: Any) -> None:

@@ -38,26 +38,39 @@ def run(options: argparse.Namespace) -> int:
     for task in tasks:
         fit_task(model, task)
     device = str(device_of(options, torch))
-    if options.plot and not Path(options.plot).parent.is_dir():  # found before hours of training, not after
-        folder = visible(str(Path(options.plot).parent))
-        raise UsageError(f"--plot {visible(options.plot)}: there is no folder {folder}")
+    if options.plot:
+        _check_file(Path(options.plot))
     is_text = options.format != "json" and not options.quiet
     if is_text:
         output.write(f"{visible(model.name)}, trained from scratch on each task\n{HEAD}")
-    found = []
-    for results in _trained(model, tasks, device, options):
-        found += results
-        for result in results if is_text else ():
-            output.write(_line(result))
-            output.stdout().flush()
-        if results[0].interrupted:
-            break
+    found: list[Result] = []
+    is_interrupted = False
+    try:
+        for results in _trained(model, tasks, device, options):
+            found += results
+            for result in results if is_text else ():
+                output.write(_line(result), flush=True)
+            if results[0].interrupted:
+                is_interrupted = True
+                break
+    except KeyboardInterrupt:  # before there is anything of a training
+        if not found:
+            raise
+        is_interrupted = True
+    _print_ends(model, tasks, found, options)
     if options.plot:
         from seqblocks.probes.plot import plot
 
         write_text(Path(options.plot), plot(found, model.name))
-    _print_ends(model, tasks, found, options)
-    return INTERRUPTED if found[-1].interrupted else 0
+    return INTERRUPTED if is_interrupted else 0
+
+
+def _check_file(path: Path) -> None:
+    """Raise UsageError if a file cannot be written, before hours of training."""
+    parent = path.parent
+    if path.is_dir() or not parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {visible(str(parent))}"
+        raise UsageError(f"--plot {visible(str(path))}: {why}")
 
 
 def _trained(

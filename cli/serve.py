@@ -26,8 +26,7 @@ def _serve(path: Path, options: argparse.Namespace) -> int:
     from seqblocks.serve.server import serve
 
     with serve(path, options.port, options.allow_use) as server:
-        output.write(server.address)
-        output.stdout().flush()
+        output.write(server.address, flush=True)
         if options.open:
             webbrowser.open(server.address)
         output.notes(["the page is for this machine only; Ctrl-C ends it"], options)

@@ -19,14 +19,17 @@ from seqblocks.cli.compare import designs
 from seqblocks.cli.fit import pairs
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
-from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
+
+START = '{"key": "'  # of a line of --out
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row for each point. What an interrupted sweep has found is printed, and continued with --out.
+    """Print a row for each point. Status 1: none is valid.
 
-    So are the rows before one that cannot be kept.
+    What an interrupted sweep has found is printed, and continued with --out. So are the rows before one that cannot be
+    kept.
     """
     more, measure = _measures(options)
     found = sweep(
@@ -54,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     if status and options.format == "text" and not options.quiet:
         again = f"; the same command continues {visible(options.out)}" if options.out else ""
         output.write(f"interrupted: these are the designs that were done{again}")
+    if not status and rows and all(row.fault for row in rows):
+        status = SpecError.exit_status
     return status
 
 
@@ -67,7 +72,8 @@ def _resumed(found: Sweep, options: argparse.Namespace) -> Iterator[Row]:
                 analysis = found.analyse(values)
                 key = found.key(values, analysis)
                 if key in known:
-                    row = known[key]
+                    kept = known[key]
+                    row = kept and kept._replace(values=values)  # the options may have been in another order
                 else:
                     row = found.row(values, analysis)
                     if file:
@@ -89,7 +95,7 @@ def _known(path: str | None) -> dict[str, Row | None]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith("\n"):
+                if not line.endswith("\n") and line[: len(START)] == START[: len(line)]:
                     break
                 try:
                     data = json.loads(line)
@@ -198,13 +204,14 @@ def _stream(found: Sweep, options: argparse.Namespace) -> int:
     """Print lines of CSV as they are found."""
     columns = found.columns
     output.write(tables.csv(_head(found, columns), []))
+    row, is_valid = None, False
     try:
         for row in _resumed(found, options):
-            output.write(tables.csv(_cells(columns, row), []))
-            output.stdout().flush()
+            output.write(tables.csv(_cells(columns, row), []), flush=True)
+            is_valid |= not row.fault
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
+    return SpecError.exit_status if row and not is_valid else 0
 
 
 def _head(found: Sweep, columns: list[str]) -> list[str]:

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         spec, data, settings = _new(options)
         about = {"spec": options.spec, "data": options.text or options.npz, "overrides": options.set}
-        trial = begin(_folder(options, spec), spec, data, settings, device_of(options, torch), about)
+        with progress(options, f"{visible(spec.name)} is built"):  # an interrupt leaves no folder
+            trial = begin(_folder(options, spec), spec, data, settings, device_of(options, torch), about)
     status = 0
     rows: list[dict[str, Any]] = []
     seconds = math.inf if options.steps is not None else 60 * (options.minutes or MINUTES)
@@ -80,10 +81,13 @@ def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
     from seqblocks.training.trial import Settings
 
     spec = model_of(options)
-    usual = Settings()
-    settings = Settings(
-        options.batch or usual.batch, options.length or usual.length, options.lr or usual.rate, options.seed or 0
-    )
+    usual, fixed = Settings(), spec.input.length
+    length = options.length or usual.length
+    if options.text and isinstance(fixed, int):
+        if options.length not in (None, fixed):
+            raise UsageError(f"the spec fixes the input at {fixed:,} tokens: leave out --length")
+        length = fixed
+    settings = Settings(options.batch or usual.batch, length, options.lr or usual.rate, options.seed or 0)
     return spec, _data(options, spec, settings.length), settings
 
 
@@ -103,8 +107,10 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     if options.spec and _texts(model_of(options)) != _texts(spec):
         raise UsageError(f"{visible(options.spec)} is not the spec of the run; leave it out to continue the run")
     if not (options.text or options.npz):
-        kind = "text" if record["unit"] == "bits per byte" else "npz"
-        setattr(options, kind, record.get("data"))
+        kind, path = "text" if record["unit"] == "bits per byte" else "npz", str(record.get("data"))
+        if not Path(path).exists():
+            raise UsageError(f"the data of the run, {visible(path)}, are not here: name them with --{kind} FILE")
+        setattr(options, kind, path)
     return _data(options, spec, record["settings"]["length"]), device_of(options, torch)
 
 

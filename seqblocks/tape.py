@@ -390,8 +390,9 @@ class Tape:
         return y
 
     def mean(self, x: Value, shape: Shape) -> Value:
-        """Return means of x; their gradient is divided, and so as large as x."""
+        """Return means of x, of 16 bits from a copy in float32; their gradient is divided, and so as large as x."""
         y = self.new(shape, x.item)
+        self.passing(4 * (x.numbers + y.numbers) if x.item < 4 else 0)
         self.function([x], [y])
         return y
 
@@ -416,6 +417,8 @@ class Tape:
             found = [None if size is None else self.new(*size) for size in sizes]
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
+            if grad.item == 2 and sizes[1] is not None:
+                self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
             return found if bias_given else found[:2]
 
         bias_given, width = bias is not None, x.shape[-1]
@@ -506,6 +509,16 @@ def broadcast(*shapes: Shape) -> Shape:
     most = max(map(len, shapes))
     wide = [(1,) * (most - len(shape)) + shape for shape in shapes]
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*wide, strict=True))
+
+
+def _blocks_of_product(rows: int, out: int, width: int) -> int:
+    """Return the bytes of the blocks in which oneDNN multiplies 16-bit matrices [out, rows] and [rows, width].
+
+    Measured with AVX-512, for the gradient of a weight: up to 512 rows of both matrices, and sums in float32.
+    """
+    part = min(rows, 512)
+    sums = 64 if rows == part else -(-width // 64) * 64
+    return 2 * 64 * part + out * (2 * part + 4 * sums + 64)
 
 
 def _blocked(features: int) -> int:

@@ -132,7 +132,8 @@ class Difference(Record):
             return []
         lines = [f"weights of {self.labels[0]} in {self.labels[1]}"]
         others = f", {len(found.reshaped):,} have another shape" if found.reshaped else ""
-        lines.append(f"  {len(found.fits):,} tensors fit{others}")
+        fit = "tensor fits" if len(found.fits) == 1 else "tensors fit"
+        lines.append(f"  {len(found.fits):,} {fit}{others}")
         known = [*found.fits, *found.reshaped]
         for mark, names, where in (("+", found.missing, "second"), ("-", found.unused, "first")):
             lines += [f"  {mark} {each} only in the {where}" for each in _folded(names, known)]
@@ -168,7 +169,7 @@ def _folded(names: list[str], known: list[str]) -> list[str]:
 def change_line(change: Change) -> str:
     """Return a change as a line of text."""
     start = f"{MARKS[change.kind]} {change.path}"
-    verb = "" if change.path.rpartition(".")[2] == change.verb else f" ({change.verb})"
+    verb = f" ({change.verb})" if change.verb not in ("", change.path.rpartition(".")[2]) else ""
     if change.kind in ("added", "removed"):
         return f"{start}{verb} {change.kind}, {change.params:,} parameters"
     if change.kind == "moved":

@@ -196,7 +196,7 @@ def fit(
     open_ones = [
         demand for demand, target in zip(demands, grid.targets, strict=True)
         if (missed and target.kind != "=" and _misses(target, grid.known[found[0]]))
-        or (target.kind == "=" and not interrupted and not search.reaches(target))
+        or (not missed and target.kind == "=" and not interrupted and not search.reaches(target))
     ]  # fmt: skip
     points = math.prod(len(option.values) for option in options)
     invalid = sum(isinstance(each, str) for each in grid.known.values())

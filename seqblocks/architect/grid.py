@@ -14,7 +14,7 @@ from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
 
 MAX_VALUES = 100_000  # of one option
-_NUMBER = r"[-+]?\d[\d_]*(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?\d[\d_]{0,29}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?"  # of a size that a float has, and an int in no time
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*({_NUMBER}))?\s*")
 _TARGET = re.compile(rf"\s*([A-Za-z_]\w*)\s*(<=|>=|==|=|<|>)\s*({_NUMBER})\s*([A-Za-z]*)\s*")
 _BYTES = frozenset(name for name in FACTS if "bytes" in name)

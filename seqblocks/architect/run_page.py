@@ -192,7 +192,7 @@ def curves(runs: list[Run]) -> str:
     out += _legend(runs)
     height = HEIGHT + 18 * len(runs)
     frame = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    unit = text(str(runs[0].record.get("unit", "loss")))
+    unit = text(" or ".join(dict.fromkeys(str(run.record.get("unit", "loss")) for run in runs)))
     return (
         f'<figure><svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="loss over steps">'
         f"{''.join(out)}</svg><figcaption>Loss in {unit} over steps; dashed: held out.</figcaption></figure>"

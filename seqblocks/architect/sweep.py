@@ -17,7 +17,7 @@ from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure
 from seqblocks.architect.grid import Demand, Option, Value, assignment, read_demand, read_option
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UsageError, quote
+from seqblocks.errors import RunError, UsageError, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.record import Record
 from seqblocks.suggestions import did_you_mean
@@ -30,8 +30,8 @@ Measure = Callable[[ModelSpec], Mapping[str, Value]]
 
 
 class Row(Record):
-    """A point of the grid. values: by path. figures: by column, None if unknown; empty if the point is invalid, and
-    `fault` then says why."""
+    """A point of the grid. values: by path. figures: by column, None if unknown; empty if the point is invalid, or
+    cannot be measured as asked, and `fault` then says why."""
 
     values: dict[str, Value]
     figures: dict[str, Value]
@@ -101,7 +101,10 @@ class Sweep(Record):
             return None
         figures = self._figures(model)
         if self.measure_more:
-            figures |= self.measure_more(model)
+            try:
+                figures |= self.measure_more(model)
+            except (UsageError, RunError) as error:  # a vocabulary below that of a task, a length that it does not take
+                return Row(values, {}, str(error))
         return Row(values, figures)
 
     @property
@@ -127,9 +130,9 @@ _COMPARED: dict[str, Callable[[float, float], bool]] = {"<=": le, "<": lt, ">=":
 
 
 def _meets(demand: Demand, value: Value) -> bool:
-    if not isinstance(value, int | float):
+    if value is None:
         return False
-    return _COMPARED[demand.kind](value, demand.value)
+    return _COMPARED[demand.kind](math.inf if isinstance(value, str) else value, demand.value)  # a lookahead of "all"
 
 
 def sweep(

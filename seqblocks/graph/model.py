@@ -78,4 +78,4 @@ class ModelSpec(Record):
 
     @property
     def output_text(self) -> str:
-        return ", ".join(f"{name} {wire}" for name, wire in self.outputs.items()) or str(self.output)
+        return ", ".join(f"{name} {wire}" for name, wire in self.outputs.items()) or str(self.output or "unknown")

@@ -12,10 +12,17 @@ from seqblocks.errors import UnavailableError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be."""
+    """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be.
+
+    What is no file, such as /dev/null or a pipe, is written to.
+    """
     target = Path(os.path.realpath(path))
     name = None
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            with open(path, "w", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+            return
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:

@@ -15,13 +15,17 @@ LINE = 18  # height of a line of the legend
 
 
 def plot(results: Sequence[Result], title: str) -> str:
-    """Return a picture with a line for each task: the mean of its seeds at each length, with the lowest and highest.
+    """Return a picture with a line for each task, and for each of several rates.
 
-    A dotted line is the accuracy of a guess; a filled dot is the length of the training.
+    It is the mean of the seeds at each length, with the lowest and highest. A dotted line is the accuracy of a guess; a
+    filled dot is the length of the training.
     """
-    names = list(dict.fromkeys(result.task for result in results))
+    groups: dict[tuple[str, float], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.task, result.rate), []).append(result)
+    has_rates = len(groups) > len({name for name, _ in groups})
     lengths = sorted({result.length for result in results})
-    height = HEIGHT + LINE * len(names)
+    height = HEIGHT + LINE * len(groups)
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     font = 'font-family="system-ui, sans-serif" font-size="12"'
     parts = [
@@ -30,9 +34,9 @@ def plot(results: Sequence[Result], title: str) -> str:
         f'<text x="{LEFT}" y="20" font-weight="bold">{text(title)}: accuracy against length</text>',
         *_axes(lengths),
     ]
-    for at, name in enumerate(names):
-        own = [result for result in results if result.task == name]
-        parts += _task(own, lengths, COLOURS[at % len(COLOURS)], HEIGHT + LINE * at)
+    for at, ((name, rate), own) in enumerate(groups.items()):
+        said = f"{name}, rate {rate:g}" if has_rates else name
+        parts += _line(own, said, lengths, COLOURS[at % len(COLOURS)], HEIGHT + LINE * at)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -60,7 +64,9 @@ def _axes(lengths: Sequence[int]) -> Iterator[str]:
             last = x
 
 
-def _task(results: Sequence[Result], lengths: Sequence[int], colour: str, legend: int) -> Iterator[str]:
+def _line(
+    results: Sequence[Result], name: str, lengths: Sequence[int], colour: str, legend: int
+) -> Iterator[str]:
     found = {length: [r.accuracy for r in results if r.length == length] for length in lengths}
     means = {length: mean(values) for length, values in found.items() if values}
     points = " ".join(f"{_x(length, lengths):.1f},{_y(value):.1f}" for length, value in means.items())
@@ -75,6 +81,6 @@ def _task(results: Sequence[Result], lengths: Sequence[int], colour: str, legend
         fill = colour if length == one.trained_length else "#fff"
         yield f'<circle cx="{x:.1f}" cy="{_y(value):.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2"/>'
     seeds = len({result.seed for result in results})
-    said = f"{one.task}, trained at {one.trained_length}" + (f", mean of {seeds} seeds" if seeds > 1 else "")
+    said = f"{name}, trained at {one.trained_length}" + (f", mean of {seeds} seeds" if seeds > 1 else "")
     yield f'<line x1="{LEFT}" y1="{legend}" x2="{LEFT + 24}" y2="{legend}" stroke="{colour}" stroke-width="3"/>'
     yield f'<text x="{LEFT + 32}" y="{legend + 4}">{text(said)} (dotted: a guess)</text>'

@@ -77,7 +77,8 @@ def probe(
     tenth of the steps, then down to a twentieth of the rate. Sequences are the same on each device; those that are read
     are the same for each model and seed. In quick settings, a training that has solved the task goes on with the last
     tenth of the steps. seconds: of training, which ends before; reading follows. A KeyboardInterrupt ends training, and
-    the model is read as it is. Raises UsageError for a model that does not take the task's tokens.
+    the model is read as it is; one while it is read leaves the lengths before. Raises UsageError for a model that does
+    not take the task's tokens.
     """
     task = fit_task(spec, task)
     steps, rate = steps or task.steps, rate or task.rate
@@ -114,15 +115,21 @@ def _probe(
         interrupted = True
     taken = time.perf_counter() - begin
     params = sum(p.numel() for p in model.parameters())
-    found = []
-    for length in task.lengths:
-        whole, last, loss = read(model, task, length)
-        found.append(
-            Result(
-                task.name, length, whole, task.chance, seed, last, task.length, done, taken, place < steps, params,
-                interrupted, rate, loss,
-            )
-        )  # fmt: skip
+    found: list[Result] = []
+    try:
+        for length in task.lengths:
+            whole, last, loss = read(model, task, length)
+            found.append(
+                Result(
+                    task.name, length, whole, task.chance, seed, last, task.length, done, taken, place < steps, params,
+                    interrupted, rate, loss,
+                )
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        for result in found:
+            result.interrupted = True
     return found
 
 

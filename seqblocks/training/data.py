@@ -17,6 +17,8 @@ from seqblocks.graph import ModelSpec
 BYTES = 256
 HELD = 20  # one in so many bytes or rows is held out
 READ = 8  # batches of held-out data that are read
+TRAIN, TEST = ("x", "y"), ("x_test", "y_test")  # arrays of an .npz file
+NOTHING = -100  # the target where nothing is asked, which the cross-entropy ignores
 HELD_OUT_SEED = 1 << 40  # seeds of held-out batches begin here, those of training below
 
 
@@ -91,8 +93,6 @@ def text_of(path: Path, spec: ModelSpec, length: int) -> Text:
     ahead = lookahead.find(spec)
     if ahead is None or ahead.tokens:
         raise UsageError("the outputs of the model depend on later tokens, so it would copy the byte it has to predict")
-    if isinstance(wire.length, int):
-        length = wire.length
     return Text(_characters(path), length, visible(str(path)))
 
 
@@ -125,7 +125,7 @@ class Rows(NamedTuple):
 
 
 class Arrays:
-    """Rows of inputs with targets: class numbers, or numbers to approximate. Targets of -100 are left out."""
+    """Rows of inputs with targets: class numbers, or numbers to approximate. Targets of NOTHING are left out."""
 
     def __init__(self, train: Rows, held: Rows, digest: str) -> None:
         self.train, self.held, self.digest = train, held, digest
@@ -168,29 +168,50 @@ def arrays_of(path: Path, spec: ModelSpec) -> Arrays:
     name = visible(str(path))
     try:
         with numpy.load(io.BytesIO(content), allow_pickle=False) as file:
-            found = {key: torch.from_numpy(file[key].copy()) for key in file.files}
+            known = [*file.files]
+            found = {key: _tensor(file[key]) for key in (*TRAIN, *TEST) if key in known}
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, AttributeError):
         raise UsageError(f"{name} is not an .npz file of numbers, as numpy.savez writes it") from None
-    if not {"x", "y"} <= found.keys():
-        known = ", ".join(sorted(found)) or "nothing"
-        raise UsageError(f"{name} has the arrays {known}; it needs x (inputs) and y (class numbers or numbers)")
+    missing = [key for key in (*TRAIN, *(TEST if {*TEST} & {*found} else ())) if key not in found]
+    if missing:
+        needs = "x (inputs) and y (class numbers or numbers), and both x_test and y_test or neither"
+        raise UsageError(f"{name} has the arrays {', '.join(sorted(known)) or 'nothing'}; it needs {needs}")
     train = _rows(found["x"], found["y"], spec, f"x and y of {name}")
-    if {"x_test", "y_test"} <= found.keys():
+    if "x_test" in found:
         held = _rows(found["x_test"], found["y_test"], spec, f"x_test and y_test of {name}")
     else:
         cut = len(train.x) - max(1, len(train.x) // HELD)
         train, held = Rows(train.x[:cut], train.y[:cut]), Rows(train.x[cut:], train.y[cut:])
-    if not len(train.x) or not len(held.x):
-        raise UsageError(f"{name} needs at least two rows")
+    if not len(train.x):
+        raise UsageError(f"{name} needs at least two rows with a target")
     return Arrays(train, held, hashlib.sha256(content).hexdigest())
 
 
+def _tensor(array: Any) -> Tensor:
+    """Return an array of numpy as a tensor, in a dtype and an order of bytes that torch computes with."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind not in "biufc":
+        raise ValueError
+    if kind == "u" and size > 1:  # torch has such dtypes, and few operations on them
+        return torch.from_numpy(array.astype("int64"))
+    return torch.from_numpy(array.astype("float64" if kind == "f" and size > 8 else array.dtype.newbyteorder("=")))
+
+
 def _rows(x: Tensor, y: Tensor, spec: ModelSpec, name: str) -> Rows:
+    """Return inputs and targets as the model needs them, without the rows in which nothing is asked."""
     if len(spec.inputs) > 1 or spec.output is None or spec.outputs:
         raise UsageError(f"--npz needs a model with one input and one output, not {spec.input_text}")
     if x.dim() < 1 or y.dim() < 1 or len(x) != len(y):
         raise UsageError(f"{name} must have the same number of rows, not the shapes {[*x.shape]} and {[*y.shape]}")
-    return Rows(_input(x, spec, name), _target(y, spec, name))
+    if not (x.numel() and y.numel()):
+        raise UsageError(f"{name} are empty: their shapes are {[*x.shape]} and {[*y.shape]}")
+    x, y = _input(x, spec, name), _target(y, spec, name)
+    if y.is_floating_point():
+        return Rows(x, y)
+    is_asked = (y != NOTHING).view(len(y), -1).any(1)
+    if not is_asked.any():
+        raise UsageError(f"{name}: every target is {NOTHING}, so that there is nothing to learn")
+    return Rows(x[is_asked], y[is_asked])
 
 
 def _input(x: Tensor, spec: ModelSpec, name: str) -> Tensor:
@@ -206,23 +227,27 @@ def _input(x: Tensor, spec: ModelSpec, name: str) -> Tensor:
     features = x.shape[1 if wire.kind == "image" else -1] if x.dim() > 1 else 0
     if x.dim() != dims or features != wire.features:
         raise UsageError(f"{name}: the model reads {spec.input_text}, not {_kind(x)}")
-    if not x.isfinite().all():
+    if x.is_complex():
+        raise UsageError(f"{name}: inputs are real numbers, not {_kind(x)}")
+    if not (x := x.float()).isfinite().all():
         raise UsageError(f"{name}: an input is not finite")
-    return x.float()
+    return x
 
 
 def _target(y: Tensor, spec: ModelSpec, name: str) -> Tensor:
     wire = spec.output
     assert wire is not None
     if y.is_floating_point():
-        if not y.isfinite().all():
+        if not (y := y.float()).isfinite().all():
             raise UsageError(f"{name}: a target is not finite")
-        return y.float()
+        return y
     if y.dtype == torch.bool or y.is_complex():
         raise UsageError(f"{name}: targets are class numbers or numbers, not {_kind(y)}")
-    if y.max() >= wire.features or (y.min() < 0 and (y[y < 0] != -100).any()):
-        raise UsageError(f"{name}: the model has {wire.features} outputs, and a target is {int(y.max())}")
-    return y.long()
+    y = y.long()
+    wrong = y[(y >= wire.features) | ((y < 0) & (y != NOTHING))]
+    if len(wrong):
+        raise UsageError(f"{name}: the model has {wire.features} outputs, and a target is {int(wrong[0])}")
+    return y
 
 
 def _kind(x: Tensor) -> str:

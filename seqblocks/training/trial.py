@@ -132,9 +132,11 @@ class Trial:
         """Return text that the model writes after the first bytes of the held-out ones, None if it cannot."""
         if not isinstance(self.data, Text) or graph.stream_obstacle(self.model.spec):
             return None
-        prompt = bytes(self.data.held[:PROMPT].tolist())
+        most = min([PROMPT + SAMPLE, *_rooms(self.model.spec)])
+        prompt = bytes(self.data.held[: min(PROMPT, most // 2)].tolist())
         self.model.eval()
-        (found,) = generate(self.model, [[*prompt]], SAMPLE, temperature=WARMTH, seed=self.settings.seed)
+        count = most - len(prompt)
+        (found,) = generate(self.model, [[*prompt]], count, temperature=WARMTH, seed=self.settings.seed)
         return (prompt + bytes(each for each in found.tolist() if each < BYTES)).decode("utf-8", "replace")
 
     # --- the folder ---------------------------------------------------------------------------------------------------
@@ -152,6 +154,17 @@ class Trial:
         """Add entries to `run.json`."""
         self.record |= entries
         write_text(self.folder / SETTINGS, json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
+
+
+def _rooms(spec: ModelSpec) -> Iterator[int]:
+    """Yield the tokens for which each cache and each table of positions has room."""
+    for node in graph.walk(spec.graph):
+        if isinstance(node, graph.OpNode):
+            lanes = len(node.type.lanes) if node.type else 0  # their axes are before that of the tokens
+            sizes = [state.shape[lanes] for state in node.state.values() if state.per_token]
+            if node.verb == "position_embed":
+                sizes.append(node.parameters["weight"].shape[1])
+            yield from (int(size * node.state_rate) for size in sizes)
 
 
 @contextmanager
@@ -186,8 +199,12 @@ def begin(
         raise UsageError("the model has no parameters, so there is nothing to learn")
     trial = Trial(folder, build_model(spec, seed=settings.seed), data, settings, device)
     x, target = data.batch(0, 1)
-    with torch.no_grad():
-        data.check(trial.model.eval()(x.to(trial.device)), target)
+    try:
+        with torch.no_grad():
+            data.check(trial.model.eval()(x.to(trial.device)), target)
+    except RunError as error:
+        hint = f". Try another --length than {settings.length:,}" if isinstance(data, Text) else ""
+        raise UsageError(f"{error}{hint}") from None
     trial.record = {
         **about, "settings": asdict(settings), "digest": data.digest, "unit": data.unit, "name": spec.name,
         "params": graph.count(spec.graph), "versions": {"seqblocks": __version__, "torch": torch.__version__},
@@ -219,9 +236,11 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """Return `run.json` of a run. Raises UsageError if there is none."""
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        Settings(**found["settings"])
-    except (OSError, ValueError, LookupError, TypeError):
+        Settings(**found["settings"]), found["digest"], found["unit"]
+    except OSError:
         raise UsageError(f"{visible(str(folder))} is not a run of seqblocks try: it has no {SETTINGS}") from None
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{visible(str(folder))} is not a run of seqblocks try: {SETTINGS} is damaged") from None
     return dict(found)
 
 
@@ -234,7 +253,9 @@ def resume(folder: Path, data: Data, device: Any) -> Trial:
     if record["digest"] != data.digest:
         raise UsageError(f"the data are not those of the run in {visible(str(folder))}: it would not continue exactly")
     model = load(folder / CHECKPOINT)
-    state = load_extra(folder / CHECKPOINT) or {}
+    state = load_extra(folder / CHECKPOINT)
+    if not state:
+        raise UsageError(f"{visible(str(folder))} cannot continue: its checkpoint has no state of the optimiser")
     trial = Trial(folder, model, data, Settings(**record["settings"]), device)
     trial.optimizer.load_state_dict(state["optimizer"])
     trial.done, trial.seconds, trial.record = state["step"], state["seconds"], record

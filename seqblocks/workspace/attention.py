@@ -75,11 +75,14 @@ def explicit(tape: Tape, q: Value, k: Value, v: Value, scores: Scores) -> Value:
     if B > 1:  # products of matrices need heads before the batch
         queries, k, v = (tape.copy(x) for x in (queries, k, v))
     mask = tape.new((S, T), 1)
+    products = tape.unary(tape.cast(_products(tape, queries, k), max(q.item, 4)), [])
     if scores.logsumexp:
-        products = tape.unary(tape.cast(_products(tape, queries, k), max(q.item, 4)), [])
         y = _with_logsumexp(tape, products, v, scores, mask)
         return tape.view(y, (B, S, H, width + 1), dense=False)
-    p = tape.cast(_weights(tape, tape.unary(_products(tape, queries, k), []), scores, mask), v.item)
+    weights = _weights(tape, products, scores, mask)
+    del products
+    p = tape.cast(weights, v.item)
+    del weights
     y = tape.new((H, B, S, width), v.item)
     tape.function([p, v], [y], [p, v])
     return tape.view(y, (B, S, H, width), dense=False)

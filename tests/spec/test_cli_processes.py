@@ -240,6 +240,8 @@ def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
         ("check bad.yaml 2>&-", 1, ""),
         ("check - <&-", 1, "the spec is empty"),
         ("show vil_tiny > /dev/full", 4, "error: the result cannot be written: No space left on device\n"),
+        slow(("sweep good.yaml --set dim=4 --format csv > /dev/full", 4,
+              "error: the result cannot be written: No space left on device\n")),
         slow(("schema > /dev/full", 4, "error: the result cannot be written: No space left on device\n")),
         ("check /dev/zero", 1, "error[E104]: /dev/zero is too large for a spec"),
         ("check - < /dev/zero", 1, "error[E104]: <stdin> is too large for a spec"),

@@ -222,6 +222,7 @@ def test_a_spec_with_faults_is_compared_as_far_as_it_is_known(run_main: Run, fol
     data = json.loads(run_main("diff", "bad.yaml", "good.yaml", "--format", "json", cwd=folder).stdout)
     assert [len(each) > 0 for each in data["faults"]] == [True, False]
     assert data["facts"] == {}
+    assert "~ model: output [batch, seq, 4] -> unknown\n" in done.stdout
 
 
 def test_equal_steps_of_a_faulty_spec_with_one_name() -> None:

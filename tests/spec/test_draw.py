@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -276,6 +277,19 @@ def test_what_cannot_be_drawn(what: Any) -> None:
 
 
 Run = Callable[..., Any]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
+def test_what_is_no_file_is_written_to(run_main: Run, tmp_path: Path) -> None:
+    """So that --svg /dev/null does not replace the device."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run_main("draw", "mlstm_small", "--mermaid", "pipe", cwd=tmp_path).returncode == 0
+        assert os.read(reader, 4) == b"---\n"
+        assert (tmp_path / "pipe").is_fifo()
+    finally:
+        os.close(reader)
 
 
 def test_the_command(run_main: Run, tmp_path: Path) -> None:

@@ -313,6 +313,9 @@ def test_divisibility_is_that_of_the_validator(tmp_path: Path) -> None:
     [
         (["--solve", "dim=8..64:8", "--to", "params=100M"], 1, "out of reach: params=100,000,000"),
         (["--solve", "dim=8..64:8", "--to", "params<=10"], 1, "out of reach: params<=10"),
+        (["--solve", "dim=8..64:8", "--to", "params=500", "--to", "macs_per_token<=9", "--to", "macs_per_token>=99"], 1,
+         "error: out of reach: macs_per_token"),
+        (["--solve", "dim=1..9", "--to", "params=1e400"], 2, "a target is written params=125M"),
         (["--solve", "dmi=8..64:8", "--to", "params=100"], 1, "did you mean 'dim'?"),
         (["--solve", "dim=0.5,1.5", "--to", "params=100"], 1, "--set dim=0.5"),
         (["--solve", "dim", "--to", "params=100"], 2, "PATH=VALUES"),

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import random
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -124,20 +123,41 @@ def test_an_interrupted_sweep_continues(run_main: Run, folder: Path) -> None:
     assert len((folder / "rows.jsonl").read_text().splitlines()) == 27
 
 
-def test_rows_are_printed_if_they_cannot_be_kept(run_main: Run, folder: Path) -> None:
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+def test_kept_rows_have_their_values_in_the_order_of_the_options(run_main: Run, folder: Path) -> None:
+    one, other = ("--set", "dim=4,8"), ("--set", "model.linear.features=2,6")
+    kept = ("--out", "rows.jsonl", "--format", "csv")
+    run_main("sweep", "good.yaml", *one, *other, *kept, cwd=folder)
+    again = run_main("sweep", "good.yaml", *other, *one, *kept, cwd=folder).stdout
+    assert again == run_main("sweep", "good.yaml", *other, *one, *kept[2:], cwd=folder).stdout
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 4
+
+
+def test_other_files_are_left_as_they_are(run_main: Run, folder: Path) -> None:
+    """A file of one line without an end too, as a killed sweep leaves its last line."""
+    (folder / "notes.txt").write_text("to be kept")
+    done = run_main(*COMMAND, "--out", "notes.txt", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "was not written by seqblocks sweep" in done.stderr
+    assert (folder / "notes.txt").read_text() == "to be kept"
+
+
+def test_a_lookahead_of_all_tokens_is_above_any_limit(tmp_path: Path) -> None:
+    steps = "[{scan: {order: reverse, steps: [{identity: {as: x}}, {gated_recurrence: {decay: x}}]}}]"
+    text = f"seqblocks: 1\nlet: {{dim: 4}}\nmodel:\n  input: {{features: dim}}\n  steps: {steps}\n"
+    (tmp_path / "spec.yaml").write_text(text)
+    spec, grid = tmp_path / "spec.yaml", {"dim": "4,8"}
+    assert seqblocks.compare(spec).facts[0]["lookahead"] == "all"
+    assert len(list(sweep(spec, grid, where="lookahead>=1"))) == 2
+    assert not list(sweep(spec, grid, where="lookahead<=1000000"))
+
+
+def test_rows_are_printed_if_they_cannot_be_kept(run_main: Run, folder: Path, limited_files: Any) -> None:
     command = (*COMMAND[:4], "--out", "rows.jsonl", "--format", "csv", "--pareto", "params")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     whole = run_main(*command, cwd=folder).stdout.splitlines()
     lines = (folder / "rows.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "rows.jsonl").unlink()
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines[0]) + 9, before[1]))
+    with limited_files(len(lines[0]) + 9):
         done = run_main(*command, cwd=folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     assert (done.returncode, done.stderr) == (4, "error: --out rows.jsonl cannot be written: File too large\n")
     assert len(done.stdout.splitlines()) == 2  # the header, and a row
     assert len(whole) == 4
@@ -188,6 +208,13 @@ def test_invalid_points_have_a_row(run_main: Run) -> None:
     assert done.returncode == 0
     assert "3 points, 2 of them invalid" in done.stdout
     assert "E4" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["text", "csv", "json"])
+def test_the_status_is_1_if_no_point_is_valid(kind: str, run_main: Run) -> None:
+    done = run_main("sweep", "transformer_small", "--set", "heads=5,7", "--format", kind)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "E401: heads (7) must divide" in done.stdout
 
 
 @pytest.mark.parametrize(

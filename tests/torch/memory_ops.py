@@ -100,6 +100,7 @@ OPS: dict[str, list[str]] = {
         "downsample: {factor: 4, as: q}", "attention: {q: q, k: x, v: x, heads: 4, window: 8, sinks: true}",
     ],
     "attention, logsumexp": [f"{ATTENTION}, logsumexp: true}}"],
+    "attention, soft cap": [f"{ATTENTION}, soft_cap: 5}}"],
     "selected_attention": [
         "downsample: {factor: 4, as: block}",
         "selected_attention: {q: x, k: x, v: x, index_q: x, index_k: block, heads: 4, block: 4, top: 6, last: 2}",

@@ -283,10 +283,10 @@ def branch(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [
-    pytest.param(COMPRESSED.replace("OPTIONS", "window: 2"), id="window"),
-    pytest.param(SPARSE, id="branches", marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+    "text", [COMPRESSED.replace("OPTIONS", "window: 2"), pytest.param(SPARSE, marks=pytest.mark.long)],
+    ids=["window", "branches"],
+)
 def test_programs(text: str) -> None:
     """Compiled without graph breaks, and exported for any number of frames."""
     model = seqblocks.build_text(text, dtype=torch.float64).eval()

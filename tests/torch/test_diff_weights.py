@@ -51,6 +51,22 @@ def test_the_values_of_one_tensor_differ(tmp_path: Path, run_main: Run) -> None:
     assert row["name"] == NAME
 
 
+def test_json_has_no_infinity(tmp_path: Path, run_main: Run) -> None:
+    """A bias that was zero has no relative difference, and JSON no number for it."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    model = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 2}, steps: [{linear: 2}]}\n", seed=0)
+    for folder, value in (("a", 0.0), ("b", 1.0)):
+        with torch.no_grad():
+            model.get_parameter("linear.bias").fill_(value)
+        seqblocks.save(model, tmp_path / folder)
+    done = run_main("diff", "a", "b", "--weights", "--format", "json", cwd=tmp_path)
+    (row,) = json.loads(done.stdout, parse_constant=refuse)["tensors"]
+    assert row == {"name": "linear.bias", "relative": None, "cosine": 0.0}
+
+
 @pytest.mark.parametrize("overrides", [{"depth": 7}, {"heads": 8}, {"dim": 32}, {}])
 def test_what_fits_is_what_loads(overrides: dict[str, int]) -> None:
     """A copy of each tensor of the same name and shape is accepted, and of no other."""

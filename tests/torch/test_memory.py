@@ -197,6 +197,14 @@ def test_each_op(name: str) -> None:
     assert found.peak_bytes - before == pytest.approx(real.peak - before, rel=PEAK)
 
 
+@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample"))])
+def test_ops_of_sixteen_bits(name: str) -> None:
+    """Scores of attention and means are computed in float32, and products of small matrices copy blocks of both."""
+    _, spec = seqblocks.load_text(text_of(OPS[name]))
+    found, real = both(spec, 8, 128, dtype="bfloat16")
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
+
+
 SMALLER = {"dim": 256, "depth": 3, "vocabulary": 512}
 FOUR_HEADS = {**SMALLER, "heads": 4}
 FAMILIES: dict[str, dict[str, int]] = {

@@ -38,6 +38,19 @@ def test_faults(run_main: Run) -> None:
     done = run_main("sweep", "mlstm_small", "--set", "dim=8", "--probe", "partiy")
     assert done.returncode == 2
     assert "did you mean 'parity'?" in done.stderr
-    done = run_main("sweep", "vil_tiny", "--set", "dim=192", "--probe", "parity")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("words", "fault"), [
+    (("transformer_small", "--set", "vocabulary=32,64", "--probe", "recall", "--steps", "1"), "a vocabulary of 64"),
+    pytest.param(("vil_tiny", "--set", "dim=192", "--probe", "parity"), "not", marks=pytest.mark.slow),
+])
+def test_a_design_that_cannot_be_measured_has_a_fault(
+    words: tuple[str, ...], fault: str, run_main: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "READ", 32)
+    done = run_main("sweep", *words, "--format", "json")
+    first, *others = json.loads(done.stdout)["rows"]
+    assert fault in first["fault"]
+    assert "accuracy of recall" not in first
+    assert [row["fault"] for row in others] == [None] * len(others)
+    assert done.returncode == (0 if others else 1)

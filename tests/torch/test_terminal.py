@@ -28,7 +28,6 @@ model:
     - repeat: {times: depth, name: layers, steps: [{residual: [rms_norm, {swiglu: {hidden: 2 * dim}}]}]}
     - unembed
 """
-IN_CI = {"try", "bench"}
 BAR = "━".encode()
 DIMS = "dim=1..9999"
 LIMIT = 300  # seconds, for machines that other processes use: idle, a command takes three to eight
@@ -84,10 +83,12 @@ def until_bar(terminal: int) -> bytes:
     return shown
 
 
+QUICKER: dict[str, Any] = {"fit": (), "try": pytest.mark.slow, "bench": pytest.mark.slow}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "fit" else pytest.mark.slow if name in IN_CI else pytest.mark.long)
-    for name in COMMANDS
+    pytest.param(name, marks=QUICKER.get(name, pytest.mark.long)) for name in COMMANDS
 ])
 def test_ctrl_c_on_a_terminal(name: str, folder: Path, root: Path) -> None:
     """The terminal itself sends the interrupt, when the bar is there."""

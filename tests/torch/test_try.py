@@ -22,7 +22,7 @@ import torch
 
 import seqblocks
 from seqblocks.architect.run_page import page, read_run, thinned
-from seqblocks.training.data import HELD, Text
+from seqblocks.training.data import HELD, Text, arrays_of
 from seqblocks.training.loop import step
 from seqblocks.training.trial import Settings, Trial, begin
 
@@ -98,6 +98,30 @@ def test_it_learns(run_main: Run, folder: Path) -> None:
     assert record["held_out"] == data["held_out"]
     (row,) = rows(folder / "run")[-1:]
     assert row["tokens"] == 200 * 4 * 24
+
+
+@pytest.mark.parametrize("step", [
+    "position_embed: {length: 30}",
+    "residual: [{identity: {as: x}}, {attention: {q: x, k: x, v: x, heads: 2, cache: 30}}]",
+])
+def test_a_sample_is_as_long_as_there_is_room(step: str, run_main: Run, folder: Path) -> None:
+    (folder / "spec.yaml").write_text(SPEC.replace("- dropout: {p: 0.1}", f"- {step}"))
+    learn(run_main, folder, "--steps", "1", "--out", "run")
+    record = json.loads((folder / "run" / "run.json").read_text())
+    assert record["before"].startswith(TEXT[-len(TEXT) // HELD :][:15].decode())
+    longer = run_main("try", "spec.yaml", "--text", "text.txt", "--length", "31", "--steps", "1", cwd=folder)
+    if "position" in step:
+        assert (longer.returncode, longer.stdout) == (2, "")
+        assert "Try another --length than 31" in longer.stderr
+
+
+def test_a_length_that_the_spec_fixes(run_main: Run, folder: Path) -> None:
+    text = SPEC.replace("{tokens: vocabulary}", "{tokens: vocabulary, length: 24}")
+    (folder / "spec.yaml").write_text(text)
+    done = run_main("try", "spec.yaml", "--text", "text.txt", "--length", "25", "--steps", "1", cwd=folder)
+    assert (done.returncode, done.stderr) == (2, "error: the spec fixes the input at 24 tokens: leave out --length\n")
+    learn(run_main, folder, "--steps", "1", "--out", "run")
+    assert json.loads((folder / "run" / "run.json").read_text())["settings"]["length"] == 24
 
 
 @pytest.mark.slow
@@ -193,6 +217,25 @@ def test_a_run_continues_with_its_own_data_and_spec_alone(run_main: Run, folder:
         assert message in done.stderr
 
 
+def test_runs_that_cannot_continue(run_main: Run, folder: Path) -> None:
+    learn(run_main, folder, "--steps", "1", "--out", "run")
+    record = (folder / "run" / "run.json").read_text()
+
+    def continued() -> str:
+        done = run_main("try", "--resume", "run", "--steps", "2", cwd=folder)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr
+
+    (folder / "text.txt").rename(folder / "other.txt")
+    assert "the data of the run, text.txt, are not here: name them with --text FILE" in continued()
+    (folder / "other.txt").rename(folder / "text.txt")
+    (folder / "run" / "run.json").write_text(record.replace('"digest"', '"digset"'))
+    assert "run.json is damaged" in continued()
+    (folder / "run" / "run.json").write_text(record)
+    (folder / "run" / "checkpoint" / "seqblocks.extra.pt").unlink()
+    assert "its checkpoint has no state of the optimiser" in continued()
+
+
 def test_overrides_may_follow_the_path(run_main: Run, folder: Path) -> None:
     command = ("try", "spec.yaml@dim=8", "--text", "text.txt", *SMALL, "--steps", "1", "--out", "run", "-q")
     assert run_main(*command, cwd=folder).returncode == 0
@@ -242,6 +285,20 @@ def test_a_folder_gets_its_name_when_it_is_a_run(folder: Path, monkeypatch: pyte
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_an_interrupt_before_the_first_step_leaves_nothing(
+    run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command lets an interrupt end the process at once, except while there is something to keep or to remove."""
+    monkeypatch.setattr(Trial, "note", lambda self, **entries: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, lambda number, frame: os.write(2, b"ended at once"))
+    try:
+        done = run_main("try", "spec.yaml", "--text", "text.txt", *SMALL, "--steps", "1", "--out", "run", cwd=folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert {path.name for path in folder.iterdir()} == {"spec.yaml", "text.txt"}
+
+
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 FEATURES = """
@@ -282,6 +339,12 @@ def test_arrays(kind: str, run_main: Run, tmp_path: Path) -> None:
         ({"x": [[[1.0, 2.0, float("nan")]]] * 2, "y": [[0], [1]]}, "an input is not finite"),
         ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[0], [7]]}, "the model has 2 outputs, and a target is 7"),
         ({"x": [[[1.0, 2.0, 3.0]]], "y": [[0]]}, "needs at least two rows"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[0], [-7]]}, "the model has 2 outputs, and a target is -7"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[-100], [-100]]}, "every target is -100"),
+        ({"x": numpy.zeros((0, 1, 3)), "y": numpy.zeros((0, 1), int)}, "are empty: their shapes are [0, 1, 3]"),
+        ({"x": [[[1.0, 2.0, 3j]]] * 2, "y": [[0], [1]]}, "inputs are real numbers"),
+        ({"x": [[[1.0, 2.0, 1e300]]] * 2, "y": [[0], [1]]}, "an input is not finite"),
+        ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[0], [1]], "x_test": [[[1.0, 2.0, 3.0]]]}, "or neither"),
         ({"x": ["a", "b"], "y": [0, 1]}, "is not an .npz file of numbers"),
         ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [0, 1]}, "a target of the shape [1] for each row"),
         ({"x": [[[1.0, 2.0, 3.0]]] * 2, "y": [[[0.0]], [[1.0]]]}, "a target of the shape [1, 2] for each row"),
@@ -293,6 +356,31 @@ def test_arrays_that_do_not_fit(arrays: dict[str, Any], message: str, run_main: 
     done = run_main("try", "spec.yaml", "--npz", "data.npz", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_arrays_of_any_numbers(tmp_path: Path) -> None:
+    """Ids in 16 bits without a sign, as texts are often kept; numbers of another machine; and arrays beside them."""
+    _, spec = seqblocks.load_text("seqblocks: 1\nmodel: {input: {tokens: 300}, steps: [{embed: 4}, {linear: 300}]}\n")
+    ids = numpy.arange(297).reshape(99, 3) + 1
+    for kind in ("uint16", "uint32", "uint64", ">i4", "int16"):
+        numpy.savez(tmp_path / "data.npz", x=ids.astype(kind), y=ids.astype(kind), names=numpy.array(["a"]))
+        data = arrays_of(tmp_path / "data.npz", spec)
+        assert torch.equal(torch.cat([data.train.x, data.held.x]), torch.from_numpy(ids))
+        assert torch.equal(data.train.x, data.train.y)
+
+
+def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
+    """A batch of them has no loss; the run would end as if the rate were too high."""
+    _, spec = seqblocks.load_text(FEATURES)
+    x, y = numpy.random.default_rng(0).random((60, 6, 3)), numpy.full((60, 6), -100)
+    y[::3, 2] = 1
+    numpy.savez(tmp_path / "data.npz", x=x, y=y)
+    data = arrays_of(tmp_path / "data.npz", spec)
+    assert len(data.train.x) + len(data.held.x) == 20
+    for seed in range(9):
+        given, target = data.batch(seed, 1)
+        assert data.loss(torch.zeros(1, 6, 2), target) == pytest.approx(math.log(2))
+        assert given[0].numpy() in x[::3].astype("float32")
 
 
 def test_held_out_bytes_are_not_learned() -> None:
