@@ -7,13 +7,11 @@ stream on a processor with VNNI, FBGEMM's on a rearranged copy of the matrix (me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from seqblocks.errors import RunError
 from seqblocks.kernels import numerics
@@ -24,7 +22,6 @@ from seqblocks.kernels.stored import StoredMatrix
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
 FBGEMM_MAX_ROWS = 16 if numerics.ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
-_widened: Any = WeakIdKeyDictionary()  # by scale in 16 bits: (its version and address, the matrix in float32)
 
 
 class Int8Matrix(nn.Module, StoredMatrix):
@@ -73,17 +70,8 @@ class Int8Matrix(nn.Module, StoredMatrix):
         return self.values * self.scale[:, None]
 
     def widened(self) -> Int8Matrix:
-        """Return the matrix with a scale in float32. It is made once for the same scale."""
-        scale = self.scale
-        if scale.dtype is torch.float32:
-            return self
-        made_of = None if scale.is_inference() else (scale._version, scale.data_ptr())
-        found = _widened.get(scale)
-        if found is None or made_of is None or found[0] != made_of or found[1].values is not self.values:
-            with torch.inference_mode(False):  # an inference tensor has no version, so that nothing is made of it once
-                found = _widened[scale] = made_of, Int8Matrix(self.values, scale.float())
-        made: Int8Matrix = found[1]
-        return made
+        """Return the matrix with a scale of at least 32 bits."""
+        return self if self.scale.dtype.itemsize >= 4 else Int8Matrix(self.values, self.scale.float())
 
     def rows(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.values) * nn.functional.embedding(ids, self.scale[:, None])
@@ -115,6 +103,11 @@ class Int8Matrix(nn.Module, StoredMatrix):
             return y if bias is None else y.add_(bias)
 
         return product
+
+
+def scales(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the scales of a model's matrices in 8 bits, which have the dtypes of the weights and their device."""
+    return (each.scale for each in model.modules() if isinstance(each, Int8Matrix))
 
 
 def _scale(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -157,6 +158,25 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def limited_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Return a context in which this process writes no file beyond a number of bytes, as on a full disk."""
+    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # modules imported meanwhile would be stored cut off
+
+    @contextlib.contextmanager
+    def limited(count: int) -> Iterator[None]:
+        before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limited
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from seqblocks.checkpoint.record import (
     safetensors,
 )
 from seqblocks.checkpoint.weight_files import INDEX, Weights, read_json, weights_in
-from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
+from seqblocks.checkpoint.weights import PARTS, are_equal, check_fit, fill, has_values, own_tensors, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.kernels.int8 import Int8Matrix
@@ -83,7 +83,7 @@ def save(
     safetensors()
     groups = groups_of(model.state_dict(keep_vars=True).values(), model.tensor_shards)
     target = None if groups else _target(path, model.spec.source.text)
-    tensors, tied = _quantized_tensors(model) if quantized(model) else _tensors(model)
+    tensors, tied = _tensors(model)
     if groups:
         tensors = gathered(tensors, groups, model.tensor_shards)
 
@@ -161,23 +161,21 @@ def write_record(
 
 
 def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's parameters without tied ones, and the ties. Raises RunError if a tie is broken."""
-    tensors = own_tensors(model)
+    """Return a model's tensors without those of tied parameters, and the ties. Raises RunError if a tie is broken."""
+    in_8_bits = quantized(model)
+    tensors = own_tensors(model, in_8_bits)
     tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
+    skipped: set[str] = set()
     for name, source in tied.items():
-        if not are_equal(tensors[name], tensors[source]):
+        parts = PARTS if name in in_8_bits else ("",)
+        skipped.update(f"{name}{part}" for part in parts)
+        pairs = [(tensors[f"{name}{part}"], tensors.get(f"{source}{part}")) for part in parts]
+        if not all(other is not None and are_equal(x, other) for x, other in pairs):
             what = f"the spec ties {name} to {source}, but their values differ"
             raise RunError(f"{what}: call model.tie() to use the values of {source} for both")
-    own = {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}
+    own = {name: tensor.detach() for name, tensor in tensors.items() if name not in skipped}
     _check_separate(own)
     return own, tied
-
-
-def _quantized_tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a quantized model without those of tied parameters, and the ties."""
-    tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
-    skipped = {f"{name}{part}" for name in tied for part in ("", *PARTS)}
-    return {name: x.detach() for name, x in model.state_dict().items() if name not in skipped}, tied
 
 
 def _check_separate(tensors: Mapping[str, Tensor]) -> None:
@@ -190,9 +188,6 @@ def _check_separate(tensors: Mapping[str, Tensor]) -> None:
         if other != name and tensor.shape == tensors[other].shape:
             what = f"{name} and {other} are one tensor, but the spec does not tie them"
             raise RunError(f"{what}: write `tie:` at the step of {name}, or give it a tensor of its own")
-
-
-PARTS = (".values", ".scale")  # of a matrix in 8 bits
 
 
 def checked_size(size: int | str) -> int:
@@ -338,12 +333,19 @@ def read_model(
     _check_tensors(path, record, weights)
     spec = with_origin(_analysed(record, text, set), _origin(place))
     headers = {name: weights.headers[name] for name in record["checksums"]}
+    if not in_8_bits:
+        check_not_quantized(path, headers)
     quantized_names = _quantized_names(headers)
-    if quantized_names and not in_8_bits:
-        raise UsageError(f"{path} has a model with weights in 8 bits, which only load reads: use the original model")
     whole = {name: header for name, header in headers.items() if name.rpartition(".")[0] not in quantized_names}
     check_fit(spec, whole | {name: headers[f"{name}.values"] for name in quantized_names})
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
+
+
+def check_not_quantized(path: Any, headers: Mapping[str, Any]) -> None:
+    """Raise UsageError for the tensors of a quantized model, whose names are not those of parameters."""
+    if _quantized_names(headers):
+        what = f"{path} has a model with weights in 8 bits, which only seqblocks.load reads"
+        raise UsageError(f"{what}: use the original model")
 
 
 def _quantized_names(headers: Mapping[str, Any]) -> list[str]:
@@ -414,9 +416,7 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
         what = "; ".join(f"{kind} weights: {listing(names, 4)}" for kind, names in kinds if names)
         raise UsageError(f"{path} has changed since it was written: {what}. Use an intact copy")
     for name, header in headers.items():
-        if header.dtype is torch.int8 and name.endswith(PARTS[0]):
-            continue  # a matrix in 8 bits
-        if reason := unusable(header, on_meta=True, counts_too=True):
+        if not has_values(name, header) and (reason := unusable(header, on_meta=True, counts_too=True)):
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
 
 

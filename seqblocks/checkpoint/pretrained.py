@@ -14,7 +14,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.analysis.checkpoint_maps.translation import OURS
 from seqblocks.checkpoint.families import spec_text
-from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
+from seqblocks.checkpoint.folder import CONFIG, as_path, check_not_quantized, config_spec, load
 from seqblocks.checkpoint.hf_config import MODEL_TYPE, original, with_origin
 from seqblocks.checkpoint.official import LeftOut, has_official_names, translated
 from seqblocks.checkpoint.record import RECORD
@@ -93,6 +93,7 @@ def under_our_names(place: Path, spec: ModelSpec, weights: Weights, partial: boo
     Weights that `save` or `save_pretrained` wrote have these names already; a `checkpoint:` map does not apply to them.
     Official weights may have been put next to their config.json. Raises RunError unless they fit, or `partial`.
     """
+    check_not_quantized(place, weights.headers)
     if own_config(place) is None or has_official_names(spec, weights):
         return translated(spec, weights, partial)
     tied = {item.name for item in graph.parameters(spec.graph) if item.tied}

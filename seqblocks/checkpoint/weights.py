@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from seqblocks.graph import ModelSpec, Named
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.shards import TensorShards, assign, local
 
+PARTS = (".values", ".scale")  # of a matrix in 8 bits
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
@@ -53,13 +54,21 @@ def _has_storage(tensor: Tensor) -> bool:
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
 
 
-def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
-    """Return a model's tensors by name, or a rank's shards of them.
+def has_values(name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor with this name has the values of a matrix in 8 bits."""
+    return tensor.dtype is torch.int8 and name.endswith(PARTS[0])
+
+
+def own_tensors(model: SequenceModel, in_8_bits: Collection[str]) -> dict[str, Tensor]:
+    """Return a model's tensors by name, or a rank's shards of them. in_8_bits: the names of quantized parameters.
 
     Raises RunError unless they match the spec and hold data.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     shapes = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
+    for name in in_8_bits:
+        if (shape := shapes.pop(name, None)) is not None:
+            shapes |= dict(zip((f"{name}{part}" for part in PARTS), (shape, shape[:1]), strict=True))
     _check_own(tensors, shapes | {name: buffer.shape for name, buffer in graph.buffers(model.graph)})
     return tensors
 
@@ -84,7 +93,7 @@ def _check_own(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
         raise RunError(f"the model no longer matches its spec: {differences}. First {how}")
     for name, tensor in tensors.items():
-        if reason := unusable(local(tensor), counts_too=True):
+        if not has_values(name, tensor) and (reason := unusable(local(tensor), counts_too=True)):
             how = ": allocate it with model.to_empty(device='cpu')" if tensor.is_meta else ""
             raise RunError(f"{name} {reason}{how}")
         if tuple(tensor.shape) != tuple(shapes[name]):

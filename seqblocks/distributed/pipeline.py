@@ -12,6 +12,7 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node, RepeatNode
+from seqblocks.model.quantize import check_not_quantized
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Gridded
@@ -83,6 +84,7 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"pipeline_stage needs a model from seqblocks.build, not {type(model).__name__}")
+    check_not_quantized(model, "pipeline_stage")
     if type(index) is not int or type(stages) is not int:
         raise UsageError(f"index and stages must be whole numbers, not {index!r} and {stages!r}")
     if not 0 <= index < stages:

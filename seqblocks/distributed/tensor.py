@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from seqblocks.distributed.fsdp import check_group, checked_mesh
 from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
 from seqblocks.errors import UsageError
+from seqblocks.model.quantize import check_not_quantized
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
 from seqblocks.runtime.call import Call
@@ -37,6 +38,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"tensor_parallel needs a model from seqblocks.build, not {type(model).__name__}")
+    check_not_quantized(model, "tensor_parallel")
     check_group("split over")
     if model.tensor_shards or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")

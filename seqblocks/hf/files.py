@@ -86,8 +86,9 @@ def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tu
     if place is None:
         return
     spec, spare = part(options.get("config") or place)
-    declared = {item.name for item in graph.parameters(spec.graph)}
-    found = {_bare(name, declared | spare): header for name, header in weights_in(place).headers.items()}
+    declared, headers = {item.name for item in graph.parameters(spec.graph)}, weights_in(place).headers
+    folder.check_not_quantized(path, headers)
+    found = {_bare(name, declared | spare): header for name, header in headers.items()}
     found = {name: header for name, header in found.items() if name not in spare}
     for name, header in found.items():
         if reason := unusable(header, on_meta=True, counts_too=True):

@@ -38,6 +38,7 @@ from seqblocks.hf.layers import record_layers
 from seqblocks.hf.library import CACHE, transformers
 from seqblocks.hf.masks import resets_of
 from seqblocks.model.builder import build_model
+from seqblocks.model.quantize import quantized
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.repeat import checkpoint_layers, has_checkpointed_layers
@@ -89,8 +90,9 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         for parameter in self.model.parameters():
             if not parameter.is_meta:
                 _mark_drawn(parameter)
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}  # without matrices in 8 bits
         tied = {item.name: item.tied for item in graph.parameters(self.model.graph) if item.tied}
-        self._tied_weights_keys = {f"model.{name}": f"model.{source}" for name, source in tied.items()}
+        self._tied_weights_keys = {f"model.{name}": f"model.{source}" for name, source in tied.items() if name in own}
         self.register_load_state_dict_pre_hook(files.adapt_names)
         self._inputs = list(self.model.spec.inputs) or [""]
         self._causal = hf_config.is_causal(self.model.spec)
@@ -144,8 +146,10 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
         Arguments as in transformers. Raises OSError for disk errors.
         """
-        folder = files.as_folder(save_directory)
         adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if quantized(self.model) and not adapted:
+            raise UsageError("transformers reads no weights in 8 bits: save it by seqblocks.save(model.model, DIR)")
+        folder = files.as_folder(save_directory)
         if not adapted:
             state_dict = files.own_names(self, self.state_dict() if state_dict is None else state_dict)
         before = files.weight_files(folder)

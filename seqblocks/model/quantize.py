@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import UsageError, user_stacklevel
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, Named, RepeatNode, SeparateNode
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.primitive import is_primitive
@@ -77,30 +77,49 @@ def quantized(model: nn.Module) -> dict[str, Int8Matrix]:
     return {name: each for name, each in modules if isinstance(each, Int8Matrix)}
 
 
+def check_not_quantized(model: nn.Module, function: str) -> None:
+    """Raise UsageError for a model with matrices in 8 bits, which a function does not take."""
+    if quantized(model):
+        raise UsageError(f"{function} takes no model with matrices in 8 bits: pass the model before `quantize`")
+
+
 def _matrices(model: SequenceModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices that may be quantized, as their ops declare."""
-    exact = {path for path, node, is_exact in _nodes(model.graph, "", frozenset()) if is_exact}
-    for path, module in model.named_modules():
-        if is_primitive(module) and path not in exact:
-            for name in module.op.matrix_names:
-                if isinstance(weight := module._parameters.get(name), nn.Parameter):
-                    yield graph.join(path, name), weight
+    """Yield the matrices that may be quantized, as the ops declare that use them, also by `tie:` and `share:`."""
+    exact: set[int] = set()
+    _follow_gates(model.graph, set(), exact)
+    items = list(graph.parameters(model.graph, shared=True))
+    kept = {item.tied or item.name for item in items if id(item.node) in exact or not _is_matrix(item)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for item in items:
+        path, _, leaf = item.name.rpartition(".")
+        if (item.tied or item.name) not in kept and is_primitive(module := modules.get(path)):
+            if isinstance(weight := module._parameters.get(leaf), nn.Parameter):
+                yield item.name, weight
 
 
-def _nodes(body: Graph, path: str, exact: frozenset[int]) -> Iterator[tuple[str, Node, bool]]:
-    """Yield the nodes of a body by path, and whether each computes a gate or a decay.
+def _is_matrix(item: Named) -> bool:
+    return item.node.op is not None and item.name.rpartition(".")[2] in item.node.op.matrix_names
 
-    exact: the values of the body that do. Values are followed back through steps without matrices.
+
+def _follow_gates(body: Graph, values: set[int], exact: set[int]) -> None:
+    """Add the nodes of a body that compute a gate or a decay to `exact`, by identity.
+
+    values: those that do, to which more are added. They are followed back through steps without matrices, and into and
+    out of bodies.
     """
-    values = set(exact)
     for node in reversed(body.nodes):
         is_exact = not values.isdisjoint(node.outputs)
-        own = graph.join(path, node.name)
-        yield own, node, is_exact and node.op is not None
         if node.op:
-            gates = (port.name for port in node.op.ports if port.gate)
-            values.update(value for name in gates for value in node.inputs.get(name, ()))
-            if is_exact and not node.op.matrix_names and not node.state:
-                values.update(node.reads)
-        for label, inner in node.bodies.items():
-            yield from _nodes(inner, graph.join(own, label), frozenset({inner.result} if is_exact else ()))
+            if is_exact:
+                exact.add(id(node))
+            passes = is_exact and not node.op.matrix_names and not node.state
+            ports = (port for port in node.op.ports if port.gate or (passes and not port.size_only))
+            values.update(value for port in ports for value in node.inputs.get(port.name, ()))
+        values.update(inside for value, inside in node.exports.items() if value in values)
+        for inner in reversed(node.bodies.values()):
+            values.update({inner.result} if is_exact else ())
+            _follow_gates(inner, values, exact)
+            if isinstance(node, RepeatNode):  # the result of the layer before it
+                is_exact = inner.input in values
+            passed = node.links if isinstance(node, SeparateNode) else zip(node.reads[:1], [inner.input], strict=False)
+            values.update(value for value, inside in passed if inside in values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from seqblocks.cost import dtype_named
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.int8 import scales
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.ops.rate import PartOfWindow
 from seqblocks.runtime import (  # noqa: F401 - they register their modules
@@ -451,8 +453,10 @@ class SequenceModel(Body):
     def reset_parameters(self, seed: int | None = 0) -> None:
         """Initialise all parameters again. Equal seeds give equal weights on every device and in every dtype.
 
-        None draws a seed from torch's default generator (see torch.manual_seed).
+        None draws a seed from torch's default generator (see torch.manual_seed). Raises RunError for a quantized model.
         """
+        if next(scales(self), None) is not None:
+            raise RunError("a quantized model cannot be initialised: initialise the original, then quantize it")
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
         draw_all(self, self.whole_spec.graph, seed, self.tensor_shards)
@@ -466,19 +470,22 @@ class SequenceModel(Body):
         tie(self, self.graph)
 
     def some_tensor(self) -> Tensor:
-        """Return a tensor on the model's device; if the spec has no parameters, also in the model's dtype."""
+        """Return a tensor on the model's device; if the model has no parameters, also in the model's dtype."""
         like = self._buffers.get("_like")
-        return next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
+        return next(self._stored(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
 
     def own_dtype(self) -> torch.dtype:
         """Return the dtype that the model was built in."""
-        smallest = smallest_dtype(self.parameters())
         like = self._buffers.get("_like")
-        return smallest or (torch.float32 if like is None else like.dtype)
+        return smallest_dtype(self._stored()) or (torch.float32 if like is None else like.dtype)
+
+    def _stored(self) -> Iterator[Tensor]:
+        """Yield the parameters, and the scales of those that are stored in 8 bits."""
+        return chain(self.parameters(), scales(self))
 
     def _check_device(self, x: Tensor) -> None:
         """Raise RunError if no parameter is on the input's device."""
-        places = dict.fromkeys(p.device for p in self.parameters())
+        places = dict.fromkeys(x.device for x in self._stored())
         if places and x.device not in places:
             own = next(iter(places))
             hint = f"move one to the other, for instance x.to('{own}')"

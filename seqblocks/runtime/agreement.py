@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.dispatch.compiled import transformed
+from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.runtime.shards import Groups, is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of bytes
@@ -23,7 +24,9 @@ def check_weights(model: nn.Module, groups: Groups) -> None:
 
     The values of sharded parameters are not compared.
     """
-    own = {name: (_described(p), _value(p)) for name, p in model.named_parameters()}
+    matrices = [(path, each) for path, each in model.named_modules() if isinstance(each, Int8Matrix)]
+    stored = [*model.named_parameters(), *(pair for path, each in matrices for pair in each.named_buffers(path))]
+    own = {name: (_described(x), _value(x)) for name, x in stored}
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(_gathered(digest, groups))) == 1:
         return

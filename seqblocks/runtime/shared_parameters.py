@@ -14,6 +14,7 @@ from torch import nn
 
 from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Named, parameters
+from seqblocks.kernels.int8 import Int8Matrix
 
 NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
 
@@ -50,9 +51,14 @@ def tied_names(model: nn.Module, body: Graph) -> list[Named]:
 def tie_names(model: nn.Module, names: Iterable[Named]) -> None:
     """Do the same as `tie` for some of the names."""
     for item in names:
-        holder, _, leaf = item.name.rpartition(".")
+        (path, _, leaf), (owner, _, original) = item.name.rpartition("."), str(item.tied).rpartition(".")
+        holder = model.get_submodule(path)
         try:
-            model.get_submodule(holder).register_parameter(leaf, model.get_parameter(str(item.tied)))
+            shared = model.get_submodule(owner)._modules.get(original)
+            if isinstance(shared, Int8Matrix) and leaf in holder._modules:
+                holder.add_module(leaf, shared)
+            else:
+                holder.register_parameter(leaf, model.get_parameter(str(item.tied)))
         except (AttributeError, KeyError):
             what = f"{item.name} cannot be tied to {item.tied}: both must be plain parameters of the model"
             how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"

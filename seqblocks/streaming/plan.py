@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import ModelSpec
-from seqblocks.kernels.int8 import Int8Matrix
+from seqblocks.kernels.int8 import scales
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.modules import is_hooked
 from seqblocks.state import States
@@ -42,12 +42,12 @@ def plan_tokens(
     the class of what writes the function.
     """
     parameters = list(model.parameters())
-    if model.training or is_hooked(model) or any(x.is_inference() for x in parameters):
+    stored = [*parameters, *scales(model)]
+    if model.training or is_hooked(model) or any(x.is_inference() for x in stored):
         return None
-    stored = [*parameters, *(each.scale for each in model.modules() if isinstance(each, Int8Matrix))]
     half, kinds = half_dtype(stored), {x.dtype for x in stored}
     is_uniform = kind.takes_half and can_plan(spec.graph) if half else kinds in ({torch.float32}, {torch.float64})
-    if not is_uniform or {(type(x), x.device.type) for x in parameters} != {(nn.Parameter, "cpu")}:
+    if not is_uniform or not all(type(x) is nn.Parameter for x in parameters) or any(not x.is_cpu for x in stored):
         return None
     before, made_after = _as_they_are(parameters), (Updates.latest, stream)
     writer = kind(model, spec, declared, half)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, ModelSpec, Node, OpNode, begins, is_context
 from seqblocks.kernels.half import may_copy
-from seqblocks.kernels.int8 import Int8Matrix
+from seqblocks.kernels.int8 import Int8Matrix, scales
 from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.kernels.stored import StoredMatrix
 from seqblocks.op import Op
@@ -56,7 +57,7 @@ class PlanWriter:
     def __init__(self, model: Body, spec: ModelSpec, declared: States, half: torch.dtype | None) -> None:
         """half: the dtype of a model in 16 bits, None for others."""
         parameters = list(model.parameters())
-        self.half, self.dtype = half, half or parameters[0].dtype
+        self.half, self.dtype = half, half or next(chain(parameters, scales(model))).dtype
         self.types, self.frames = spec.types, Frames(spec.graph, spec.types)
         self.grid = Grid(spec.input.grid)
         self.phase: Phase = "stream" if begins(spec.graph) else None
@@ -104,9 +105,12 @@ class PlanWriter:
     def _note_parameters(self, module: Primitive | Cell, derived: bool) -> None:
         for table, name in holders(module).values():
             self.guard.note_entry(table, name)
-            if derived:
-                x = table[name]
-                self.guard.note_numbers(x.values if isinstance(x, Int8Matrix) else x)
+            if isinstance(x := table[name], Int8Matrix):
+                for part, numbers in x.named_buffers():
+                    self.guard.note_entry(x._buffers, part)
+                    self.guard.note_numbers(numbers)
+            elif derived:
+                self.guard.note_numbers(x)
 
     def _note_evaluation(self, module: nn.Module) -> None:
         self.guard.note_evaluation(module)

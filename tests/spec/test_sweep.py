@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import random
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -152,20 +151,13 @@ def test_a_lookahead_of_all_tokens_is_above_any_limit(tmp_path: Path) -> None:
     assert not list(sweep(spec, grid, where="lookahead<=1000000"))
 
 
-def test_rows_are_printed_if_they_cannot_be_kept(run_main: Run, folder: Path) -> None:
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+def test_rows_are_printed_if_they_cannot_be_kept(run_main: Run, folder: Path, limited_files: Any) -> None:
     command = (*COMMAND[:4], "--out", "rows.jsonl", "--format", "csv", "--pareto", "params")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     whole = run_main(*command, cwd=folder).stdout.splitlines()
     lines = (folder / "rows.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "rows.jsonl").unlink()
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines[0]) + 9, before[1]))
+    with limited_files(len(lines[0]) + 9):
         done = run_main(*command, cwd=folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     assert (done.returncode, done.stderr) == (4, "error: --out rows.jsonl cannot be written: File too large\n")
     assert len(done.stdout.splitlines()) == 2  # the header, and a row
     assert len(whole) == 4

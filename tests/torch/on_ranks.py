@@ -252,6 +252,7 @@ def disagreements(rank: int, folder: Path) -> Any:
         "split": lambda: tensor_parallel(built(rank)),
         "sharded": lambda: shard(built(rank)),
         "parts of a sequence": lambda: sequence_parallel(built(rank)),
+        "8 bits": lambda: shard(seqblocks.quantize(built(rank).eval(), smallest=1)),
         "one is frozen": lambda: shard(frozen()),
         "another model": lambda: shard(built(text=FEATURES if rank else FEATURES.replace("linear: 4", "layer_norm"))),
         "seed": lambda: _sharded(FEATURES, "float32").reset_parameters(rank),

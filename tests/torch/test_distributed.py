@@ -105,6 +105,7 @@ def test_weights_and_inputs_that_differ_between_ranks_are_errors_on_all(results)
     assert [name for name, error in errors.items() if error.startswith(weights)] == [
         "split", "sharded", "parts of a sequence",
     ]  # fmt: skip
+    assert "3 of 3 parameters, such as linear.bias" in errors["8 bits"]  # bias, values and scale
     assert "linear.bias is float32 [4] on one and float32 [4] without gradients on another" in errors["one is frozen"]
     assert "layer_norm.weight is float32 [4] on one and missing on another" in errors["another model"]
     assert "pass the same seed on all ranks" in errors["seed"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import stat
 import subprocess
 import sys
@@ -110,6 +109,7 @@ def test_a_stream_continues_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) 
     close(torch.cat(parts, 1), model(x))
 
 
+@pytest.mark.slow
 def test_a_context_initialises_the_state() -> None:
     """The graph `context` creates the initial state of the steps. Several inputs and outputs have their names."""
     model = seqblocks.build_text(CONTEXT).eval()
@@ -313,32 +313,25 @@ def test_only_exported_models_are_replaced(tmp_path: Path) -> None:
     assert spec.read_text() == "seqblocks: 1"
 
 
-def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, limited_files: Any) -> None:
     """A write that raises would end the process, because torch's writer writes again when it is deleted."""
-    model, limits = made("{linear: 3}"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"):
-            export.pt2(model, tmp_path / "m.pt2")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"), limited_files(4096):
+        export.pt2(made("{linear: 3}"), tmp_path / "m.pt2")
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_full_disk_does_not_end_the_process_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_end_the_process_of_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limited_files: Any
+) -> None:
     """AOTInductor packages code with the same writer. Compiling takes a minute, so a program is packaged instead."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def package(program: Any, package_path: Any, inductor_configs: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        torch.export.save(program, package_path)
+        with limited_files(4096):
+            torch.export.save(program, package_path)
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
-    try:
-        with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"):
-            export.aoti(made("{linear: 3}"), tmp_path / "m.pt2")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(UnavailableError, match=r"m\.pt2 cannot be written: File too large"):
+        export.aoti(made("{linear: 3}"), tmp_path / "m.pt2")
     assert not [*tmp_path.iterdir()]
 
 

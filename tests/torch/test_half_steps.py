@@ -96,10 +96,6 @@ def test_quantized_models_of_16_bits(dtype: torch.dtype) -> None:
     assert plan is not None
     assert found.dtype == expected.dtype == dtype
     assert float((found - expected).abs().max() / expected.abs().max()) < 4 / 127
-    matrix = model.embed.weight
-    assert matrix.widened() is matrix.widened()
-    matrix.scale.mul_(2)
-    assert torch.equal(matrix.widened().scale, matrix.scale.float())
 
 
 @pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")

@@ -6,7 +6,6 @@ import copy
 import importlib
 import json
 import pickle
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -258,17 +257,10 @@ def test_a_broken_tie_is_not_saved(saved: Path, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "n")
 
 
-def test_a_full_disk_raises_the_error_of_the_system(saved: Path) -> None:
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((saved / "model.safetensors").stat().st_size - 1, before[1]))
-    try:
-        with pytest.raises(OSError, match=f"File too large: '{saved.parent / 'n'}'"):
-            model.save_pretrained(saved.parent / "n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+def test_a_full_disk_raises_the_error_of_the_system(saved: Path, limited_files: Any) -> None:
+    model, size = AutoModelForCausalLM.from_pretrained(saved), (saved / "model.safetensors").stat().st_size
+    with pytest.raises(OSError, match=f"File too large: '{saved.parent / 'n'}'"), limited_files(size - 1):
+        model.save_pretrained(saved.parent / "n")
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

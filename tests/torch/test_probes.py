@@ -567,6 +567,7 @@ def test_quick_settings_separate_mixers(
     assert found[1] <= unable[1]
 
 
+@pytest.mark.slow
 def test_a_solved_training_goes_on_with_the_last_steps() -> None:
     """In quick settings; those of papers take all steps."""
     model = spec("features: 16", "{causal_conv: {kernel: 2, mixing: true}}, silu, {linear: 16}, gelu")

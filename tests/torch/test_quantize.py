@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.checkpoint.convert import convert
+from seqblocks.distributed import pipeline_stage, tensor_parallel
 from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.quantize import quantized
@@ -87,16 +90,120 @@ def test_a_stream_computes_the_same_product(tokens: int, inputs: int) -> None:
             assert torch.equal(prepared(part).nan_to_num(7.0), matrix.product(part, b).nan_to_num(7.0))
 
 
-def test_a_stream_reads_changed_numbers(model: seqblocks.SequenceModel) -> None:
-    small = seqblocks.quantize(model, smallest=0)
-    with torch.no_grad():
-        before, _ = small.step(IDS[:, 0])
-        for matrix in quantized(small).values():
-            matrix.values.neg_()
-        after, _ = small.step(IDS[:, 0])
-        whole = small(IDS[:, :1])[:, 0]
+def negate_values(matrix: Int8Matrix) -> None:
+    matrix.values.neg_()
+
+
+def scale_in_place(matrix: Int8Matrix) -> None:
+    matrix.scale.mul_(1.5)
+
+
+def replace_scale(matrix: Int8Matrix) -> None:
+    matrix.scale = matrix.scale * 1.5
+
+
+def replace_values(matrix: Int8Matrix) -> None:
+    matrix.values = -matrix.values
+
+
+@pytest.mark.parametrize("change", [negate_values, scale_in_place, replace_scale, replace_values])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_stream_reads_changed_numbers(
+    model: seqblocks.SequenceModel, change: Callable[[Int8Matrix], None], dtype: torch.dtype
+) -> None:
+    small = seqblocks.quantize(model.to(dtype), smallest=0)
+    before, _ = small.step(IDS[:, 0])
+    assert small._token_plan is not None
+    change(small.layers[0].mamba_block.residual.mixer.in_proj.weight)
+    after, _ = small.step(IDS[:, 0])
+    expected, _ = copy.deepcopy(small).step(IDS[:, 0])
     assert not torch.equal(before, after)
-    torch.testing.assert_close(after, whole, rtol=0, atol=0.03 * whole.abs().max().item())
+    assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_new_stream_reads_numbers_written_without_a_trace(
+    model: seqblocks.SequenceModel, dtype: torch.dtype
+) -> None:
+    small = seqblocks.quantize(model.to(dtype), smallest=0)
+    small.step(IDS[:, 0])
+    for matrix in quantized(small).values():
+        matrix.scale.data.mul_(1.5)
+    small.init_state(1)
+    assert torch.equal(small.step(IDS[:, 0])[0], copy.deepcopy(small).step(IDS[:, 0])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@torch.no_grad()
+def test_a_model_without_other_parameters(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its dtype, and that of its states, is the one of its matrices; it streams from a plan."""
+    steps = "[{embed: 16}, {shift: {by: 1}}, {unembed: {bias: false}}]"
+    text = f"seqblocks: 1\nmodel: {{input: {{tokens: 96}}, steps: {steps}}}"
+    small = seqblocks.quantize(seqblocks.build_text(text, dtype=dtype, seed=0).eval(), smallest=0)
+    assert not list(small.parameters())
+    seqblocks.save(small, tmp_path / "small")
+    for each in (small, seqblocks.load(tmp_path / "small")):
+        assert each.own_dtype() == each.some_tensor().dtype == dtype
+        assert each.init_state(2)["shift"]["window"].dtype == dtype
+        (_, state), whole = each.step(IDS[:, 0]), each(IDS[:, :2])
+        y, _ = each.step(IDS[:, 1], state)
+        assert each._token_plan is not None
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, whole[:, 1], rtol=0, atol=0.03 * whole.abs().max().item())
+
+
+def test_save_refuses_what_load_would_not_read(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
+    """An earlier folder stays as it is."""
+    small = seqblocks.quantize(model, smallest=1000)
+    seqblocks.save(small, tmp_path / "small")
+
+    def refused(changed: seqblocks.SequenceModel, match: str) -> None:
+        with pytest.raises(RunError, match=match):
+            seqblocks.save(changed, tmp_path / "small")
+
+    untied, replaced = copy.deepcopy(small), copy.deepcopy(small)
+    untied.unembed.weight = copy.deepcopy(untied.unembed.weight)
+    untied.unembed.weight.scale.mul_(2)
+    refused(untied, r"ties unembed.weight to embed.weight.*call model.tie\(\)")
+    untied.tie()
+    assert untied.unembed.weight is untied.embed.weight
+    replaced.layers[0].attention_layer.residual.qkv = torch.nn.Linear(32, 96)
+    refused(replaced, "no longer matches its spec: .*qkv.bias")
+    refused(copy.deepcopy(small).to("meta"), "is on the meta device")
+    with torch.no_grad():
+        assert torch.equal(seqblocks.load(tmp_path / "small")(IDS), small(IDS))
+
+
+def test_initial_values_are_those_of_the_original(model: seqblocks.SequenceModel) -> None:
+    with pytest.raises(RunError, match="initialise the original, then quantize it"):
+        seqblocks.quantize(model, smallest=0).reset_parameters()
+
+
+@pytest.mark.parametrize("split", [tensor_parallel, lambda model: pipeline_stage(model, 0, 2)])
+def test_it_cannot_be_split_over_ranks(model: seqblocks.SequenceModel, split: Callable[..., object]) -> None:
+    with pytest.raises(UsageError, match="takes no model with matrices in 8 bits"):
+        split(seqblocks.quantize(model, smallest=0))
+
+
+def test_transformers_runs_it_but_neither_saves_nor_loads_it(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from seqblocks.hf import SeqblocksForCausalLM, wrap
+
+    small = seqblocks.quantize(model, smallest=0)
+    wrapped = wrap(small).eval()
+    with torch.no_grad():
+        assert torch.equal(wrapped(IDS).logits, small(IDS))
+    made = wrapped.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(made[0, 24:], seqblocks.generate(small, IDS[:1], 3)[0])
+    with pytest.raises(UsageError, match=r"seqblocks.save\(model.model, DIR\)"):
+        wrapped.save_pretrained(tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
+    seqblocks.save(small, tmp_path / "small")
+    for load in (SeqblocksForCausalLM.from_pretrained, lambda path: seqblocks.from_pretrained(path, small.spec)):
+        with pytest.raises(UsageError, match=r"weights in 8 bits, which only seqblocks\.load reads"):
+            load(tmp_path / "small")
 
 
 def test_extreme_tokens() -> None:
@@ -182,7 +289,7 @@ def test_it_saves_and_loads(model: seqblocks.SequenceModel, tmp_path: Path) -> N
 def test_what_cannot_read_8_bits_says_so(model: seqblocks.SequenceModel, tmp_path: Path) -> None:
     seqblocks.save(seqblocks.quantize(model, smallest=1000), tmp_path / "small")
     for layout in ("seqblocks", "official"):
-        with pytest.raises(UsageError, match="weights in 8 bits, which only load reads"):
+        with pytest.raises(UsageError, match=r"weights in 8 bits, which only seqblocks\.load reads"):
             convert(tmp_path / "small", layout, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -204,6 +311,67 @@ model:
     assert gates <= kept
 
 
+GATED = """seqblocks: 1
+blocks:
+  memory:
+    args: {decay: {type: wire}}
+    steps: [{log_decay: {from: decay, kind: exp, as: g}}, {gated_recurrence: {from: input, decay: g}}]
+model:
+  input: {features: 8}
+  steps:
+    - identity: {as: x}
+    - linear: {from: x, features: 8, name: gate, as: w}
+    - WHERE
+    - linear: {features: 8, name: last}
+"""
+
+
+@pytest.mark.parametrize(
+    "where", [
+        "memory: {from: x, decay: w}",
+        "residual: {from: x, steps: [{memory: {decay: w}}]}",
+        "repeat: {from: x, times: 2, steps: [{memory: {decay: w}}]}",
+        "repeat: {from: w, times: 2, steps: [{log_decay: {kind: exp, as: d}}, {gated_recurrence: {decay: d}}]}",
+        "scan: {from: x, order: [forward, reverse], own: all, merge: sum, steps: [{memory: {decay: w}}]}",
+        "parallel: {from: x, merge: sum, branches: [a: [{memory: {decay: w}}], b: [silu]]}",
+    ],
+)  # fmt: skip
+def test_gates_are_followed_out_of_bodies(where: str) -> None:
+    model = seqblocks.build_text(GATED.replace("WHERE", where), seed=0)
+    assert quantized(seqblocks.quantize(model, smallest=0)).keys() == {"last.weight"}
+
+
+def test_gates_in_both_directions_of_a_scan() -> None:
+    steps = "[{linear: {features: 8, name: own}}, {log_decay: {kind: exp, as: g}}, {gated_recurrence: {decay: g}}]"
+    where = f"scan: {{from: w, order: [forward, reverse], own: all, merge: sum, steps: {steps}}}"
+    model = seqblocks.build_text(GATED.replace("WHERE", where), seed=0)
+    assert quantized(seqblocks.quantize(model, smallest=0)).keys() == {"gate.weight", "last.weight"}
+
+
+@pytest.mark.parametrize("how", ["tie", "share"])
+def test_a_matrix_that_also_computes_a_gate_stays(how: str, tmp_path: Path) -> None:
+    """A tie would be broken otherwise, and what is saved would differ from what is loaded."""
+    where = "memory: {from: x, decay: w}"
+    text = GATED.replace("WHERE", where).replace("name: last", f"name: last, {how}: gate")
+    model = seqblocks.build_text(text, seed=0).eval()
+    with pytest.warns(UserWarning, match="has no matrix"):
+        small = seqblocks.quantize(model, smallest=0)
+    seqblocks.save(small, tmp_path / "small")
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(seqblocks.load(tmp_path / "small")(x), model(x))
+
+
+@torch.no_grad()
+def test_steps_in_float64() -> None:
+    text = GATED.replace("features: 8}\n", "tokens: 96}\n", 1).replace("identity: {as", "embed: {features: 8, as")
+    model = seqblocks.build_text(text.replace("WHERE", "memory: {from: x, decay: w}"), dtype="float64", seed=0).eval()
+    small = seqblocks.quantize(model, smallest=0)
+    y, _ = small.step(IDS[:, 0])
+    assert small._token_plan is not None
+    torch.testing.assert_close(y, small(IDS[:, :1])[:, 0], rtol=0, atol=0.03 * y.abs().max().item())
+
+
 def test_16_bits(model: seqblocks.SequenceModel) -> None:
     half = model.bfloat16()
     small = seqblocks.quantize(half, smallest=0)
@@ -211,16 +379,6 @@ def test_16_bits(model: seqblocks.SequenceModel) -> None:
         found = small(IDS)
         assert found.dtype is torch.bfloat16
         assert (found - half(IDS)).abs().max() < 0.1 * half(IDS).abs().max()
-
-
-def test_a_matrix_of_16_bits_is_rearranged_in_inference_mode_too(model: seqblocks.SequenceModel) -> None:
-    """`generate` and streams run in it. An inference tensor has no version, so that nothing is made of it once."""
-    matrix = seqblocks.quantize(model.bfloat16(), smallest=0).embed.weight
-    with torch.inference_mode():
-        widened = matrix.widened()
-    assert widened.scale.dtype == torch.float32
-    assert not widened.scale.is_inference()
-    assert matrix.widened() is widened
 
 
 def test_it_changes_nothing_of_the_original(model: seqblocks.SequenceModel) -> None:

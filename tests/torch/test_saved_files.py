@@ -427,26 +427,18 @@ def test_without_locks_age_decides(path: Path, tmp_path: Path, monkeypatch: pyte
     assert fresh.exists()
 
 
-def limited(count: int, action: Any) -> Any:
-    """Prevent this process from growing a file above that many bytes. Return the previous limit."""
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, action)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
-    return before
-
-
 @needs_fork
 @pytest.mark.parametrize("part", range(12))
-def test_killed_at_any_byte_the_old_folder_stays(path: Path, part: int) -> None:
+def test_killed_at_any_byte_the_old_folder_stays(path: Path, part: int, limited_files: Any) -> None:
     """The system kills the process at that byte of a file. The record is the largest file."""
     save(model(1), path)
     before, inode = contents(path), path.stat().st_ino
     count = max(map(len, before.values())) * part // 11 - (part == 11)
 
     def end_at() -> None:
-        limited(count, signal.SIG_DFL)
-        save(model(2), path)
+        with limited_files(count):
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            save(model(2), path)
 
     assert os.waitpid(child(end_at), 0)[1] & 0x7F == signal.SIGXFSZ
     assert contents(path) == before
@@ -456,31 +448,19 @@ def test_killed_at_any_byte_the_old_folder_stays(path: Path, part: int) -> None:
     assert names(path.parent) == ["m"], "partial files should be removed"
 
 
-def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
+def test_a_full_disk_raises_the_error_of_the_system(path: Path, limited_files: Any) -> None:
     """The library's own error would be different."""
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
-    handler = signal.getsignal(signal.SIGXFSZ)
     for count, more in ((10, {}), (300, {}), (3000, {"extra": {"state": torch.zeros(999)}})):
-        before = limited(count, signal.SIG_IGN)
-        try:
-            with pytest.raises(OSError, match="File too large") as caught:
-                save(model(), path, **more)
-            assert caught.value.filename == str(path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, handler)
+        with pytest.raises(OSError, match="File too large") as caught, limited_files(count):
+            save(model(), path, **more)
+        assert caught.value.filename == str(path)
         assert not list(path.parent.iterdir())
 
 
-def test_a_command_reports_a_full_disk(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    resource = pytest.importorskip("resource", reason="limits the size of files, which needs a POSIX system")
+def test_a_command_reports_a_full_disk(path: Path, capsys: pytest.CaptureFixture[str], limited_files: Any) -> None:
     save(model(), path)
-    handler, before = signal.getsignal(signal.SIGXFSZ), limited(300, signal.SIG_IGN)
-    try:
+    with limited_files(300):
         status = main(["convert", str(path), "--to", "seqblocks", "--out", str(path.with_name("n"))])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     what, hint = "cannot be written: File too large", "Free some space there, or name another folder"
     assert (status, capsys.readouterr().err) == (4, f"error: {path.with_name('n')} {what}. {hint}\n")
     assert names(path.parent) == ["m"]

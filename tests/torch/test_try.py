@@ -440,6 +440,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_page(run_main: Run, folder: Path) -> None:
     learn(run_main, folder, "--steps", "60", "--out", "a<b")
     learn(run_main, folder, "--steps", "20", "--out", "second", "--set", "dim=8")
@@ -480,6 +481,7 @@ def test_a_page_without_some_fields(folder: Path) -> None:
     assert "There is no picture" in text
 
 
+@pytest.mark.slow
 def test_thinning_keeps_the_extremes() -> None:
     chance = random.Random(1)
     points = [(float(x), chance.gauss(0, 1)) for x in range(100_000)]
