@@ -27,7 +27,8 @@ ROUND = 1 << 28  # multiply-accumulates of one round
 
 
 CALLS: dict[str, Callable[..., Tensor]] = {
-    "torch": F.linear, "oneDNN": products._by_onednn, "rows": products._by_rows,
+    "torch": F.linear, "oneDNN": products._by_onednn,
+    "rows": lambda x, weight, bias: products._prepare_rows(weight, bias)(x),
 }  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/sequence_parallel.py [MODEL …] [--tokens N] [--ranks 2 4 8 16]
 
-One process runs a rank's part of the sequence and measures the CPU time of each step that carries state: of its forward
-pass from a given state, of its summary, and of applying the summary to a state. From these times the forward pass of n
-ranks is simulated, with messages that take no time; the backward pass has the reverse order. Times are relative to
-those of ranks that never wait and compute no summaries.
+One process runs a rank's shard of the sequence and measures the CPU time of each step that carries state: of its
+forward pass from a given state, of its summary, and of applying the summary to a state. From these times the forward
+pass of n ranks is simulated, with messages that take no time; the backward pass has the reverse order. Times are
+relative to those of ranks that never wait and compute no summaries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.distributed.relay import Part, Relay
+from seqblocks.distributed.relay import Relay, SequenceShard
 from seqblocks.model.random_inputs import random_input
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.call import Call, Carrying
@@ -44,7 +44,7 @@ class Recorder(Relay):
 
     def __init__(self, x: Tensor) -> None:
         link: Any = None
-        super().__init__(Part(link, x.shape[0], x.device, None, None, 0, 0, None, None, False, True))
+        super().__init__(SequenceShard(link, x.shape[0], x.device, None, None, 0, 0, None, None, False, True))
         self.steps: list[Step] = []
         self.since = time.process_time()
 

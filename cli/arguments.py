@@ -17,8 +17,8 @@ from seqblocks.suggestions import did_you_mean
 
 SPEC = "path of a spec, name of a bundled spec, or - for standard input"
 DESIGN = (
-    "path of a spec, name of a bundled spec, - for standard input, folder written by seqblocks.save, or git:REV:PATH; "
-    "may end with overrides, as in spec.yaml@dim=64@heads=4"
+    "path of a spec, name of a bundled spec, - for standard input, folder written by seqblocks.save or seqblocks try, "
+    "or git:REV:PATH; may end with overrides, as in spec.yaml@dim=64@heads=4"
 )
 
 

@@ -12,7 +12,7 @@ from seqblocks.cli.device import device_of
 from seqblocks.cli.imports import import_torch
 from seqblocks.cli.progress import progress
 from seqblocks.cost import dtype_named
-from seqblocks.errors import visible
+from seqblocks.errors import RunError, UsageError, visible
 
 if TYPE_CHECKING:
     from seqblocks.bench import Bench
@@ -35,8 +35,11 @@ def run(options: argparse.Namespace) -> int:
     from seqblocks.model.builder import build_model
 
     built = build_model(model, device=device, dtype=getattr(torch, dtype))
-    with progress(options, f"timing {model.name}") as advance:
-        found = bench(built, options.mode, options.batch, options.length, options.seconds, advance)
+    try:
+        with progress(options, f"timing {model.name}") as advance:
+            found = bench(built, options.mode, options.batch, options.length, options.seconds, advance)
+    except RunError as error:
+        raise UsageError(f"{error}. Try another --length") from None
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "spec": options.spec} | found.as_data())
     elif not options.quiet:

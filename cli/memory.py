@@ -7,8 +7,9 @@ from typing import Any
 
 from seqblocks._version import __version__
 from seqblocks.architect.memory import Estimate, largest_batch, memory, read_bytes
-from seqblocks.cli import output
+from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli.compare import model_of
+from seqblocks.cli.progress import progress
 from seqblocks.errors import visible
 from seqblocks.graph import ChooseNode, walk
 from seqblocks.report.numbers import bytes_of, count
@@ -17,7 +18,10 @@ TOO_LARGE = 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate. Status 1: the peak is above the limit of `--fits`."""
+    """Print the estimate. Status 1: the peak is above the limit of `--fits`.
+
+    An interrupt of the search for the largest batch leaves the estimate.
+    """
     limit = read_bytes(options.fits) if options.fits else None
     model = model_of(options)
     given = {
@@ -26,11 +30,18 @@ def run(options: argparse.Namespace) -> int:
     }  # fmt: skip
     found = memory(model, batch=options.batch, **given)
     fits = limit is None or found.peak_bytes <= limit
-    best = None if limit is None else largest_batch(limit, model, **given)
+    best, is_interrupted = None, False
+    if limit is not None:
+        try:
+            with progress(options, f"batches of {visible(model.name)}") as advance:
+                best = largest_batch(limit, model, advance=advance, **given)
+        except KeyboardInterrupt:
+            is_interrupted = True
     if options.format == "json":
         extra: dict[str, Any] = {}
         if limit is not None:
-            extra = {"limit_bytes": int(limit), "fits": fits, "largest_batch": best.batch if best else 0}
+            largest = None if is_interrupted else best.batch if best else 0
+            extra = {"limit_bytes": int(limit), "fits": fits, "largest_batch": largest}
         output.dump({"version": __version__, "ok": fits, "spec": options.spec} | found.as_data() | extra)
     elif options.format == "text":
         if not options.quiet:
@@ -39,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
                 output.write("choose with `above` is assumed to choose all tokens: how many it does is known in a run")
     else:
         output.write(found.markdown(options.depth) if options.format == "markdown" else found.csv(options.depth))
+    if is_interrupted:
+        return INTERRUPTED
     if limit is not None and best is not None and fits and options.format == "text" and not options.quiet:
         output.write(f"fits into {bytes_of(limit)}: up to batch {count(best.batch)}, {bytes_of(best.peak_bytes)}")
     if limit is not None and not fits:

@@ -93,7 +93,6 @@ def _new(options: argparse.Namespace) -> tuple[ModelSpec, Any, Any]:
 
 def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     """Return the data and the device of a run that continues. Options that would change its course are refused."""
-    from seqblocks.architect.run_page import CHECKPOINT
     from seqblocks.training.trial import settings_of
 
     record = settings_of(Path(options.resume))
@@ -101,7 +100,7 @@ def _resumed(options: argparse.Namespace, torch: Any) -> tuple[Any, Any]:
     for name, value in given.items():
         if value not in (None, record["settings"][name]):
             raise UsageError(f"the run has {name} {record['settings'][name]}: leave the option out to continue it")
-    spec = find_design(str(Path(options.resume) / CHECKPOINT)).load()
+    spec = find_design(options.resume).load()
     if options.set and not options.spec:
         raise UsageError("the run has its own spec and overrides: leave out --set to continue it")
     if options.spec and _texts(model_of(options)) != _texts(spec):

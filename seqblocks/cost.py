@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from seqblocks import graph
@@ -183,3 +184,25 @@ def tokens_of(model: ModelSpec) -> int | None:
     wires = [model.input, *(node.type for node in graph.streamed(model.graph))]
     lengths = [w.length for w in wires if w and isinstance(w.length, int)]
     return max(lengths, default=None)
+
+
+def longest(body: Graph, in_stream: bool = False) -> float:
+    """Return for how many tokens of a sequence all tables of positions have places. Infinite if there are none.
+
+    in_stream: and all caches of attention have room.
+    """
+    found = [math.inf]
+    for node in graph.walk(body):
+        wire = node.wires[0] if isinstance(node, graph.OpNode) and node.wires else None
+        if not isinstance(node, graph.OpNode) or wire is None or wire.context or not isinstance(wire.length, str):
+            continue
+        lanes = len(node.type.lanes) if node.type else 0  # their axes are before that of the tokens
+        sizes = [state.shape[lanes] for state in node.state.values() if state.per_token and in_stream]
+        if node.verb == "position_embed":
+            sizes.append(node.parameters["weight"].shape[1])
+        for size in sizes:
+            tokens = int(size * node.state_rate)
+            before = wire.of_tokens(tokens).length  # with learned tokens before those of the input
+            others = before - size if isinstance(before, int) and wire.rate == node.state_rate else 0
+            found.append(float(tokens - max(0, others) * node.state_rate))
+    return min(found)

@@ -7,6 +7,7 @@ from html import escape
 
 from seqblocks.errors import visible
 
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")  # of curves
 STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;"
     "padding:0 1em;color:light-dark(#1f2328,#d1d7e0);background:light-dark(#fff,#0d1117)}"

@@ -128,6 +128,12 @@ class Tape:
         self.live += size
         self.events.append(Event(memory, size, self.phase))
 
+    def forget(self) -> None:
+        """Forget all. The command does not collect garbage, and memory refers to its tape."""
+        self.gradients.clear()
+        self.parameters.clear()
+        self.events.clear()
+
     # --- values ---------------------------------------------------------------------------------------------------
 
     def new(self, shape: Shape, item: int | None = None, kind: str = "work") -> Value:

@@ -267,6 +267,7 @@ def test_nobody_imports_the_command_line():
     assert not wrong, f"seqblocks.cli is imported at {wrong}"
 
 
+@pytest.mark.slow
 def test_nobody_imports_a_root_folder_by_its_bare_name():
     """Nothing imports `kernels` from the root, which would work too but load a second copy of every module."""
     everywhere = [*LIBRARY, *(path for folder in ("tests", "benchmarks", "examples") for path in python_files(folder))]
@@ -325,6 +326,7 @@ OF_COMBINATORS = {"combinators", "analysis/steps/combinators", "runtime"}
 OF_SEVERAL = {"__init__", "common", "by_token", "copies"}  # in the second folder: what several combinators share
 
 
+@pytest.mark.slow
 def test_code_asks_for_the_class_of_a_node_not_for_its_kind():
     """`kind` is the word for a node in JSON, tables and pictures. Elsewhere, each class has methods of its own."""
     kinds = {cls.kind for cls in vars(graph).values() if isinstance(cls, type) and issubclass(cls, graph.Node)} - {""}
@@ -388,6 +390,7 @@ def test_the_page_in_the_browser_has_all_folders_above_the_line():
     assert set(playground.FOLDERS) == above | {"specs"}
 
 
+@pytest.mark.slow
 def test_kernels_import_without_triton():
     """Triton exists only on Linux. Elsewhere all implementations must load, and those that need Triton must report it.
     """
@@ -443,6 +446,7 @@ def test_the_readme_and_ci_run_the_same_command():
     assert command in (ROOT / "README.md").read_text("utf-8").splitlines(), f"README.md does not show: {command}"
 
 
+@pytest.mark.slow
 def test_no_file_names_a_place_on_somebodys_machine():
     somewhere = re.compile(rb"(?<![\w.:/-])/(?:work|home|root|Users)/[\w.]")
     names = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")

@@ -120,7 +120,7 @@ def compare(
     """
     if not specs:
         raise UsageError("compare takes at least one spec")
-    sizes = _checked(lengths)
+    sizes = checked_lengths(lengths)
     kind = dtype_named(str(dtype), "dtype")
     designs = [find_design(each, set) for each in specs]
     models, errors = [], []
@@ -141,7 +141,8 @@ def _facts(model: ModelSpec, dtype: str, lengths: tuple[int, ...]) -> dict[str, 
     return found | {f"{_MACS}@{length}": measure(model, _MACS, dtype, length) for length in lengths}
 
 
-def _checked(lengths: int | Iterable[int]) -> tuple[int, ...]:
+def checked_lengths(lengths: int | Iterable[int]) -> tuple[int, ...]:
+    """Return numbers of tokens, each once. Raises UsageError for others."""
     found = (lengths,) if isinstance(lengths, int) else tuple(lengths)
     for each in found:
         if isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= 10**9:

@@ -17,6 +17,7 @@ from seqblocks.language.spec_files import bundled, locate
 from seqblocks.record import Record
 
 RECORD, SPEC = "seqblocks.json", "spec.yaml"  # files of a folder written by `save`
+CHECKPOINT = "checkpoint"  # such a folder, in that of a run
 _OVERRIDE = re.compile(r"@(?=[A-Za-z_][\w.]*=)")  # SPEC@dim=64@heads=4
 
 
@@ -55,8 +56,9 @@ class Design(Record):
 def find_design(given: Any, set: Mapping[str, Any] | None = None) -> Design:
     """Return the design that `given` names, changed by `set`.
 
-    given: a path or bundled name, a folder written by `seqblocks.save`, `git:REV:PATH`, each with overrides at its end
-    (`SPEC@dim=64@heads=4`), or a checked or built model. Raises UsageError or SpecError if there is none.
+    given: a path or bundled name, a folder written by `seqblocks.save` or `seqblocks try`, `git:REV:PATH`, each with
+    overrides at its end (`SPEC@dim=64@heads=4`), or a checked or built model. Raises UsageError or SpecError if there
+    is none.
     """
     check_overrides(set)
     if isinstance(given, Design):
@@ -86,10 +88,10 @@ def _named(text: str) -> Design:
         overrides[path] = yaml(value)
     if spec.startswith("git:"):
         found = _of_revision(spec)
-    elif os.path.isfile(os.path.join(spec, RECORD)):
-        found = _saved(Path(spec))
     else:
-        found = Design(text, *locate(spec))
+        folders = (Path(spec), Path(spec, CHECKPOINT))
+        saved = next((each for each in folders if os.path.isfile(each / RECORD)), None)
+        found = _saved(saved) if saved else Design(text, *locate(spec))
     return found._replace(label=text, overrides={**found.overrides, **overrides})
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.passes import lookahead
-from seqblocks.cost import BYTES, count_state, input_macs, macs, params_bytes, state_bytes, tokens_of
+from seqblocks.cost import BYTES, count_state, input_macs, longest, macs, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, quote
 from seqblocks.graph import Graph, ModelSpec
 from seqblocks.report.numbers import bytes_of, count, short
@@ -119,7 +119,7 @@ def measure(model: ModelSpec, name: str, dtype: str = "float32", length: int | N
 
 def _takes(model: ModelSpec, length: int) -> bool:
     fixed = tokens_of(model)
-    return length == fixed if fixed else length % graph.frame_size(model.graph) == 0
+    return length == fixed if fixed else length % graph.frame_size(model.graph) == 0 and length <= longest(model.graph)
 
 
 def shown(name: str, value: Value) -> str:

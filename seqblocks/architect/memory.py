@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from seqblocks import graph
 from seqblocks.architect.designs import find_design
 from seqblocks.architect.replay import MOMENTS, Replay, Sizes
 from seqblocks.architect.tables import aligned, csv, markdown
-from seqblocks.cost import dtype_named, params_bytes, state_bytes, tokens_of
+from seqblocks.cost import dtype_named, longest, params_bytes, state_bytes, tokens_of
 from seqblocks.errors import UsageError, listing, quote
 from seqblocks.graph import ModelSpec
 from seqblocks.report.numbers import bytes_of
@@ -139,22 +139,35 @@ def memory(
     sizes = Sizes(batch, _tokens(model, length))
     replay = Replay(model, sizes, dtype_named(str(dtype), "dtype"), checkpoint == "blocks")
     replay.train(optimizer)
-    return _estimate(model, replay, optimizer, checkpoint)
+    found = _estimate(model, replay, optimizer, checkpoint)
+    replay.tape.forget()
+    return found
 
 
-def largest_batch(limit: float, spec: Any, **options: Any) -> Estimate | None:
+def largest_batch(
+    limit: float, spec: Any, *, advance: Callable[[float], object] = lambda part: None, **options: Any
+) -> Estimate | None:
     """Return the estimate with the largest batch whose peak is at most `limit` bytes; None if not even 1 fits.
 
-    The next larger batch does not fit. options: those of `memory`.
+    The next larger batch does not fit. options: those of `memory`. advance: is called with the part that is done, which
+    is a guess, since the number of batches to try is not known.
     """
-    fits = memory(spec, **options | {"batch": 1})
+    tried = 0
+
+    def tried_with(batch: int) -> Estimate:
+        nonlocal tried
+        tried += 1
+        advance(1 - 0.9**tried)
+        return memory(spec, **options | {"batch": batch})
+
+    fits = tried_with(1)
     if fits.peak_bytes > limit:
         return None
     over = 2
-    while (larger := memory(spec, **options | {"batch": over})).peak_bytes <= limit and over < MAX_BATCH:
+    while (larger := tried_with(over)).peak_bytes <= limit and over < MAX_BATCH:
         fits, over = larger, min(2 * over, MAX_BATCH)
     while over - fits.batch > 1:
-        middle = memory(spec, **options | {"batch": (fits.batch + over) // 2})
+        middle = tried_with((fits.batch + over) // 2)
         if middle.peak_bytes <= limit:
             fits = middle
         else:
@@ -188,6 +201,8 @@ def _tokens(model: ModelSpec, length: int | None) -> int:
         raise UsageError(f"memory is estimated for sequences of at most {MAX_TOKENS:,} tokens, not {found:,}")
     if not fixed and found % frame:
         raise UsageError(f"the model takes a multiple of {frame} tokens, not {found:,}")
+    if found > (most := longest(model.graph)):
+        raise UsageError(f"the model has positions for {most:,.0f} tokens, not for {found:,}")
     return found
 
 

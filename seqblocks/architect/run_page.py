@@ -8,24 +8,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from seqblocks import markup
 from seqblocks.architect.compare import compare
-from seqblocks.architect.designs import find_design
+from seqblocks.architect.designs import CHECKPOINT, find_design
 from seqblocks.architect.diff import diff
 from seqblocks.architect.grid import assignment
 from seqblocks.errors import UsageError, visible
-from seqblocks.markup import text
+from seqblocks.markup import COLOURS, text
 from seqblocks.picture.drawing import drawing_of
 from seqblocks.record import Record
 
-LOG, SETTINGS, CHECKPOINT = "log.jsonl", "run.json", "checkpoint"
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+LOG, SETTINGS = "log.jsonl", "run.json"
 WIDTH, HEIGHT, LEFT, BOTTOM = 820, 340, 64, 40  # of the curves, in pixels
 BUCKETS = 400  # of steps in a curve; each keeps its extremes
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:64em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
-    "pre{background:#f5f5f5;padding:1em;white-space:pre-wrap;overflow-wrap:anywhere}table{border-collapse:collapse}"
-    "td,th{padding:.2em .8em;border-bottom:1px solid #ddd}figure{margin:1em 0;overflow-x:auto}"
-    "svg text{font:12px system-ui,sans-serif;fill:#333}"
+    "pre{background:light-dark(#f5f5f5,#151b23);padding:1em;white-space:pre-wrap;overflow-wrap:anywhere}"
+    ".curves text{font:12px system-ui,sans-serif;fill:light-dark(#333,#c9d1d9)}"
+    ".curves .grid{stroke:light-dark(#ddd,#3d444d)}"
 )
 
 
@@ -79,15 +78,9 @@ def read_run(folder: Path) -> Run:
 
 def page(runs: list[Run]) -> str:
     """Return the page about one or several runs."""
-    title = "Run" if len(runs) == 1 else "Runs"
-    names = ", ".join(text(run.label) for run in runs)
-    parts = [f"<h1>{title}: {names}</h1>", "<h2>Curves</h2>", curves(runs), _ends(runs), _figures(runs)]
-    parts += [_about(run, runs[0]) for run in runs]
-    body = "\n".join(part for part in parts if part)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: {names}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    title = f"Run{'s' * (len(runs) > 1)}: {', '.join(run.label for run in runs)}"
+    parts = [f"<h1>{text(title)}</h1>", "<h2>Curves</h2>", curves(runs), _ends(runs), _figures(runs)]
+    return markup.page(title, "\n".join([*parts, *(_about(run, runs[0]) for run in runs)]), STYLE)
 
 
 def _ends(runs: list[Run]) -> str:
@@ -102,9 +95,7 @@ def _ends(runs: list[Run]) -> str:
             _speed(run), f"{loss[-1][1]:.3f}" if loss else "",
             f"{held[-1][1]:.3f}" if held else "", str(run.record.get("unit", "")),
         ))  # fmt: skip
-    lines = ["".join(f"<td>{text(cell)}</td>" for cell in row) for row in rows]
-    titles = "".join(f"<th>{cell}</th>" for cell in head)
-    return f"<table><tr>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return markup.table(head, rows, head[1:-1])
 
 
 def _speed(run: Run) -> str:
@@ -191,7 +182,7 @@ def curves(runs: list[Run]) -> str:
             out.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>')
     out += _legend(runs)
     height = HEIGHT + 18 * len(runs)
-    frame = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    frame = f'class="curves" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     unit = text(" or ".join(dict.fromkeys(str(run.record.get("unit", "loss")) for run in runs)))
     return (
         f'<figure><svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" aria-label="loss over steps">'
@@ -203,7 +194,7 @@ def _axes(right: float, low: float, high: float) -> Iterable[str]:
     bottom = HEIGHT - BOTTOM
     for at in range(5):
         y = 10 + (bottom - 10) * at / 4
-        yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" stroke="#ddd"/>'
+        yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" class="grid"/>'
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{high - (high - low) * at / 4:.3g}</text>'
         x = LEFT + (WIDTH - LEFT - 10) * at / 4
         yield f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{right * at / 4:,.0f}</text>'

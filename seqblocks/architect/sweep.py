@@ -13,6 +13,7 @@ from typing import Any
 from seqblocks._version import __version__
 from seqblocks.analysis.analyse import Analysis, Folders, yaml
 from seqblocks.analysis.check import require_model
+from seqblocks.architect.compare import checked_lengths
 from seqblocks.architect.designs import Design, find_design
 from seqblocks.architect.facts import FACTS, measure
 from seqblocks.architect.grid import Demand, Option, Value, assignment, read_demand, read_option
@@ -167,7 +168,7 @@ def sweep(
         raise UsageError(f"{quote(twice[0])} has values in the grid, so it cannot be set")
     if not 0 < tokens_per_parameter < math.inf:
         raise UsageError(f"tokens per parameter are a positive number, not {tokens_per_parameter!r}")
-    sizes = (lengths,) if isinstance(lengths, int) else tuple(lengths)
+    sizes = checked_lengths(lengths)
     demands = [read_demand(text) for text in ([where] if isinstance(where, str) else where)]
     return Sweep(
         find_design(spec, set), options, demands, sizes, dtype_named(str(dtype), "dtype"), float(tokens_per_parameter),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks import graph
+from seqblocks.cost import longest
 from seqblocks.errors import UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.model.sequence_model import SequenceModel
@@ -86,7 +87,7 @@ def _places(length: int, features: int) -> Tensor:
 
 
 def fit_task(spec: ModelSpec, task: Task) -> Task:
-    """Return a task as a model can take it: at the length of its images, if it reads images.
+    """Return a task as a model can take it: at the length of its images, or at the lengths for which it has positions.
 
     Raises UsageError if the model does not take the tokens of the task, or does not give the outputs it needs.
     """
@@ -104,7 +105,10 @@ def fit_task(spec: ModelSpec, task: Task) -> Task:
     if wire.kind == "tokens" and wire.features < task.vocabulary:
         what = f"{task.name} has a vocabulary of {task.vocabulary}, and the model one of {wire.features}"
         raise UsageError(f"{what}: override it, for instance with --set vocabulary={task.vocabulary}")
-    return task
+    most = longest(spec.graph)
+    if task.length > most:
+        raise UsageError(f"{task.name} is trained at {task.length} tokens, and the model has {most:g} positions")
+    return replace(task, lengths=tuple(length for length in task.lengths if length <= most))
 
 
 def _check_types(spec: ModelSpec, task: Task) -> None:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from seqblocks.markup import text
+from seqblocks.markup import COLOURS, text
 from seqblocks.probes.training import Result
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 300, 48, 16, 34, 44  # pixels; the last four are margins
 LINE = 18  # height of a line of the legend
 

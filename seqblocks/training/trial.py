@@ -24,8 +24,10 @@ import torch
 
 from seqblocks import graph
 from seqblocks._version import __version__
-from seqblocks.architect.run_page import CHECKPOINT, LOG, SETTINGS
+from seqblocks.architect.designs import CHECKPOINT
+from seqblocks.architect.run_page import LOG, SETTINGS
 from seqblocks.checkpoint import load, load_extra, save
+from seqblocks.cost import longest
 from seqblocks.errors import RunError, UnavailableError, UsageError, visible
 from seqblocks.graph import ModelSpec
 from seqblocks.language.writing import write_text
@@ -59,7 +61,7 @@ class Trial:
         self.folder, self.data, self.settings = folder, data, settings
         self.model, self.device = model.to(device), torch.device(device)
         self.optimizer = adamw(self.model, settings.rate)
-        self.done, self.seconds = 0, 0.0
+        self.done, self.seconds, self.is_logged = 0, 0.0, True
         self.record: dict[str, Any] = {}
 
     @property
@@ -96,7 +98,8 @@ class Trial:
                     self.save()
                     saved = time.perf_counter()
         finally:
-            self.save()
+            if self.is_logged:  # else the run continues from an earlier checkpoint, so that each step has its line
+                self.save()
 
     def _step(self) -> dict[str, Any]:
         number, settings = self.done, self.settings
@@ -132,7 +135,7 @@ class Trial:
         """Return text that the model writes after the first bytes of the held-out ones, None if it cannot."""
         if not isinstance(self.data, Text) or graph.stream_obstacle(self.model.spec):
             return None
-        most = min([PROMPT + SAMPLE, *_rooms(self.model.spec)])
+        most = int(min(PROMPT + SAMPLE, longest(self.model.spec.graph, in_stream=True)))
         prompt = bytes(self.data.held[: min(PROMPT, most // 2)].tolist())
         self.model.eval()
         count = most - len(prompt)
@@ -142,8 +145,13 @@ class Trial:
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     def _log(self, row: dict[str, Any]) -> None:
-        with (self.folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        path = self.folder / LOG
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self.is_logged = False
+            raise UnavailableError(f"{visible(str(path))} cannot be written: {error.strerror}") from None
 
     def save(self) -> None:
         """Write the checkpoint, completely or not at all."""
@@ -154,17 +162,6 @@ class Trial:
         """Add entries to `run.json`."""
         self.record |= entries
         write_text(self.folder / SETTINGS, json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
-
-
-def _rooms(spec: ModelSpec) -> Iterator[int]:
-    """Yield the tokens for which each cache and each table of positions has room."""
-    for node in graph.walk(spec.graph):
-        if isinstance(node, graph.OpNode):
-            lanes = len(node.type.lanes) if node.type else 0  # their axes are before that of the tokens
-            sizes = [state.shape[lanes] for state in node.state.values() if state.per_token]
-            if node.verb == "position_embed":
-                sizes.append(node.parameters["weight"].shape[1])
-            yield from (int(size * node.state_rate) for size in sizes)
 
 
 @contextmanager

@@ -267,9 +267,10 @@ class Windowed(torch.nn.Module):
         return attention(q, k, v, resets=resets, state=state, window=5, **self.options)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) -> None:
     def call(S: int) -> tuple[Any, ...]:
         x = [t.detach() for t in inputs(S)]

@@ -287,6 +287,7 @@ def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypa
     check(subject, x, reverse=reverse, resets=reset_marks(2, 70, 23) if parts == 2 else None)
 
 
+@pytest.mark.slow
 @INTERPRETED
 def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
     for width, chunk in ((64, 64), (128, 128), (192, 128), (256, 256), (1024, 256)):

@@ -78,6 +78,7 @@ def test_extreme_steps_are_finite(backend: str, size: float) -> None:
     assert all(t.isfinite().all() for t in with_gradients(out, leaves).values())
 
 
+@pytest.mark.slow
 def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
     """100,000 tokens in float32. Each step decays, so errors do not add up; the tolerance is 100 units in the last
     place."""

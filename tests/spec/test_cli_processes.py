@@ -182,7 +182,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "development mode": ("PYTHONDEVMODE=1 seqblocks check good.yaml", 0, "36 parameters"),
     "no HOME": ("env -u HOME -u USER $SEQBLOCKS check good.yaml", 0, "36 parameters"),
     "few files": ("ulimit -n 8; seqblocks check good.yaml", 0, "36 parameters"),
-    "no room in files": ("ulimit -f 0; seqblocks list > list.txt", 4, "cannot be written: File too"),
+    "no room in files": ("ulimit -f 0; seqblocks ops > list.txt", 4, "cannot be written: File too"),
     "standard input twice": ("seqblocks check - - < good.yaml", 2, "standard input can be read only once"),
     "an override without a value": ("seqblocks check good.yaml --set model.x=", 1, "hint: --set model.x=…"),
     "two overrides in one": ("seqblocks check good.yaml --set 'a=5, b.c=[2, 3]'", 1, "--set a=5 --set b.c=[2, 3]"),

@@ -50,6 +50,7 @@ def test_arguments_that_change_how_a_verb_runs_are_written() -> None:
     assert all(written[word] >= 5 for word in expected), written
 
 
+@pytest.mark.slow
 def test_tokens_become_more_than_the_input_has() -> None:
     expected = {"upsample", "conv_transpose1d", "rearrange", "open", "fixed", "streams"}
     written: Counter[str] = Counter()
@@ -91,6 +92,7 @@ MIXERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_streaming_specs_cover_every_mixer_in_every_combinator() -> None:
     """The state law is therefore checked for each mixer inside each combinator."""
     met: set[tuple[str, str]] = set()

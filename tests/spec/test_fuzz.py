@@ -70,6 +70,7 @@ def mutated(text: str, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.sampled_from(SPECS), st.integers(0, 10**9))
 def test_mutated_specs(text: str, seed: int) -> None:
@@ -101,6 +102,7 @@ def test_random_structures(steps: Any, other: Any) -> None:
     checked(as_text(steps))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.text(max_size=20), st.text(max_size=20) | st.integers() | st.lists(st.integers(), max_size=3))
 def test_random_overrides(path: str, value: Any) -> None:

@@ -296,6 +296,7 @@ def test_selection_grows_from_a_word_to_the_file(client: Client) -> None:
     assert "parent" not in outside
 
 
+@pytest.mark.slow
 def test_settings_choose_what_hints_show(tmp_path: Path) -> None:
     able = {"workspace": {"inlayHint": {"refreshSupport": True}}}
     client = Client(COMMAND, tmp_path, {"seqblocks": None}, able, {"hints": ["params", "macs"]})
@@ -317,6 +318,7 @@ def test_settings_choose_what_hints_show(tmp_path: Path) -> None:
     client.close()
 
 
+@pytest.mark.slow
 def test_a_log(tmp_path: Path) -> None:
     log = tmp_path / "lsp.log"
     client = Client([*COMMAND, "--log", str(log)], tmp_path, {})

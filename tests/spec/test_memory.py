@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,26 @@ def test_command(run_main: Run, wide: Path) -> None:
     assert run_main(*command, "--quiet", cwd=wide).stdout == ""
 
 
+def test_an_interrupted_search_leaves_the_estimate(
+    run_main: Run, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+
+    def interrupted(part: float) -> None:
+        parts.append(part)
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("seqblocks.cli.memory.progress", lambda options, what: nullcontext(interrupted))
+    command = ("memory", "wide.yaml", "--batch", "4", "--length", "32", "--fits", "1GB", "--format", "json")
+    done = run_main(*command, cwd=wide)
+    data = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, data["largest_batch"]) == (130, "", None)
+    assert data["peak_bytes"] == seqblocks.memory(wide / "wide.yaml", batch=4, length=32).peak_bytes
+    assert parts == sorted(parts)
+    assert 0 < parts[0] < parts[-1] < 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -114,6 +135,14 @@ def test_faults(words: list[str], message: str, run_main: Run, wide: Path) -> No
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_so_many_positions(run_main: Run) -> None:
+    done = run_main("memory", "transformer_125m", "--length", "1025")
+    assert (done.returncode, done.stderr) == (2, "error: the model has positions for 1,024 tokens, not for 1,025\n")
+    (facts,) = seqblocks.compare("transformer_125m", lengths=(1024, 1025)).facts
+    assert facts["macs_per_token@1024"] > 1e8
+    assert facts["macs_per_token@1025"] is None
 
 
 def test_every_verb_declares_its_memory() -> None:

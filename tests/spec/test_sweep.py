@@ -246,6 +246,7 @@ def test_faults(words: list[str], status: int, message: str, run_main: Run, fold
     [
         lambda: sweep("mlstm_small", {}),
         lambda: sweep("mlstm_small", {"dim": []}),
+        lambda: sweep("mlstm_small", {"dim": 8}, lengths=(0,)),
         lambda: sweep("mlstm_small", {"dim": 8}, set={"dim": 4}),
         lambda: sweep("mlstm_small", {"dim": 8}, tokens_per_parameter=float("nan")),
     ],

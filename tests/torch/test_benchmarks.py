@@ -54,6 +54,35 @@ def children(root: Path) -> ModuleType:
     return imported(root, "children")
 
 
+@pytest.mark.slow
+def test_every_script_can_be_imported(root: Path) -> None:
+    names = sorted(path.stem for path in (root / "benchmarks").glob("*.py"))
+    assert len(names) > 20
+    others = "sys.modules.setdefault('llama_cpp', sys)"  # not in the tests' environment: stands for it
+    code = f"import importlib, sys\n{others}\nfor name in {names}: importlib.import_module(name)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "benchmarks")))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_products_are_compared(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    products = imported(root, "products")
+    for name, value in {"MATRICES": ((256, 8),), "TOKENS": (1,), "BEYOND_CACHES": 1 << 14, "ROUND": 1 << 11}.items():
+        monkeypatch.setattr(products, name, value)
+    products.main(1)
+    assert "256 x 8, 1 tokens, memory: " in capsys.readouterr().out
+
+
+def test_waiting_of_ranks_is_estimated(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sequence_parallel.py", "mingru_small", "--tokens", "16", "--ranks", "2"])
+    imported(root, "sequence_parallel").main()
+    assert "| `mingru_small` | 8 | 7 | 2 | 2.00 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("mode", ["neck", "pointwise", "dws", "full"])
 def test_the_plain_fft_is_the_same_layer(cpu: ModuleType, mode: str) -> None:
     """Both sides use float32 FFTs: 2^-24 of the largest value times some tens of roundings."""

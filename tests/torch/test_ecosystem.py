@@ -232,6 +232,7 @@ def test_dynamic_quantisation_of_torch_ao(model: seqblocks.SequenceModel) -> Non
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_symbolic_trace_fails_and_export_works(model: seqblocks.SequenceModel) -> None:
     with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):
         torch.fx.symbolic_trace(model)

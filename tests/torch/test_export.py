@@ -109,6 +109,7 @@ def test_a_stream_continues_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) 
     close(torch.cat(parts, 1), model(x))
 
 
+@pytest.mark.slow
 def test_a_context_initialises_the_state() -> None:
     """The graph `context` creates the initial state of the steps. Several inputs and outputs have their names."""
     model = seqblocks.build_text(CONTEXT).eval()

@@ -101,6 +101,7 @@ def test_a_checkpoint_is_a_folder_of_ours(done: tuple[Path, Trainer]) -> None:
         assert torch.equal(last.state_dict()[name], value)
 
 
+@pytest.mark.slow
 def test_activations_are_computed_again(done: tuple[Path, Trainer], tmp_path: Path) -> None:
     model = hf.wrap(seqblocks.build_text(TEXT, seed=0))
     model.activation_checkpointing_enable()
@@ -162,6 +163,7 @@ def test_images_are_classified(tmp_path: Path) -> None:
     assert run.predict(data).predictions.shape == (4, 10)
 
 
+@pytest.mark.slow
 def test_columns_of_other_inputs(tmp_path: Path) -> None:
     """The Trainer drops columns that are not arguments of `forward` by name, unless it is set not to."""
     text = """
@@ -186,6 +188,7 @@ def test_columns_of_other_inputs(tmp_path: Path) -> None:
                 run.train()
 
 
+@pytest.mark.slow
 def test_noise_on_the_embedding(done: tuple[Path, Trainer], tmp_path: Path) -> None:
     """NEFTune adds noise to what the embedding returns, by a hook, and removes the hook after training."""
     run = trainer(tmp_path, hf.wrap(seqblocks.build_text(TEXT, seed=0)), neftune_noise_alpha=5.0)

@@ -190,6 +190,7 @@ def test_a_model_goes_back_to_transformers_after_training(way: str, tmp_path: Pa
         assert (again.eval()(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_head_in_the_file_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     """transformers never ties xLSTM's head, whatever its config says."""

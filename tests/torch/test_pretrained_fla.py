@@ -39,7 +39,10 @@ def written(name: str, place: Path, dtype: torch.dtype) -> tuple[Path, dict[str,
 
 VARIANTS = {"delta_net_gated", "gated_deltanet_sigmoid", "kda_bounded", "gla_shared", "retnet_shared"}  # run by hand
 VARIANTS |= {"gated_deltaproduct_kept", *(f"linear_attn_{name}" for name in ("t2r", "dpfp", "elu"))}
-NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in VARIANTS)) for name in CASES]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.long if name in VARIANTS else pytest.mark.slow if name == "rwkv7" else ())
+    for name in CASES
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

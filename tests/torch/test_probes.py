@@ -17,7 +17,7 @@ import torch
 
 import seqblocks
 from seqblocks.errors import UsageError
-from seqblocks.probes import PAPER, TASKS, probe
+from seqblocks.probes import PAPER, TASKS, probe, training
 from seqblocks.probes.batches import NOTHING
 from seqblocks.probes.checks import reset_checks
 from seqblocks.probes.model import Probed, _places
@@ -567,6 +567,7 @@ def test_quick_settings_separate_mixers(
     assert found[1] <= unable[1]
 
 
+@pytest.mark.slow
 def test_a_solved_training_goes_on_with_the_last_steps() -> None:
     """In quick settings; those of papers take all steps."""
     model = spec("features: 16", "{causal_conv: {kernel: 2, mixing: true}}, silu, {linear: 16}, gelu")
@@ -606,9 +607,18 @@ def test_models_that_do_not_fit(kind: str, steps: str, message: str) -> None:
         ("image-rows", "image: {size: [8, 16]}", "{patch_embed: {patch: 4, features: 8}}", "2 rows and 4 columns"),
         ("image-rows", "features: 8, length: 9", "{linear: 8}", "any length"),
         ("long-copying", "features: 8", "{linear: 8}, {pool: mean}", "maps each token"),
+        ("recall", "features: 8", "{position_embed: {length: 47}}", "trained at 48 tokens, and the model has 47"),
+        ("recall", "features: 8", "{prefix: {count: 2}}, {position_embed: {length: 49}}, {slice: {first: 2}}",
+         "trained at 48 tokens, and the model has 47"),
         ("t-maze", "features: 8", "{linear: {features: 8, as: a}}], outputs: [a", "maps each token"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_a_task(name: str, kind: str, steps: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         probe(spec(kind, steps), TASKS[name])
+
+
+def test_a_model_is_read_at_the_lengths_for_which_it_has_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "READ", 32)
+    found = probe(spec("tokens: 2", "{embed: 8}, {position_embed: {length: 80}}, unembed"), TASKS["parity"], steps=1)
+    assert [result.length for result in found] == [40, 80]

@@ -229,6 +229,7 @@ model:
 """
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     """The tokens added by steps count, and a fixed number of tokens is no length of the input."""
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -285,6 +286,28 @@ def test_a_folder_gets_its_name_when_it_is_a_run(folder: Path, monkeypatch: pyte
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_a_full_disk_leaves_no_gap_in_the_log(
+    run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(run_main, folder, "--steps", "2", "--out", "run")
+    before, size = Path.open, len((folder / "run" / "log.jsonl").read_text())
+
+    def limited(path: Path, mode: str = "r", **more: Any) -> Any:
+        if mode == "a" and path.stat().st_size > 1.6 * size:
+            with before(path, mode, **more) as file:
+                file.write('{"step": 4, "lo')
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return before(path, mode, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", limited)
+        done = run_main("try", "--resume", "run", "--steps", "9", cwd=folder)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: run/log.jsonl cannot be written: No space left on device\n"
+    assert run_main("try", "--resume", "run", "--steps", "5", cwd=folder).returncode == 0
+    assert [row["step"] for row in rows(folder / "run")] == [1, 2, 3, 4, 5]
+
+
 def test_an_interrupt_before_the_first_step_leaves_nothing(
     run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +440,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_page(run_main: Run, folder: Path) -> None:
     learn(run_main, folder, "--steps", "60", "--out", "a<b")
     learn(run_main, folder, "--steps", "20", "--out", "second", "--set", "dim=8")
@@ -438,6 +462,10 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert (folder / "second" / "checkpoint" / "spec.yaml").read_text().splitlines()[0] in text
     data = (folder / "text.txt").read_bytes()
     assert text.count(f"sha256 of the data {hashlib.sha256(data).hexdigest()[:16]}") == 2
+    done = run_main("diff", "second", "second@dim=16", "--exit-code", cwd=folder)  # a run is a design, with its weights
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "dim=16" in done.stdout
+    assert run_main("diff", "second", "second/checkpoint", "--weights", "--exit-code", cwd=folder).returncode == 0
     assert run_main("report", "second", cwd=folder).returncode == 0
     assert (folder / "second" / "report.html").exists()
     assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
@@ -453,6 +481,7 @@ def test_a_page_without_some_fields(folder: Path) -> None:
     assert "There is no picture" in text
 
 
+@pytest.mark.slow
 def test_thinning_keeps_the_extremes() -> None:
     chance = random.Random(1)
     points = [(float(x), chance.gauss(0, 1)) for x in range(100_000)]

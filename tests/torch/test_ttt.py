@@ -97,6 +97,7 @@ def test_values_and_gradients(model: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_law(model: Any) -> None:
     check_law(model, seq=11, cuts=(3, 8), resets=((0, 5),))
 

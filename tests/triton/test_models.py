@@ -22,7 +22,7 @@ BLOCKS = {
     "vim_v1": ("mamba", f"vim_v1_mixer: {{dim: {DIM}, state: 4}}"),
     "vim_v2": ("mamba", f"vim_v2_mixer: {{dim: {DIM}, state: 4}}"),
 }
-STREAMING = (pytest.param("mlstm", marks=pytest.mark.slow), "mamba")
+STREAMING = ("mlstm", "mamba")
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> seqblocks.SequenceModel:
@@ -70,6 +70,7 @@ def test_the_same_as_the_recurrence_in_float64(name: str, reset: bool) -> None:
     close(answers[1], answers[0], 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMING)
 def test_steps_and_chunks_are_the_whole(name: str) -> None:
     made = model(name)

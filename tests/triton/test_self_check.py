@@ -61,7 +61,7 @@ def test_every_triton_implementation_has_an_example() -> None:
 
 SLOW = {  # a second or more in one dtype
     "linear_attention": torch.bfloat16, "centaurus": torch.float32, "causal_conv": torch.float32,
-    "mlstm": torch.float32, "slstm": torch.bfloat16,
+    "mlstm": torch.float32, "slstm": torch.bfloat16, "selective_scan": torch.bfloat16,
 }  # fmt: skip
 
 
