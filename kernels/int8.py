@@ -12,9 +12,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from seqblocks.errors import RunError
 from seqblocks.kernels import numerics
+from seqblocks.kernels.dispatch.compiled import forward_mode
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.fbgemm import int8_product
 from seqblocks.kernels.stored import StoredMatrix
@@ -79,9 +81,10 @@ class Int8Matrix(nn.Module, StoredMatrix):
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W' + b [..., O] for x [..., I], each token of which is rounded to 8 bits, in the dtype of x.
 
-        Raises RunError if x requires gradients: rounding has none.
+        Raises RunError if x requires gradients, or has a tangent: rounding has none.
         """
-        if torch.is_grad_enabled() and x.requires_grad:
+        tracked = torch.is_grad_enabled() and x.requires_grad
+        if tracked or (forward_mode() and forward_ad.unpack_dual(x).tangent is not None):
             raise RunError("a quantized model computes no gradients: use torch.no_grad(), or train the original")
         tokens = x.reshape(-1, x.shape[-1]).float()
         scale = _scale(tokens)

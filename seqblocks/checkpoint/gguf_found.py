@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ExpertsNode, ModelSpec, Node, walk
 
 CONTEXT = 2**20  # of models whose state does not limit the length; llama.cpp requires a number
@@ -70,9 +70,8 @@ def found_in(model: ModelSpec, config: Mapping[str, Any]) -> Found:
 def metadata(found: Found) -> Metadata:
     """Return the metadata that most architectures read, under the names of llama.cpp."""
     vocabulary, dim = found.shapes["token_embd.weight"]
-    limit = found.config.get("max_position_embeddings") if found.op("rotary") else None
     return {
-        "context_length": limit or CONTEXT,
+        "context_length": _context_length(found),
         "embedding_length": dim,
         "block_count": len(found.nodes),
         "vocab_size": vocabulary,
@@ -82,6 +81,16 @@ def metadata(found: Found) -> Metadata:
         **_positions(found),
         **_states(found),
     }
+
+
+def _context_length(found: Found) -> int:
+    limit = found.config.get("max_position_embeddings") if found.op("rotary") else None
+    if limit is None:
+        return CONTEXT
+    if type(limit) is not int or limit < 1:
+        what = "max_position_embeddings must be a whole number of at least 1"
+        raise UsageError(f"config.json: {what}, not {limit!r}")
+    return min(limit, 2**32 - 1)  # the largest number of its kind
 
 
 def _epsilon(found: Found) -> Metadata:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.checkpoint import folder
-from seqblocks.checkpoint.record import RECORD, checksum, safetensors
+from seqblocks.checkpoint.record import EXTRA, RECORD, checksum, safetensors
 from seqblocks.checkpoint.weight_files import INDEX, weights_in
 from seqblocks.checkpoint.weights import are_equal, check_fit, unusable
 from seqblocks.errors import RunError, UsageError, listing
@@ -143,12 +143,14 @@ def explained(load: Callable[..., Any]) -> Callable[..., Any]:
     return loader
 
 
-def write_record(place: Path, spec: ModelSpec, variant: str | None) -> None:
-    """Write the files that `seqblocks.load` needs besides the weights, or remove them if weights are missing."""
+def write_record(place: Path, spec: ModelSpec) -> None:
+    """Write the files that `seqblocks.load` needs besides the weights, or remove them if weights are missing.
+
+    What `seqblocks.save` stored with earlier weights is removed.
+    """
+    (place / EXTRA).unlink(missing_ok=True)
     try:
         weights = weights_in(place)
-        if variant:
-            raise RunError("other names of files")
         check_fit(spec, weights.headers)
     except (RunError, UsageError):
         for name in (RECORD, folder.SPEC):

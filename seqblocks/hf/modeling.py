@@ -155,9 +155,9 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         before = files.weight_files(folder)
         with as_disk_errors(folder):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process and not adapted:
+        if is_main_process and not adapted and not kwargs.get("variant"):  # which leaves the usual files as they are
             files.remove_stale(folder, before)
-            files.write_record(folder, self.config.analysed(), kwargs.get("variant"))
+            files.write_record(folder, self.config.analysed())
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

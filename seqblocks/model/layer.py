@@ -147,6 +147,8 @@ class WiredLayer(SequenceModel):
             joined, state=state, return_state=return_state, resets=resets, cu_seqlens=cu_seqlens, grid=grid, **others
         )
 
+    _own_forward = forward
+
     def step(
         self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **wires: Tensor
     ) -> tuple[Tensor, States]:

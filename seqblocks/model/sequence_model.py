@@ -137,6 +137,8 @@ class SequenceModel(Body):
         y, states = self._run_call(x, inputs, call)
         return (y, states) if return_state else y
 
+    _own_forward: Any = forward  # in a class whose steps may run from a plan; a subclass may replace `forward`
+
     def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
         """Return the output of at least the last token and the state after these tokens; a head runs on the last."""
         observed = is_hooked(self) or nn.modules.module._has_any_global_hook()
@@ -326,6 +328,8 @@ class SequenceModel(Body):
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
+        if type(self).forward is not type(self)._own_forward:
+            return None
         found: TokenPlan | None
         if torch.compiler.is_compiling():
             found = self._traced if is_traceable(self) and x.numel() else None
@@ -349,7 +353,7 @@ class SequenceModel(Body):
         return found
 
     def _new_plan(self, stream: object) -> TokenPlan | None:
-        if nn.modules.module._has_any_global_hook() or type(self).forward is not SequenceModel.forward:
+        if nn.modules.module._has_any_global_hook():
             return None
         return plan_tokens(self, self.spec, self.declared_state, stream)
 

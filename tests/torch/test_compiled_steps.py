@@ -25,6 +25,7 @@ from tests.torch.planned import (
     load_others,
     parametrize_last,
     replace_last,
+    set_class_of_model,
     set_data,
     set_op,
     tokens,
@@ -41,6 +42,13 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
     for change in (add_to_all, set_data, load_others, assign_others, set_op, parametrize_last, replace_last):
         change(model)
         assert_compiled_follows(model, step)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_runs_the_forward_of_a_subclass() -> None:
+    model = build(SMALL)
+    set_class_of_model(model)
+    assert_compiled_follows(model, compiled(model))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ benchmarks/gguf_logits.py compares logits with llama.cpp itself.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 import seqblocks
 from benchmarks.gguf_models import CASES, ROPE, YARN, built
 from seqblocks.checkpoint import to_gguf
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, UsageError
 from tests.sampled import sampled
 
 gguf = pytest.importorskip("gguf", reason="an optional extra; the test extra installs it")
@@ -269,6 +270,20 @@ def test_entries_that_llama_cpp_does_not_compute_are_refused(
     with pytest.raises(RunError, match=reason):
         to_gguf(tmp_path / "model", tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize("given", ["512", 512.5, 0, True, 2**32])
+def test_the_number_of_positions_is_a_whole_number(tmp_path: Path, given: Any) -> None:
+    """llama.cpp reads no file with another kind of number, and none is above 32 bits."""
+    saved(tmp_path / "model", "qwen3")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": given}))
+    if given == 2**32:
+        to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+        assert tensors_of(tmp_path / "x.gguf")[0]["qwen3.context_length"] == 2**32 - 1
+        return
+    with pytest.raises(UsageError, match=f"max_position_embeddings must be a whole number.*, not {given!r}"):
+        to_gguf(tmp_path / "model", tmp_path / "x.gguf")
 
 
 def test_a_folder_that_seqblocks_saved(tmp_path: Path) -> None:

@@ -157,6 +157,22 @@ def test_nothing_of_an_earlier_save_is_read(tmp_path: Path) -> None:
             assert torch.equal(again.norm.weight, model.model.norm.weight)
 
 
+def test_what_was_saved_with_earlier_weights_is_removed(tmp_path: Path) -> None:
+    seqblocks.save(built(), tmp_path / "n", extra={"step": 7})
+    hf.wrap(built()).save_pretrained(tmp_path / "n")
+    assert seqblocks.checkpoint.load_extra(tmp_path / "n") == {}
+
+
+def test_weights_of_a_variant_leave_the_others(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    model.save_pretrained(saved, variant="other")
+    again = AutoModelForCausalLM.from_pretrained(saved, variant="other")
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+    assert torch.equal(seqblocks.load(saved).norm.weight + 1, model.model.norm.weight)
+
+
 # --- faults of files -------------------------------------------------------------------------------------------------
 
 

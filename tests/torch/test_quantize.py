@@ -400,3 +400,5 @@ def test_refusals(model: seqblocks.SequenceModel) -> None:
     matrix = Int8Matrix.of(torch.ones(2, 2))
     with pytest.raises(RunError, match="computes no gradients"):
         matrix.product(torch.ones(1, 2, requires_grad=True))
+    with pytest.raises(RunError, match="computes no gradients"):
+        torch.func.jvp(matrix.product, (torch.ones(1, 2),), (torch.ones(1, 2),))
