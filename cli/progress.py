@@ -6,7 +6,7 @@ import argparse
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from seqblocks.cli import output
@@ -20,13 +20,14 @@ def progress(options: argparse.Namespace, what: str) -> Iterator[Callable[..., N
 
     A text may follow, which takes the place of `what`.
 
-    An interrupt raises KeyboardInterrupt inside, so that the bar is removed, and what is done can be printed.
+    An interrupt raises KeyboardInterrupt inside, so that the bar is removed, and what is done can be printed. It does
+    not if the caller ignores interrupts, as a shell does for jobs in the background.
     """
     bar = _Bar(what) if not options.quiet and output.stderr().isatty() else None
-    try:
-        handler: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # not in the main thread
-        handler = None
+    handler: Any = None
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        with suppress(ValueError):  # not in the main thread
+            handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield bar.advance if bar else lambda part, text=None: None
     finally:

@@ -166,8 +166,11 @@ class Trial:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt for an interrupt only at the end."""
+    """Raise KeyboardInterrupt for an interrupt only at the end, unless interrupts are ignored."""
     pending: list[int] = []
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
     try:
         before = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
     except ValueError:  # not in the main thread, which alone is interrupted

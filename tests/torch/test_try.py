@@ -286,6 +286,26 @@ def test_a_folder_gets_its_name_when_it_is_a_run(folder: Path, monkeypatch: pyte
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_a_job_in_the_background_ignores_interrupts(
+    run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell lets it ignore them, so that Ctrl-C ends what runs in the foreground alone."""
+    step = Trial._step
+
+    def interrupted(self: Trial) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Trial, "_step", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        learn(run_main, folder, "--steps", "3", "--out", "run")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(rows(folder / "run")) == 3
+
+
 def test_a_full_disk_leaves_no_gap_in_the_log(
     run_main: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
