@@ -80,13 +80,16 @@ def _with_weights(spec: Any, path: str, dtype: str) -> Any:
     from seqblocks.checkpoint import folder, from_pretrained
     from seqblocks.checkpoint.record import RECORD
     from seqblocks.model.builder import build_model
+    from seqblocks.model.quantize import quantized
 
     if not (Path(path) / RECORD).exists():
         return from_pretrained(path, spec, dtype=dtype)
-    saved = folder.load(path, dtype=dtype).state_dict()
-    model = build_model(spec, dtype=dtype)
+    saved, model = folder.load(path, dtype=dtype), build_model(spec, dtype=dtype)
+    if quantized(saved):
+        what = f"{visible(path)} has a model with weights in 8 bits, which fit no other spec"
+        raise UsageError(f"{what}: export the folder itself, without --weights")
     try:
-        model.load_state_dict(saved)
+        model.load_state_dict(saved.state_dict())
     except RuntimeError as error:
         first = "; ".join(line.strip() for line in str(error).splitlines()[1:4])
         raise UsageError(f"the weights in {visible(path)} do not fit {visible(spec.name)}: {visible(first)}") from error

@@ -8,12 +8,14 @@ from pathlib import Path
 from seqblocks._version import __version__
 from seqblocks.architect.run_page import page, read_run
 from seqblocks.cli import output
-from seqblocks.errors import visible
+from seqblocks.errors import UsageError, visible
 from seqblocks.language.writing import write_text
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the page; `-` prints it. Raises UsageError for a folder that is no run."""
+    if options.html == "-" and options.format == "json":
+        raise UsageError("only one of --html - and --format json can be written to standard output")
     runs = [read_run(Path(folder)) for folder in options.run]
     found = page(runs)
     if options.html == "-":

@@ -185,7 +185,10 @@ def _timed(model: ModelSpec, options: argparse.Namespace) -> float:
     from seqblocks.model.builder import build_model
 
     length = options.lengths[0] if options.lengths and options.bench != "step" else None
-    return bench(build_model(model), options.bench, 1, length, options.seconds).seconds
+    found = bench(build_model(model), options.bench, 1, length, options.seconds)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found.seconds
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 Shape = tuple[int, ...]
 R = TypeVar("R")
 ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
+ONEDNN_MAX_TAPS = 14  # of a window: the gradient of the weight of a wider one is a product of matrices
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 

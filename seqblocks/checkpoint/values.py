@@ -9,16 +9,24 @@ from torch import Tensor
 
 from seqblocks.architect.diff import TensorChange
 from seqblocks.checkpoint.folder import load
+from seqblocks.model.quantize import quantized
+from seqblocks.model.sequence_model import SequenceModel
 
 
 def differences(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[TensorChange]:
     """Return the tensors of two folders written by `save` that have the same name and shape and differ in any bit.
 
-    Loads both models. Raises what `load` raises.
+    Loads both models. Matrices in 8 bits are compared as the weights that they stand for. Raises what `load` raises.
     """
-    old, new = (load(folder).state_dict() for folder in (a, b))
+    old, new = (_tensors(load(folder)) for folder in (a, b))
     both = [name for name, x in old.items() if name in new and new[name].shape == x.shape]
     return [_change(name, old[name], new[name]) for name in both if not _same_bits(old[name], new[name])]
+
+
+def _tensors(model: SequenceModel) -> dict[str, Tensor]:
+    matrices = quantized(model)
+    others = {name: x for name, x in model.state_dict().items() if name.rpartition(".")[0] not in matrices}
+    return {**others, **{name: matrix.dequantized() for name, matrix in matrices.items()}}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

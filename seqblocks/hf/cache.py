@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from seqblocks import state as states
 from seqblocks.errors import RunError
@@ -94,12 +95,6 @@ class StateCache:
         """Repeat each sequence, for several continuations. Raises RunError for an invalid number."""
         if not isinstance(repeats, int) or repeats < 1:
             raise RunError(f"repeats must be a whole number of at least 1, not {repeats!r}")
-        rows = self.recorded.tokens if self.recorded else _leaf(self.state) if self.state else None
+        rows = self.recorded.tokens if self.recorded else next(iter(tree_leaves(self.state)), None)
         if rows is not None:
             self.reorder_cache(torch.arange(len(rows), device=rows.device).repeat_interleave(repeats))
-
-
-def _leaf(tree: Any) -> Tensor:
-    while isinstance(tree, dict):
-        tree = next(iter(tree.values()))
-    return tree

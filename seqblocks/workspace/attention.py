@@ -146,27 +146,26 @@ def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
     return found
 
 
-def blocks(tape: Tape, q: Value, k: Value, v: Value, scores: Scores, causal: bool) -> Value:
-    """Record attention in blocks of queries, whose weights are computed again in the backward pass."""
-    S, extra = q.shape[1], k.shape[1] - q.shape[1]
+def _in_blocks(tape: Tape, S: int, block: Callable[[int, int], Value]) -> Value:
+    """Record a function of a range of queries: of all, or of blocks that are computed again in the backward pass."""
     if S <= BLOCK:
-        return explicit(tape, q, k, v, scores)
-    parts = []
-    for a in range(0, S, BLOCK):
-        b = min(a + BLOCK, S)
-        parts.append(tape.layer(_block(tape, q, k, v, scores, a, b, b + extra if causal else k.shape[1])))
-    return tape.cat(parts, 1)
+        return block(0, S)
+    return tape.cat([tape.layer(partial(block, a, min(a + BLOCK, S))) for a in range(0, S, BLOCK)], 1)
 
 
-def _block(
-    tape: Tape, q: Value, k: Value, v: Value, scores: Scores, a: int, b: int, last: int
-) -> Callable[[], Value]:
-    def run() -> Value:
+def blocks(tape: Tape, q: Value, k: Value, v: Value, scores: Scores, causal: bool) -> Value:
+    """Record attention with explicit weights, of blocks of queries to the keys that they can see."""
+    S, extra = q.shape[1], k.shape[1] - q.shape[1]
+
+    def block(a: int, b: int) -> Value:
+        if S <= BLOCK:
+            return explicit(tape, q, k, v, scores)
         query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
+        last = b + extra if causal else k.shape[1]
         keys, values = (tape.slice(x, (x.shape[0], last, *x.shape[2:])) for x in (k, v))
         return explicit(tape, query, keys, values, scores)
 
-    return run
+    return _in_blocks(tape, S, block)
 
 
 def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int, scores: Scores) -> Value:
@@ -190,10 +189,7 @@ def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int
         del seen
         return y
 
-    if S <= BLOCK:
-        return block(0, S)
-    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
-    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+    return _in_blocks(tape, S, block)
 
 
 def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Scores) -> Value:
@@ -219,10 +215,7 @@ def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Score
         tape.function([y], [masked], [none])
         return masked
 
-    if S <= BLOCK:
-        return block(0, S)
-    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
-    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+    return _in_blocks(tape, S, block)
 
 
 def selected(
@@ -250,10 +243,7 @@ def selected(
         del seen
         return parts[0] if groups == 1 else tape.cat(parts, 2)
 
-    if S <= BLOCK:
-        return block(0, S)
-    spans = [(a, min(a + BLOCK, S)) for a in range(0, S, BLOCK)]
-    return tape.cat([tape.layer(partial(block, *span)) for span in spans], 1)
+    return _in_blocks(tape, S, block)
 
 
 def windowed(

@@ -82,6 +82,7 @@ def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.Ca
         (["{spec}", "--onnx", "a", "--context"], 2, "m has no graph `context`: its only input is the one that streams"),
         (["{spec}", "--onnx", "a", "--weights", "{folder}/no"], 2, "no"),
         (["{spec}", "--onnx", "a", "--weights", "{folder}/other"], 2, "do not fit m: size mismatch for linear"),
+        (["{spec}", "--onnx", "a", "--weights", "{folder}/small"], 2, "in 8 bits, which fit no other spec: export the"),
         (["vil_digits", "--onnx", "a", "--step"], 2, "cannot stream: it reads a whole image. Export its graph"),
         (["{folder}/no.yaml", "--onnx", "a"], 2, "E803"),
         (["{folder}/bad.yaml", "--onnx", "a"], 1, "E301"),
@@ -95,6 +96,8 @@ def test_faults(
     (tmp_path / "bad.yaml").write_text(SPEC.replace("linear", "linaer"))
     if "other" in "".join(words):
         seqblocks.save(seqblocks.build(spec, set={"width": 5}), tmp_path / "other")
+    if "small" in "".join(words):
+        seqblocks.save(seqblocks.quantize(seqblocks.build(spec), smallest=0), tmp_path / "small")
     before = {*tmp_path.iterdir()}
     assert main(["export", *(word.format(spec=spec, folder=tmp_path) for word in words)]) == status
     assert message in capsys.readouterr().err

@@ -14,6 +14,7 @@ import torch
 import seqblocks
 from seqblocks.architect.diff import diff
 from seqblocks.checkpoint.values import differences
+from seqblocks.model.quantize import quantized
 
 NAME = "layers.1.mlstm_block.residual.mlstm_layer.proj_up.weight"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -49,6 +50,20 @@ def test_the_values_of_one_tensor_differ(tmp_path: Path, run_main: Run) -> None:
     assert NAME in done.stdout
     (row,) = json.loads(run_main(*command, "--format", "json").stdout)["tensors"]
     assert row["name"] == NAME
+
+
+def test_matrices_in_8_bits_are_compared_as_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    first = saved(tmp_path / "a")
+    small = seqblocks.quantize(seqblocks.load(first), smallest=0)
+    seqblocks.save(small, tmp_path / "b")
+    assert differences(tmp_path / "b", tmp_path / "b") == []
+    found = {change.name: change.relative for change in differences(first, tmp_path / "b")}
+    assert found.keys() == quantized(small).keys()
+    assert all(0 < relative < 1 / 127 for relative in found.values())
+    quantized(small)[NAME].scale.mul_(2)
+    seqblocks.save(small, tmp_path / "c")
+    (change,) = differences(tmp_path / "b", tmp_path / "c")
+    assert (change.name, change.relative) == (NAME, 1)
 
 
 def test_json_has_no_infinity(tmp_path: Path, run_main: Run) -> None:

@@ -205,6 +205,15 @@ def test_ops_of_sixteen_bits(name: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
+@pytest.mark.parametrize("patch", [16, slow(8)])
+def test_patches(patch: int) -> None:
+    """oneDNN computes the gradient of the weight of wide patches by a product of matrices, which copies the image."""
+    model = "{input: {image: {size: 96, channels: 3}}, steps: [{patch_embed: {patch: %d, features: 192}}]}"
+    _, spec = seqblocks.load_text(f"seqblocks: 1\nmodel: {model % patch}\n")
+    found, real = both(spec, 2, 0)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
+
+
 SMALLER = {"dim": 256, "depth": 3, "vocabulary": 512}
 FOUR_HEADS = {**SMALLER, "heads": 4}
 FAMILIES: dict[str, dict[str, int]] = {

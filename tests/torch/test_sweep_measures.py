@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,20 @@ def test_faults(run_main: Run) -> None:
     done = run_main("sweep", "mlstm_small", "--set", "dim=8", "--probe", "partiy")
     assert done.returncode == 2
     assert "did you mean 'parity'?" in done.stderr
+
+
+def test_an_interrupt_of_a_time_ends_the_sweep(run_main: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a measurement early, which returns what it has; the designs after it are not measured."""
+    times = iter([(1.0, False), (2.0, True), (3.0, False)])
+
+    def bench(*_: object) -> SimpleNamespace:
+        seconds, interrupted = next(times)
+        return SimpleNamespace(seconds=seconds, interrupted=interrupted)
+
+    monkeypatch.setattr("seqblocks.bench.bench", bench)
+    done = run_main("sweep", "mlstm_small", "--set", "dim=8,16,32", "--bench", "forward", "--format", "json")
+    assert done.returncode == 130
+    assert [row["seconds"] for row in json.loads(done.stdout)["rows"]] == [1.0]
 
 
 @pytest.mark.parametrize(("words", "fault"), [

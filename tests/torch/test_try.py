@@ -469,6 +469,7 @@ def test_the_page(run_main: Run, folder: Path) -> None:
     assert run_main("report", "second", cwd=folder).returncode == 0
     assert (folder / "second" / "report.html").exists()
     assert run_main("report", "second", "--html", "-", cwd=folder).stdout.startswith("<!doctype html>")
+    assert run_main("report", "second", "--html", "-", "--format", "json", cwd=folder).returncode == 2
     assert run_main("report", "absent", cwd=folder).returncode == 2
 
 
