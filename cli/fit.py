@@ -28,14 +28,14 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     if not options.quiet:
         output.warnings(found.warnings, 0, options)
-    writes = options.write and found.reached and not found.interrupted
-    unmet = found.write(options.write, options.allow_use) if writes else ()
     if options.format == "json":
         output.dump({"version": __version__, "ok": found.reached, "spec": options.spec} | found.as_data())
     elif options.format == "text":
         _write(found, options)
     else:
         output.write(found.markdown() if options.format == "markdown" else found.csv())
+    writes = options.write and found.reached and not found.interrupted
+    unmet = found.write(options.write, options.allow_use) if writes else ()  # after the result, which took long
     if unmet and not options.quiet:
         file = visible(options.write)
         output.notes([f"{file} does not meet its `expect:`: {each.message}" for each in unmet], options)
@@ -43,12 +43,8 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
     if not found.reached:
         nowhere = f"; {visible(options.write)} was not written" if options.write else ""
-        output.problem(f"out of reach: {', '.join(map(str, found.unreached))}{nowhere}", _plain(options))
+        output.problem(f"out of reach: {', '.join(map(str, found.unreached))}{nowhere}", options)
     return 0 if found.reached else UNREACHED
-
-
-def _plain(options: argparse.Namespace) -> argparse.Namespace:
-    return argparse.Namespace(format="text", color=options.color)
 
 
 def _write(found: Fit, options: argparse.Namespace) -> None:

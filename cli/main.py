@@ -31,6 +31,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    output.has_document = False
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     try:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if limit is not None and best is not None and fits and options.format == "text" and not options.quiet:
         output.write(f"fits into {bytes_of(limit)}: up to batch {count(best.batch)}, {bytes_of(best.peak_bytes)}")
     if limit is not None and not fits:
-        output.problem(_too_large(found, limit, best), argparse.Namespace(format="text", color=options.color))
+        output.problem(_too_large(found, limit, best), options)
     return 0 if fits else TOO_LARGE
 
 

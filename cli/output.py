@@ -20,6 +20,7 @@ results: TextIO | None = None
 remarks: TextIO | None = None
 """The streams of results and of everything else when run as a command, independent of what plug-ins do to `sys.stdout`
 and `sys.stderr`. None: use `sys.stdout` and `sys.stderr`. Only this module writes to them."""
+has_document = False  # whether the command has printed a JSON document: an error after it is text, on the other stream
 
 _CODES = {
     "error": "1;31",
@@ -111,6 +112,8 @@ def dump(data: Any) -> None:
     """Print one JSON document to stdout. Numbers that are not finite are null, since JSON has none."""
     import json
 
+    global has_document
+    has_document = True
     try:
         text = json.dumps(data, indent=2, allow_nan=False)
     except ValueError:
@@ -129,7 +132,7 @@ def _finite(data: Any) -> Any:
 def diagnostics(error: SpecError, options: Any) -> None:
     """Print the diagnostics of a spec in the requested format."""
     kind = options.format if options else "text"
-    if kind == "json":
+    if kind == "json" and not has_document:
         dump(failed(error))
     elif kind == "github":
         for diagnostic in error.diagnostics:
@@ -203,7 +206,7 @@ def notes(texts: list[str], options: Any) -> None:
 
 def problem(message: str, options: Any) -> None:
     """Print an error that is not about a spec."""
-    if options is not None and options.format == "json":
+    if options is not None and options.format == "json" and not has_document:
         dump({"ok": False, "error": message})
     elif options is not None and options.format == "github":
         write(f"::error ::{_escape(message)}")

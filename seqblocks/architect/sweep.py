@@ -98,8 +98,13 @@ class Sweep(Record):
                 raise error
             return Row(values, {}, f"{first.code}: {first.message}")
         model = require_model(found.file, found.model)
-        if not all(_meets(demand, measure(model, demand.fact, self.dtype, self._length)) for demand in self.where):
-            return None
+        for demand in self.where:
+            value = measure(model, demand.fact, self.dtype, self._length)
+            if value is None:
+                hint = ": give the length of a sequence" if FACTS[demand.fact].at_length and not self._length else ""
+                return Row(values, {}, f"{demand.fact} is unknown{hint}")
+            if not _meets(demand, value):
+                return None
         figures = self._figures(model)
         if self.measure_more:
             try:
@@ -131,8 +136,6 @@ _COMPARED: dict[str, Callable[[float, float], bool]] = {"<=": le, "<": lt, ">=":
 
 
 def _meets(demand: Demand, value: Value) -> bool:
-    if value is None:
-        return False
     return _COMPARED[demand.kind](math.inf if isinstance(value, str) else value, demand.value)  # a lookahead of "all"
 
 

@@ -274,7 +274,11 @@ def test_what_cannot_be_written(run_main: Run, folder: Path) -> None:
     done = run_main(*command, "model.linear.bias=true,false", "--to", "params=36", "--write", "out.yaml", cwd=folder)
     assert done.returncode == 2
     assert "'model.linear.bias' is not written in the spec" in done.stderr
-    done = run_main(*command, "dim=4..8", "--to", "params=36", "--write", "no/out.yaml", cwd=folder)
+    failed = (*command, "dim=4..8", "--to", "params=36", "--write", "no/out.yaml")
+    done = run_main(*failed, "--format", "json", cwd=folder)  # the result is printed, and the error beside it
+    assert json.loads(done.stdout)["candidates"][0]["facts"]["params"] == 36
+    assert (done.returncode, done.stderr) == (4, "error: no/out.yaml cannot be written: No such file or directory\n")
+    done = run_main(*failed, cwd=folder)
     assert done.returncode == 4
     assert "no/out.yaml cannot be written" in done.stderr
     done = run_main(*command, "dim=4,8", "--to", "params=100", "--write", "out.yaml", cwd=folder)

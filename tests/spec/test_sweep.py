@@ -151,6 +151,12 @@ def test_a_lookahead_of_all_tokens_is_above_any_limit(tmp_path: Path) -> None:
     assert not list(sweep(spec, grid, where="lookahead<=1000000"))
 
 
+def test_a_figure_that_is_unknown_meets_no_limit_silently() -> None:
+    rows = list(sweep("transformer_small", {"dim": "64,128"}, where="input_macs<1G"))
+    assert [row.fault for row in rows] == ["input_macs is unknown: give the length of a sequence"] * 2
+    assert len(list(sweep("transformer_small", {"dim": "64,128"}, where="input_macs<1G", lengths=256))) == 2
+
+
 def test_rows_are_printed_if_they_cannot_be_kept(run_main: Run, folder: Path, limited_files: Any) -> None:
     command = (*COMMAND[:4], "--out", "rows.jsonl", "--format", "csv", "--pareto", "params")
     whole = run_main(*command, cwd=folder).stdout.splitlines()
