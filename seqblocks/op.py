@@ -114,7 +114,8 @@ class Op(BaseModel):
     the output then depends on the same feature of the inputs and the state only, features are the first axis of each
     parameter, and the state is as wide as the output."""
     matrix_names: ClassVar[tuple[str, ...]] = ()
-    """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized."""
+    """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized. A
+    subclass that replaces `forward` does not inherit this."""
     usual: ClassVar[tuple[str, ...]] = ()
     """Optional arguments that most steps need, which editors therefore write with the verb."""
     open_keys: ClassVar[bool] = False
@@ -132,7 +133,7 @@ class Op(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Drop inherited methods that compute the same as a `forward` that this class replaces."""
+        """Drop what is inherited but describes a `forward` that this class replaces."""
         super().__pydantic_init_subclass__(**options)
         drop_inherited(cls, Op, SAME_AS_FORWARD)
 
@@ -232,7 +233,7 @@ class Op(BaseModel):
 
 Op.__annotations__ = {}  # pydantic knows the class variables by now, and would evaluate these for each subclass
 
-SAME_AS_FORWARD = ("matrix", "prepare_token", "memory")
+SAME_AS_FORWARD = ("matrix", "matrix_names", "prepare_token", "memory")
 
 
 def drop_inherited(cls: type[Op], base: type[Op], names: Iterable[str]) -> None:

@@ -170,6 +170,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
         torch.distributed.all_reduce(sharded, group=model.tensor_shards.group)
         squares[True] = float(sharded)
     total = math.sqrt(sum(squares.values()))
+    factor = min(max_norm / (total + 1e-6), 1.0)  # in this order, NaN if the norm is, as torch's function has it
     for _, gradient in found:
-        gradient.mul_(min(1.0, max_norm / (total + 1e-6)))
+        gradient.mul_(factor)
     return total

@@ -92,9 +92,11 @@ def _matrices(model: SequenceModel) -> Iterator[tuple[str, Tensor]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for item in items:
         path, _, leaf = item.name.rpartition(".")
-        if (item.tied or item.name) not in kept and is_primitive(module := modules.get(path)):
-            if isinstance(weight := module._parameters.get(leaf), nn.Parameter):
-                yield item.name, weight
+        module = modules.get(path)
+        if (item.tied or item.name) in kept or not is_primitive(module) or leaf not in module.op.matrix_names:
+            continue
+        if isinstance(weight := module._parameters.get(leaf), nn.Parameter):
+            yield item.name, weight
 
 
 def _is_matrix(item: Named) -> bool:

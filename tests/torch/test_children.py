@@ -124,14 +124,8 @@ def test_a_hook_may_change_the_output_in_a_pass_and_in_steps(name: str) -> None:
         torch.testing.assert_close(torch.stack(found, 1), expected)
 
 
-# The others, which are called in the same way, are long.
-COMPILED = [
-    pytest.param(name, marks=[] if name == "layers.1.mamba_block" else pytest.mark.long) for name in HOOKED
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.long
+@pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_may_change_the_output_compiled_and_exported(name: str) -> None:
     model, expected = hooked(name)
     with torch.no_grad():

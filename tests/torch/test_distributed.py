@@ -201,3 +201,16 @@ def test_arguments_of_other_types() -> None:
     for norm in ("1", None, -1.0, float("nan"), torch.ones(2)):
         with pytest.raises(seqblocks.UsageError, match="max_norm must be a number of at least 0, not"):
             clip_gradients(model, norm)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_without_a_norm_are_clipped_as_by_torch(value: float) -> None:
+    """One that is not a number makes all of them so, and no step is taken with the rest."""
+    models = [seqblocks.build_text(on_ranks.FEATURES, seed=0) for _ in range(2)]
+    for model in models:
+        model(torch.ones(1, 2, 4)).sum().backward()
+        model.linear.bias.grad[0] = value
+    clip_gradients(models[0], 1.0)
+    torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
+    for p, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, equal_nan=True)

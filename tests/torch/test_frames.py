@@ -229,7 +229,7 @@ def test_no_module_of_the_bundled_models_is_called(name: str, monkeypatch: pytes
         expected, last = model(x, return_state=True, **context)
         state = model.init_state(2, **context)
     monkeypatch.setattr(PlanWriter, "call_module", None)
-    monkeypatch.setattr(type(model), "forward", None)
+    monkeypatch.setattr(type(model), "_run_call", None)
     found, after = frames(model, x, state)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(after, last, rtol=0, atol=1e-12)
@@ -326,8 +326,8 @@ def test_a_replaced_or_hooked_step_is_called() -> None:
 
 def test_frames_of_many_sequences_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    run = SequenceModel.forward
-    monkeypatch.setattr(SequenceModel, "forward", lambda *given, **options: calls.append(1) or run(*given, **options))
+    run = SequenceModel._run_call
+    monkeypatch.setattr(SequenceModel, "_run_call", lambda *given: calls.append(1) or run(*given))
     many, few = (build(["mlstm_block: {dim: 8, heads: 2}", DOWN]) for _ in range(2))
     assert_follows(many, 513, 1)
     assert_follows(few, 512, 1)

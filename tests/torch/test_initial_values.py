@@ -17,6 +17,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
 from seqblocks.parameters import Init
+from tests.sampled import sampled
 
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 64, "vocab_size": 200, "num_hidden_layers": 4, **NO_TOKENS}
@@ -151,7 +152,7 @@ def assert_alike(name: str, a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES))
 def test_parameters_start_from_the_distributions_of_transformers(case: str, tmp_path: Path) -> None:
     library = pytest.importorskip("transformers", reason="needs the extra `hub`")
     name, config = CASES[case]

@@ -126,7 +126,7 @@ def law_holds(
 
 
 @pytest.mark.parametrize("name", sampled(NAMES, every=4, ci=1))
-@settings(max_examples=2)
+@settings(max_examples=1)
 @lengths(40)
 @example(seq=25, cuts=[5, 16], resets=[(0, 9), (1, 16), (1, 22)], seed=1)  # resets in a chunk and at its start
 def test_whole_is_chunks_is_steps(
@@ -139,13 +139,13 @@ ALONE = [name for name in SMALL if name not in MADE_OF_OTHERS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", sampled(ALONE))
 def test_at_length(name: str) -> None:
-    """The sequence is longer than two chunks of the kernels that run on a CPU; every other model has resets.
+    """The sequence is longer than two chunks of the kernels that run on a CPU; half of the models have resets.
 
     One layer of a kind is enough: that layers follow one another is tested above.
     """
-    resets = [(0, 40), (1, 67), (1, 133)] if ALONE.index(name) % 2 else []
+    resets = [(0, 40), (1, 67), (1, 133)] if ALONE.index(name) % 4 < 2 else []
     shallow = {key: 1 for key in ("depth", "layers_wanted") if SMALL[name].get(key) == 2}
     law_holds(name, 140, [67, 131], resets, seed=1, **shallow)
 

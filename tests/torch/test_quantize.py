@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from seqblocks.distributed import pipeline_stage, tensor_parallel
 from seqblocks.errors import RunError, UsageError
 from seqblocks.kernels.int8 import Int8Matrix
 from seqblocks.model.quantize import quantized
+from seqblocks.op import PRIMITIVES, primitive
+from seqblocks.ops.linear import Linear
 
 TEXT = """seqblocks: 1
 use: [mamba, transformer]
@@ -379,6 +382,32 @@ def test_16_bits(model: seqblocks.SequenceModel) -> None:
         found = small(IDS)
         assert found.dtype is torch.bfloat16
         assert (found - half(IDS)).abs().max() < 0.1 * half(IDS).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_primitive_with_another_forward_keeps_its_matrices(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a plug-in's, which multiplies its matrix by functions of torch."""
+    monkeypatch.setattr("seqblocks.op.PRIMITIVES", dict(PRIMITIVES))
+    monkeypatch.setattr("seqblocks.streaming.half.MIN_ELEMENTS", 1)
+
+    @primitive("unit_rows")
+    class UnitRows(Linear):
+        """A linear map whose rows have length 1."""
+
+        def forward(self, p: Any, call: Any, x: Any) -> Tensor:
+            return x @ torch.nn.functional.normalize(p["weight"]).t() + p["bias"]
+
+    text = "{seqblocks: 1, model: {input: {features: 8}, steps: [{unit_rows: 8}, {linear: 8}]}}"
+    model = seqblocks.build_text(text, dtype=dtype, seed=0).eval()
+    small = seqblocks.quantize(model, smallest=0)
+    assert quantized(small).keys() == {"linear.weight"}
+    x = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for each in (model, small):
+        y, _ = each.step(x[:, 0])
+        torch.testing.assert_close(y, model(x)[:, 0], rtol=0, atol=0.05 * y.abs().max().item())
 
 
 def test_it_changes_nothing_of_the_original(model: seqblocks.SequenceModel) -> None:

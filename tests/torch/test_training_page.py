@@ -140,7 +140,7 @@ def test_the_learning_rate() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_are_killed(tmp_path: Path, spec: str) -> None:
     """Real processes, killed at arbitrary moments, also while they write a checkpoint."""
     (tmp_path / "train.py").write_text(BLOCKS["train"])
