@@ -97,6 +97,7 @@ def test_a_reset_starts_afresh_without_nan() -> None:
     assert (states.value[:, 0] == tree.value[:, 0]).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     seq=st.integers(1, 150),

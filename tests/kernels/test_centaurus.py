@@ -234,6 +234,7 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
     )
 
 
+@pytest.mark.slow
 def test_the_op_of_compiled_code_satisfies_opcheck() -> None:
     u, state, *layer = scan_arguments(11)
     for reverse, resets in ((False, None), (True, torch.zeros(2, 11).bool())):
@@ -250,6 +251,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("segments")
 @crossed(

@@ -34,6 +34,7 @@ LONG = (
 )
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize(
     "case",
@@ -57,6 +58,7 @@ def test_float32_is_as_exact_as_the_naive_functions(case: str) -> None:
         assert error <= factor * (10 * bound + 1e-6 * max(1.0, expected[name].abs().max().item())), name
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("per_key", [False, True])

@@ -179,6 +179,7 @@ def hard_gates(kind: str, S: int) -> Tensors:
     return {**x, "i": i, "f": f}
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # 1 / (1 + e^1000) is 0 through an infinity
 @crossed(

@@ -156,6 +156,7 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_common, "processors", lambda x: 6)
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("by_tiles")
 @crossed(
@@ -170,6 +171,7 @@ def test_by_tiles(batch: int, heads: int, width: int, resets: bool, reverse: boo
 
 
 # Two teams of two, and two of three: of six programs at once, one launch.
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("by_team")
 @crossed(

@@ -106,6 +106,7 @@ def validator(made: dict[str, Any]) -> Any:
     return jsonschema.Draft7Validator(made)
 
 
+@pytest.mark.slow
 def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
     jsonschema.Draft7Validator.check_schema(general_schema)

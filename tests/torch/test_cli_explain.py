@@ -37,6 +37,7 @@ def test_the_text(name: str, arguments: list[str], run_main: Run, root: Path, up
     compare(name, run_main("explain", *arguments, env=PLAIN), root, update_golden)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_text_of_a_cpu(run_cli: Run, root: Path, update_golden: bool) -> None:
     """Runs in a separate process, where Triton does not interpret."""

@@ -33,6 +33,7 @@ def test_it_runs_as_it_is(name: str) -> None:
     assert all(y.isfinite().all() for y in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_it_streams_under_the_law(name: str) -> None:
     model = seqblocks.build(name, set=SMALL[name], dtype="float64")

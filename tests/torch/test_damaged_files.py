@@ -158,6 +158,7 @@ def test_an_invalid_index_is_one_clear_error(path: Path, index: Any) -> None:
     assert outcome(path) == "UsageError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDS)
 def test_flipped_bits_are_detected_or_harmless(path: Path, name: str) -> None:
     save(model(), path, shard_size=96)

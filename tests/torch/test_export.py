@@ -222,6 +222,7 @@ def made(steps: str) -> SequenceModel:
     return seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{steps}]}}").eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "message"),
     [

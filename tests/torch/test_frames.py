@@ -350,6 +350,7 @@ def test_many_tokens_and_large_states_are_read_as_sequences(
     assert len(calls) == (2 if in_order else 0)
 
 
+@pytest.mark.slow
 def test_frames_with_gradients_and_compiled_frames() -> None:
     model = build([DOWN, "centaurus_block: {mode: neck, state: 4}", UP])
     x, state = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=DOUBLE), model.init_state(2)

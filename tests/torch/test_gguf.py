@@ -298,6 +298,7 @@ def test_a_tied_rwkv7_gets_both_tensors(tmp_path: Path) -> None:
         assert torch.equal(values(tensors[name]), model.state_dict()["embed.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTRA)
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_smaller_types(tmp_path: Path, name: str, kind: str) -> None:

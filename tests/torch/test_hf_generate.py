@@ -119,6 +119,7 @@ def test_padding_on_the_left_changes_nothing(model: Any) -> None:
         torch.testing.assert_close(out.logits[at, -row.shape[1] :], model(row).logits[0])
 
 
+@pytest.mark.slow
 def test_rejected_drafts_are_removed(model: Any) -> None:
     x = prompt(1, 7)
     expected = new_tokens(model, x, max_new_tokens=14)

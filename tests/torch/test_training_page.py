@@ -94,6 +94,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("autocast", "kills"), [(False, [3, 4, 6, 99]), slow((True, [6]))])
 def test_a_killed_loop_continues_bit_for_bit(
     tmp_path: Path, spec: str, kill_at: Any, autocast: bool, kills: list[int]
