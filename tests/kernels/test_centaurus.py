@@ -294,6 +294,7 @@ def test_a_long_sequence_in_segments(
     check(BY_CHANNEL, x, reverse=reverse, resets=reset_marks(1, seq, 70) if resets else None)
 
 
+@pytest.mark.slow
 @INTERPRETED
 @crossed(
     ("reverse", [False, True]),

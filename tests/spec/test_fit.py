@@ -202,8 +202,8 @@ def test_random_specs_fit_as_by_exhaustive_search(seed: int, tmp_path: Path) -> 
     [
         slow(("mamba_130m", ["mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"])),
         ("mamba2_370m", ["mamba2_130m", "mamba2_2_7b"]),
-        ("vil_tiny", ["vil_small", "vil_base"]),
-        ("vim_small", ["vim_tiny", "vim_base"]),
+        slow(("vil_tiny", ["vil_small", "vil_base"])),
+        slow(("vim_small", ["vim_tiny", "vim_base"])),
     ],
 )
 def test_the_published_sizes_of_a_family_are_recovered(spec: str, others: list[str]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import seqblocks
 from seqblocks.runtime.modules import StepModule
 from seqblocks.testing import random_context, random_input
+from tests.sampled import sampled
 
 MODELS = (
     "vil_digits", "caduceus_small", "captioner", "hybrid_small", "jamba_small", "looped_small", "memoroid_agent",
@@ -26,7 +27,7 @@ def children(model: nn.Module) -> list[tuple[str, StepModule]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, every=4, ci=1))
 def test_a_child_returns_by_itself_what_it_returns_in_the_model(name: str) -> None:
     """Within a scan from the right a step is called with tokens in their own order, and by itself it runs from the left
     or its scan has its parameters: such steps are left out."""
