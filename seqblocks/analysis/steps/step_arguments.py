@@ -46,8 +46,8 @@ def add_defaults(ctx: Context, block: Block) -> None:
         if declared.type == "steps" and name not in ctx.passed:
             ctx.run.unread[id(declared.default)] = False
             steps = declared.default
-            assert isinstance(steps, Sequence)
-            ctx.passed[name] = Passed(declared, steps, place, _key(place, steps))
+            is_list = isinstance(steps, Sequence)  # otherwise it was reported
+            ctx.passed[name] = Passed(declared, steps, place, _key(place, steps)) if is_list else Passed(declared)
 
 
 def _key(ctx: Context, steps: Sequence) -> int:
