@@ -66,7 +66,7 @@ def test_bounds(value: Any, valid: bool) -> None:
 
 @pytest.mark.parametrize("bound", ["at_least: .nan", "at_most: .inf"])
 def test_a_bound_that_is_no_finite_number(bound: str) -> None:
-    with pytest.raises(SpecError, match="E203.*must be a number"):
+    with pytest.raises(SpecError, match=r"E203.*must be a number"):
         seqblocks.load_text("let: {dim: 8}" + TEXT % (f"hidden: {{type: int, {bound}}}", "ffn: {dim: 4, hidden: 9}"))
 
 

@@ -76,7 +76,7 @@ def test_a_unit_of_a_decimal_fraction_is_exact(figure: str, width: int) -> None:
 
 @pytest.mark.parametrize("entry", ["params: 1e400M", "params: {at_most: 1e400 M}", "params: 72, tolerance: 1e400%"])
 def test_a_number_beyond_floats_is_a_fault(entry: str) -> None:
-    with pytest.raises(SpecError, match="E203.*expected a finite number"):
+    with pytest.raises(SpecError, match=r"E203.*expected a finite number"):
         seqblocks.load_text(TEXT.format(entry))
 
 
