@@ -97,7 +97,10 @@ def _common(parser: Parser, formats: Sequence[str]) -> None:
         "--color", choices=("auto", "always", "never"), default="auto", help="use colours (auto respects NO_COLOR)"
     )
     group.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
-    group.add_argument("-q", "--quiet", action="store_true", help="print nothing on success")
+    group.add_argument(
+        "-q", "--quiet", action="store_true",
+        help="print nothing on success; compare, fit and sweep print their table",
+    )  # fmt: skip
 
 
 def _set(parser: Parser) -> None:

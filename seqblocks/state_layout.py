@@ -1,7 +1,8 @@
 """The layout of a state: the sizes and dtype of each tensor that a stream stores for a step.
 
-The layout of a step is what its op's `state(wires)` returns: {name: State(sizes)}. That of a model is nested like its
-steps, {"blocks": {"0": {"mlstm": {"C": State(...)}}}}; `seqblocks.state` allocates and checks tensors by it.
+The layout of a step is what `state(wires)` of its op returns, in `seqblocks/ops/VERB.py`: {name: State(sizes)}. That
+of a model is nested like its steps, {"blocks": {"0": {"mlstm": {"C": State(...)}}}}; `seqblocks.state` allocates and
+checks tensors by it.
 """
 
 from __future__ import annotations

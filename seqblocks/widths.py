@@ -1,4 +1,7 @@
-"""Checks of widths and axes that many steps share. They raise a Fault, which the analysis reports at the step."""
+"""Checks of widths and axes that many steps share: `shape` in `seqblocks/ops/VERB.py` has those of one verb.
+
+They raise a Fault, which the analysis reports at the step.
+"""
 
 from __future__ import annotations
 

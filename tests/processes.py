@@ -34,6 +34,11 @@ def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[Path], A
 # raise KeyboardInterrupt, and a test that interrupts its child would wait forever.
 LISTENING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
+def command(*words: str) -> list[str]:
+    """Return the command `seqblocks WORDS`, which reacts to interrupts however the tests were started."""
+    return [sys.executable, "-c", f"{LISTENING}; from seqblocks.cli import entry; entry()", *words]
+
+
 _INTERRUPTED = f"""
 {LISTENING}
 import os, sys, threading, time

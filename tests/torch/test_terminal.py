@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from seqblocks.cli import progress
-from tests.processes import LISTENING
+from tests.processes import command
 
 SPEC = """seqblocks: 1
 use: [transformer]
@@ -66,11 +66,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(words: list[str], folder: Path, root: Path, stderr: Any, **options: Any) -> subprocess.Popen[str]:
-    program = f"{LISTENING}; from seqblocks.cli import entry; entry()"
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
-    command = [sys.executable, "-c", program, *words]
     return subprocess.Popen(
-        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr, **options
+        command(*words), cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr, **options
     )
 
 

@@ -26,6 +26,7 @@ from seqblocks.architect.run_page import page, read_run, thinned
 from seqblocks.training.data import HELD, Text, arrays_of
 from seqblocks.training.loop import step
 from seqblocks.training.trial import Settings, Trial, begin
+from tests.processes import command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SPEC = """
@@ -131,16 +132,18 @@ def test_a_kill_leaves_a_run_that_continues(run_main: Run, folder: Path) -> None
     run, before = folder / "run", 0
     start = ["spec.yaml", "--text", "text.txt", *SMALL, "--out", str(run)]
     for number, kind, words in ((1, signal.SIGKILL, start), (2, signal.SIGINT, ["--resume", str(run)])):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "seqblocks", "try", *words, "--minutes", "5"], cwd=folder, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        end = time.monotonic() + 60
-        while lines_of(run / "log.jsonl") <= before and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(random.Random(number).uniform(0.2, 0.8))
-        process.send_signal(kind)
-        process.communicate(timeout=60)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        full, nowhere = command("try", *words, "--minutes", "5"), subprocess.DEVNULL
+        with subprocess.Popen(full, cwd=folder, env=env, stdout=nowhere, stderr=nowhere) as process:
+            end = time.monotonic() + 60
+            while lines_of(run / "log.jsonl") <= before and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            time.sleep(random.Random(number).uniform(0.2, 0.8))
+            process.send_signal(kind)
+            try:
+                process.wait(timeout=60)
+            finally:
+                process.kill()
         assert process.returncode == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
         logged = lines_of(run / "log.jsonl")
         assert logged > before

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seqblocks import cost, graph
 from seqblocks.analysis.passes import budgets
 from seqblocks.analysis.scope.context import Context
-from seqblocks.analysis.scope.names import names_in
+from seqblocks.analysis.scope.named_values import names_in
 from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.values import file_context, number

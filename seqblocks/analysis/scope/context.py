@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.scope.names import Names, names_in, names_inside, shown_value
+from seqblocks.analysis.scope.named_values import Names, names_in, names_inside, shown_value
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Note, Span

@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.references import References
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Report

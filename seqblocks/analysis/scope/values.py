@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from seqblocks.analysis.scope.context import Body, Context
-from seqblocks.analysis.scope.names import Compute, Names, shown_value
+from seqblocks.analysis.scope.named_values import Compute, Names, shown_value
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.errors import Fault, Span, listing, quote

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from seqblocks.analysis.scope.context import Body, Context
-from seqblocks.analysis.scope.layers import (
+from seqblocks.analysis.scope.layer_wires import (
     LayerWire,
     is_left_out,
     read_range,

@@ -7,8 +7,8 @@ from typing import Any
 from seqblocks import graph
 from seqblocks.analysis.checkpoint_maps.reading import has_sizes, read_map
 from seqblocks.analysis.scope.context import Body, Context, Passed
-from seqblocks.analysis.scope.layers import define_outputs, read_block_outputs
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.layer_wires import define_outputs, read_block_outputs
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import (

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.run import Run
 from seqblocks.analysis.steps.init_and_tie import read_initialiser
 from seqblocks.errors import Fault, Span, listing, quote

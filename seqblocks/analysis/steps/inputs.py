@@ -7,7 +7,7 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
-from seqblocks.analysis.scope.layers import read_reference
+from seqblocks.analysis.scope.layer_wires import read_reference
 from seqblocks.analysis.scope.values import number
 from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.nodes import may_be_name

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Body, Context, Layers
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.wires import read_wires
 from seqblocks.analysis.steps.conditions import is_absent, is_known, leave_out

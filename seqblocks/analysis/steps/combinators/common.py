@@ -7,7 +7,7 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import read_arguments
 from seqblocks.analysis.scope.wires import read_port, wire_at

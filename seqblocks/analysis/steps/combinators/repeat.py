@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from seqblocks import graph
 from seqblocks.analysis.scope.context import Context, Layers
-from seqblocks.analysis.scope.layers import check_missed
-from seqblocks.analysis.scope.names import Names
+from seqblocks.analysis.scope.layer_wires import check_missed
+from seqblocks.analysis.scope.named_values import Names
 from seqblocks.analysis.scope.step import Step
 from seqblocks.analysis.scope.values import argument
 from seqblocks.analysis.steps.combinators.common import combines
