@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from seqblocks.kernels.mlstm.reference import CLOSED
+
 
 class SinceReset(NamedTuple):
     """The tokens on which the last state depends: those since the last reset, or all.
@@ -53,7 +55,8 @@ def decay_after(decay: Tensor) -> tuple[Tensor, Tensor]:
     """
     exact = decay.double()
     both = exact.flip(1).cumsum(1).flip(1)
-    return both - exact if decay.dtype == torch.float64 else (both - exact).to(decay.dtype), both[:, 0].to(decay.dtype)
+    after = torch.cat([both[:, 1:], torch.zeros_like(both[:, :1])], 1)  # both - exact is NaN for a decay of -inf
+    return after.to(decay.dtype), both[:, 0].to(decay.dtype)
 
 
 def _computed_in(*tensors: Tensor) -> torch.dtype:
@@ -126,6 +129,6 @@ def of_mlstm(
     weight = (i if input_gate == "exp" else logsigmoid(i)) + after
     if since.tokens is not None:
         weight = weight.masked_fill(~since.tokens.unsqueeze(-1), -torch.inf)
-    most = weight.amax(1) if input_gate == "exp" else None
+    most = weight.amax(1).clamp(min=CLOSED) if input_gate == "exp" else None
     k = (weight if most is None else weight - most.unsqueeze(1)).exp().unsqueeze(-1) * k
     return OfMLSTM(since, total, torch.einsum("bshk,bshv->bhkv", k, v), k.sum(1), most)

@@ -126,8 +126,11 @@ def attention(
         kept = Kept(first, indices(before, past, first, index), resets is None)
         if state is not None and sequence is not None:
             keys, values = (torch.cat([x.to(y.dtype), y], 1) for x, y in zip(state[3:], (keys, values), strict=True))
-            slots = torch.where(kept.places[:, :first] < 0, -1, 0)
-            sequence = torch.cat([slots, sequence], 1)
+            places = kept.places[:, :first]
+            hidden = places < 0
+            if chunk is not None and before is not None:  # those of the last chunk only, like cached tokens
+                hidden = hidden | (places // chunk != (before.unsqueeze(-1) - 1) // chunk)
+            sequence = torch.cat([torch.where(hidden, -1, 0), sequence], 1)
     over = None  # keys of sequences that a reset ended: the next call must not read them
     if resets is not None and sequence is not None and S:
         over = sequence != sequence[:, -1:]

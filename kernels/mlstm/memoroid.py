@@ -22,7 +22,7 @@ from torch import Tensor
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
 from seqblocks.kernels.dispatch.custom_op import custom_op
-from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
+from seqblocks.kernels.mlstm.reference import CLOSED, MLSTMState, largest_exponent
 from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative, without_autocast
 from seqblocks.kernels.resets import nonfinite
 
@@ -44,7 +44,7 @@ class MLSTMElement(NamedTuple):
 def elements(x: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> MLSTMElement:
     """Return one element per token of (q, k, v, i, f)."""
     _, k, v, i, f = x
-    return MLSTMElement(F.logsigmoid(f), k.unsqueeze(-1) * v.unsqueeze(-2), k, i)
+    return MLSTMElement(F.logsigmoid(f), k.unsqueeze(-1) * v.unsqueeze(-2), k, i.clamp(min=CLOSED))
 
 
 def combine(a: MLSTMElement, b: MLSTMElement) -> MLSTMElement:

@@ -17,6 +17,8 @@ from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import nonfinite
 
+CLOSED = -1e30  # in place of the logarithm of a closed input gate, -inf, so that no difference of two is NaN
+
 
 class MLSTMState(NamedTuple):
     """The state of an mLSTM. float32, or float64 if the inputs are."""

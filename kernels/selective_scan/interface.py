@@ -48,7 +48,7 @@ def selective_scan(
     computed in float32, or in float64 if any input is float64 (with complex A: complex64, complex128). The torch and
     Triton implementations have first derivatives only. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
-    _check(u, dt, A, B, C, state, resets)
+    _check(u, dt, A, B, C, D, z, dt_bias, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
     inputs = {
         "u": u, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias, "state": state, "resets": resets,
@@ -68,7 +68,8 @@ def selective_scan(
 
 
 def _check(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, resets: Tensor | None
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor | None, resets: Tensor | None,
 ) -> None:
     if u.dim() != 3 or dt.shape != u.shape or A.dim() != 2 or A.shape[0] != u.shape[2]:
         raise ValueError(
@@ -88,6 +89,9 @@ def _check(
     if any(x.dim() == 4 and groups_of(B, C) % x.shape[2] for x in (B, C)):
         raise ValueError(f"selective_scan expects the number of groups of B or C to divide the other; "
                          f"got {B.shape[2]} and {C.shape[2]}")
+    for name, given, shape in (("D", D, [E]), ("z", z, [batch, S, E]), ("dt_bias", dt_bias, [E])):
+        if given is not None and given.shape != tuple(shape):
+            raise ValueError(f"selective_scan expects {name} {shape}; got {list(given.shape)}")
     if state is not None and state.shape != (batch, E, N):
         raise ValueError(f"selective_scan expects a state [{batch}, {E}, {N}]; got {list(state.shape)}")
     check_resets("selective_scan", resets, u.shape[:2])

@@ -137,6 +137,9 @@ SELECTIVE_SCAN = Kernel(
     errors=(
         (lambda x: {"dt": x["dt"][:, :3]}, "selective_scan expects u, dt"),
         (lambda x: {"B": x["B"][..., :2]}, "selective_scan expects B"),
+        (lambda x: {"D": x["D"][:1]}, r"selective_scan expects D \[4\]; got \[1\]"),
+        (lambda x: {"z": x["z"][:, :1]}, r"selective_scan expects z \[2, 9, 4\]; got \[2, 1, 4\]"),
+        (lambda x: {"dt_bias": x["dt_bias"][:1]}, "selective_scan expects dt_bias"),
         (lambda x: {"state": x["state"][:1]}, "selective_scan expects a state"),
         (lambda x: {"resets": torch.zeros(2, 3)}, r"selective_scan expects resets \[B, S\] = \[2, 9\]"),
         (

@@ -5,6 +5,8 @@ Common properties are in test_conformance.py, official numbers in tests/torch/te
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +119,15 @@ def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool,
         scaled = [last.C * last.m.exp()[..., None, None], last.n * last.m.exp()[..., None]]
         pairs.append([h, *scaled, *torch.autograd.grad(h.square().sum(), x)])
     assert_close(pairs[0], pairs[1], 3e-6)
+
+
+def test_closed_input_gates_write_nothing() -> None:
+    """Some pairs that the scan combines first have no open gate."""
+    x = an_mlstm(13)
+    x[3] = x[3].detach().index_fill(1, torch.tensor([0, 1, 4, 5, 6, 7]), -math.inf).requires_grad_()
+    found, expected = (run(*x, eps=0.0) for run in (mlstm_memoroid, partial(mlstm, backend="reference")))
+    gradients = [torch.autograd.grad(h.square().sum(), x) for h in (found, expected)]
+    assert_close([found, *gradients[0]], [expected, *gradients[1]], 1e-10)
 
 
 def test_extreme_gates_and_low_precision() -> None:

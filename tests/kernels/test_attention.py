@@ -173,6 +173,16 @@ def test_first_tokens_in_blocks(packed: bool, explicit: bool, past: int) -> None
     ))  # fmt: skip
 
 
+def test_first_tokens_of_an_earlier_chunk_are_not_seen() -> None:
+    """A token sees its own chunk only, also in a stream."""
+    x, state, parts = inputs(9), None, []
+    options: dict[str, Any] = {"chunk": 4, "window": 2, "first": 2}
+    for t in range(9):
+        y, state = attention(*(each[:, t : t + 1] for each in x), **options, state=state, return_state=True)
+        parts.append(y)
+    assert torch.allclose(torch.cat(parts, 1), attention(*x, **options), rtol=0, atol=ROUNDING)
+
+
 def test_first_tokens_do_not_square_the_length() -> None:
     """The largest tensor is the mask of a block of 512 queries, or the queries themselves."""
     found = {}

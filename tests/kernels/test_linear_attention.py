@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqblocks.kernels import linear_attention
 from seqblocks.kernels.linear_attention import torch as chunkwise
+from seqblocks.kernels.summaries import of_linear_attention
 from tests.kernels.conformance import of_models
 
 FOLDER = Path(__file__).parents[1] / "golden" / "linear_attention"
@@ -168,6 +169,22 @@ def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
     pairs = zip(*(torch.autograd.grad(y.square().sum(), [*leaves.values()]) for y in (found, expected)), strict=True)
     for name, (a, b) in zip(x, pairs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+def test_a_closed_gate_in_a_summary(per_key: bool) -> None:
+    """The effect of tokens on a state, which sequence parallelism passes on, is that of the recurrence."""
+    generator = torch.Generator().manual_seed(4)
+    k, v, decay = (torch.randn(1, 6, 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    state = torch.randn(1, 2, 4, 4, generator=generator, dtype=torch.float64)
+    decay = -decay.abs() if per_key else -decay[..., 0].abs()
+    decay[:, 3, 0] = -torch.inf
+    leaves = [x.clone().requires_grad_() for x in (k, v, decay, state)]
+    found = of_linear_attention(*leaves[:3])(leaves[3])
+    _, expected = with_state(k, *leaves[:2], decay=leaves[2], state=leaves[3], backend="reference")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    pairs = (torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected))
+    torch.testing.assert_close(*pairs, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 12])

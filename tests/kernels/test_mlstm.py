@@ -16,6 +16,7 @@ from torch import Tensor
 from seqblocks.kernels import MLSTMState, mlstm, mlstm_init_state, mlstm_step
 from seqblocks.kernels.mlstm.chunks import multiply
 from seqblocks.kernels.mlstm.triton import backward, launch, sizes
+from seqblocks.kernels.summaries import of_mlstm
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -232,6 +233,17 @@ def test_a_closed_forget_gate_clears_the_state(backend: str, gate: str) -> None:
     found = subject({name: t.float() for name, t in x.items()}, backend=backend)
     expected = subject({name: t.float().double() for name, t in x.items()}, backend="reference")
     assert_close({"out": found["out"]}, {"out": expected["out"]}, 5e-4)
+
+
+@pytest.mark.parametrize(("name", "closed"), [("f", [3]), ("i", [0, 1, 6]), ("i", [*range(7)])])
+def test_closed_gates_in_a_summary(name: str, closed: list[int]) -> None:
+    """The effect of tokens on a state, which sequence parallelism passes on, is that of the cell."""
+    x = TRITON.inputs(batch=1, S=7, H=1)
+    x[name] = x[name].index_fill(1, torch.tensor(closed), -torch.inf)
+    _, *expected = TRITON(x, backend="reference").values()
+    found = of_mlstm(*(x[each] for each in "kvif"))(*(x[each] for each in "Cnm"))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 @INTERPRETED
