@@ -68,14 +68,14 @@ def read_pattern(pattern: str, known: Container[str]) -> list[str]:
 
 def _items(pattern: str) -> list[tuple[str, str | None, int]]:
     """Return the items of a pattern: the text, the word or `)`, or None for `(`, and the count. Raises Fault (E601)."""
-    found, at = list[tuple[str, str | None, int]](), 0
-    while rest := pattern[at:].lstrip():
-        at = len(pattern) - len(rest)
-        match = re.match(_ITEM, rest)
+    found, at, item = list[tuple[str, str | None, int]](), 0, re.compile(rf"\s*(?:{_ITEM})")
+    pattern = pattern.rstrip()
+    while at < len(pattern):
+        match = item.match(pattern, at)
         if not match or match["count"] == "0":
-            raise _invalid(f"{quote(rest.split()[0])} is not a word of a pattern")
-        found.append((match[0], match["item"], int(match["count"] or 1)))
-        at += match.end()
+            raise _invalid(f"{quote(pattern[at:].split()[0])} is not a word of a pattern")
+        found.append((match[0].lstrip(), match["item"], int(match["count"] or 1)))
+        at = match.end()
     return found
 
 

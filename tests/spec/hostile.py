@@ -358,6 +358,21 @@ def a_long_initialiser(k: float) -> str:
 
 
 @case
+def a_limit_of_spaces(k: float) -> str:
+    return f'{HEAD}{MODEL}expect: {{params: "1{" " * int(1_900_000 * k)}1"}}\n'
+
+
+@case
+def an_initialiser_of_conditions(k: float) -> str:
+    return spec(f'    - linear: {{features: 8, init: {{weight: "{"a if " * int(380_000 * k)}"}}}}\n')
+
+
+@case
+def a_pattern_of_many_words(k: float) -> str:
+    return spec(f'    - repeat: {{pattern: "{"m " * int(950_000 * k)}", m: [silu]}}\n')
+
+
+@case
 def unknown_names_in_layers(k: float) -> str:
     return spec(LAYERS + each("          - linear: {features: dmi, name: s#}\n", 12))
 

@@ -23,7 +23,6 @@ COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model o
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 ROUNDING = 1e-9  # relative deviation of a figure that is not whole, as `written` shows it
-_TEXT = re.compile(r"\s*(?P<sign><=|>=)?\s*(?P<rest>.*?)\s*", re.DOTALL)
 _WITH_UNIT = re.compile(r"(?P<value>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z%]+)")
 
 
@@ -101,10 +100,9 @@ def _of_mapping(ctx: Context, node: Mapping, allowed: Any, units: Table[str, flo
 
 def _limit(ctx: Context, node: Node, kind: str, allowed: Any, units: Table[str, float]) -> Limit | None:
     text = node.value if isinstance(node, Scalar) and isinstance(node.value, str) else ""
-    match = _TEXT.fullmatch(text)
-    sign = match["sign"] if match else None
+    sign, rest = _parted(text)
     if sign and kind != "about":
-        hint = f"{kind}: {match['rest']}" if match else None
+        hint = f"{kind}: {rest}"
         ctx.report(Fault("E203", f"{kind} is a quantity, without {sign}", found=quote(text), hint=hint), node.span)
         return None
     if sign:
@@ -113,6 +111,12 @@ def _limit(ctx: Context, node: Node, kind: str, allowed: Any, units: Table[str, 
     if value is UNKNOWN or allowed is UNKNOWN:
         return None
     return Limit(kind, value, allowed, node.span)
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """Return the sign of a limit, or "", and what follows it."""
+    text = text.strip()
+    return (text[:2], text[2:].strip()) if text.startswith(("<=", ">=")) else ("", text)
 
 
 def _quantity(ctx: Context, node: Node, units: Table[str, float]) -> Any:
@@ -127,8 +131,7 @@ def _quantity(ctx: Context, node: Node, units: Table[str, float]) -> Any:
 
 def without_sign(node: Scalar, text: str) -> Scalar:
     """Return a quantity without the sign of a limit before it."""
-    match = _TEXT.fullmatch(text)
-    rest = match["rest"] if match else text
+    _, rest = _parted(text)
     return Scalar(node.part(text.find(rest), len(rest)), node.size, node.depth, rest, rest)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.expressions import UNKNOWN, has_syntax, parse
+from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, has_syntax, parse
 
 _INITIALISER = r"(?s)\w+\(.*\)|.+\sif\s.+\selse\s.+"  # is not always an expression; compiled after a fault
 Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
@@ -131,7 +131,7 @@ def names_inside(node: Node) -> list[str]:
         case Sequence():
             return [name for item in node.items for name in names_inside(item)]
         case Scalar(value=str(text)):
-            if (found := names_in(text)) or not re.fullmatch(_INITIALISER, text):
+            if (found := names_in(text)) or len(text) > MAX_LENGTH or not re.fullmatch(_INITIALISER, text):
                 return found
             return re.findall(r"[A-Za-z_]\w*", text)
     return []
