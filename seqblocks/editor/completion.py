@@ -144,7 +144,7 @@ class _Limits(NamedTuple):
         return cls()
 
     def hold(self, number: float) -> bool:
-        is_whole = not self.whole or number == int(number)
+        is_whole = not self.whole or float(number).is_integer()
         return self.low <= number <= self.high and self.above < number < self.below and is_whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from seqblocks.analysis.passes.budgets import written
 from seqblocks.analysis.passes.expectations import figures
 from seqblocks.analysis.scope.references import Reference
 from seqblocks.editor import steps
@@ -129,7 +130,7 @@ def _of_figure(opened: Opened, spot: Spot) -> tuple[Span | None, str | None]:
     if len(path) != 3 or path[1].key != "expect" or not path[2].on_key or not (model and model.output):
         return None, None
     value = figures(model).get(path[2].key or "")
-    return path[2].key_span, None if value is None else f"**{path[2].key}**\n\nthe model has {value:,.10g}"
+    return path[2].key_span, None if value is None else f"**{path[2].key}**\n\nthe model has {written(value)}"
 
 
 def _argument_of(opened: Opened, step: Reference, key: str) -> str | None:

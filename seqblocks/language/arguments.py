@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Container
 from collections.abc import Mapping as Table
@@ -45,8 +46,8 @@ class Argument(Record):
         """Return the bounds of its values, for a reader: "", "at least 1", "1 to 8"."""
         low, high = self.at_least, self.at_most
         if low is not None and high is not None:
-            return f"{low:g} to {high:g}"
-        return f"at least {low:g}" if low is not None else f"at most {high:g}" if high is not None else ""
+            return f"{low:.10g} to {high:.10g}"
+        return f"at least {low:.10g}" if low is not None else f"at most {high:.10g}" if high is not None else ""
 
 
 def read_argument(report: Report, name: str, span: Span, node: Node) -> Argument | None:
@@ -72,6 +73,9 @@ def _long_argument(report: Report, name: str, span: Span, node: Mapping) -> Argu
     if isinstance(default, Scalar) and default.value is not None:
         found = _short_argument(report, name, span, default)
         found.default = default  # also a word that is the name of a type
+        if kind is None and found.type in ("wire", "steps") and default.value == found.type:
+            message = f"the default of {quote(name)} is the name of a type"
+            report.fault(Fault("E208", message, hint=f"write `type: {found.type}`"), default.span)
     if kind is not None:
         declared = _short_argument(report, name, span, kind) if isinstance(kind, Scalar) else found
         if not isinstance(kind, Scalar) or declared.default is not None:
@@ -115,7 +119,7 @@ def read_bound(report: Report, node: Mapping, key: str, argument: Argument) -> f
     if bound is None:
         return None
     value = bound.value if isinstance(bound, Scalar) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         report.fault(Fault("E203", f"{key} must be a number", found=kind_of(bound)), bound.span)
         return None
     if argument.type not in ("int", "float"):

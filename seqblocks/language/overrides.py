@@ -12,6 +12,7 @@ its default can be set, and is checked as if it were written in the file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator
 from collections.abc import Mapping as MappingABC
@@ -76,10 +77,21 @@ def as_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_text(v) for v in value) + "]"
     if isinstance(value, MappingABC):
-        return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(str(k))}: {as_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     if isinstance(value, int | float):
         return (int if isinstance(value, int) else float).__repr__(value)  # that of an enum is no number
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return _quoted(str(value))
+
+
+def _key(text: str) -> str:
+    """Return a key of a mapping as YAML: patterns of `init:`, such as `*.bias`, need quotes."""
+    return text if re.fullmatch(r"[A-Za-z_][\w.]*", text, re.ASCII) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def apply(

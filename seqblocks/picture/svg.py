@@ -132,6 +132,8 @@ def svg(boxes: Sequence[Box], title: str, totals: Sequence[str] = ()) -> str:
     head = [("name", line) for line in _lines(title)]
     head += [("facts", line) for text in totals for line in _lines(text)]
     placed, top = place(boxes), PAD + _lines_height(head) + GAP
+    spans = (box.span for box in boxes if box.span and not box.span.source.is_override)
+    own = next((span.source.name for span in spans), "")  # the file with the model
     left = PAD + gutter(boxes)
     for each in placed:
         each.move(left, top)
@@ -143,16 +145,19 @@ def svg(boxes: Sequence[Box], title: str, totals: Sequence[str] = ()) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{_escaped(title)}">',
         f"<style>{STYLE}</style>",
         *_texts(head, PAD, PAD),
-        *_list(placed, boxes, PAD + _lines_height(head)),
+        *_list(placed, boxes, PAD + _lines_height(head), own),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _list(placed: Sequence[Placed], boxes: Sequence[Box], top: float) -> Iterator[str]:
-    """Yield the boxes of a list, the arrows between them, and the wires left of them. top: of the list."""
+def _list(placed: Sequence[Placed], boxes: Sequence[Box], top: float, own: str) -> Iterator[str]:
+    """Yield the boxes of a list, the arrows between them, and the wires left of them.
+
+    top: of the list. own: the name of the file whose lines the boxes refer to.
+    """
     for each in placed:
-        yield from _box(each)
+        yield from _box(each, own)
     if not placed:
         return
     middle = placed[0].x + placed[0].width / 2
@@ -178,21 +183,21 @@ def _tip(x: float, y: float, turned: int) -> str:
     return f'<path class="end" d="{points}"/>'
 
 
-def _box(placed: Placed) -> Iterator[str]:
+def _box(placed: Placed, own: str) -> Iterator[str]:
     box = placed.box
     kinds = " ".join(filter(None, [box.kind, "faulty" if box.problems else "", box.mark]))
     place = f'x="{placed.x:.1f}" y="{placed.y:.1f}" width="{placed.width:.1f}" height="{placed.height:.1f}"'
     where = f"{box.path}, {box.span}" if box.span else box.path
-    line = f' data-line="{box.span.line}"' if box.span and box.span.source.kind in ("own", "text") else ""
+    line = f' data-line="{box.span.line}"' if box.span and box.span.source.name == own else ""
     yield f'<g{line} aria-label="{_escaped(f"{box.title}: {box.facts}")}"><title>{_escaped(where)}</title>'
     yield f'<rect class="{kinds}" {place} rx="4"/>'
     yield from _texts(placed.lines, placed.x + PAD, placed.y)
     top = placed.y + _lines_height(placed.lines)
     if box.side_by_side:
         for each in placed.inner:
-            yield from _box(each)
+            yield from _box(each, own)
     else:
-        yield from _list(placed.inner, box.boxes, top)
+        yield from _list(placed.inner, box.boxes, top, own)
     yield "</g>"
 
 

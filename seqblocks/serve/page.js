@@ -25,7 +25,7 @@ function select(line, column, endLine, endColumn) {
 }
 
 function number(problems = []) {
-  const bad = new Set(problems.filter(each => each.severity === "error").map(each => each.line));
+  const bad = new Set(problems.filter(each => each.severity === "error" && each.file === file.name).map(each => each.line));
   at("numbers").replaceChildren(...text.value.split("\n").flatMap((_, n) => [element("span", `${n + 1}\n`, bad.has(n + 1) ? "error" : "")]));
   scroll();
 }
@@ -52,9 +52,10 @@ function scroll() {
 
 function showProblems(found) {
   at("problems").replaceChildren(...found.problems.map(problem => {
-    const item = element("li", `${problem.line ? `${problem.line}:${problem.column} ` : ""}${problem.code}: ${problem.message}`, problem.severity);
+    const own = problem.file === file.name, place = `${own ? "" : `${problem.file}:`}${problem.line}:${problem.column} `;
+    const item = element("li", `${problem.line ? place : ""}${problem.code}: ${problem.message}`, problem.severity);
     if (problem.hint) item.append(element("div", problem.hint));
-    if (problem.line) item.addEventListener("click", () => select(problem.line, problem.column, problem.end_line, problem.end_column));
+    if (problem.line && own) item.addEventListener("click", () => select(problem.line, problem.column, problem.end_line, problem.end_column));
     if (problem.fix && problem.fix.line && problem.fix.file === file.name) {
       const edits = [problem.fix, ...(problem.fix.more || [])];
       edits.sort((a, b) => b.line - a.line || b.column - a.column);  // from the end: positions before stay
@@ -102,8 +103,10 @@ function showTable(rows) {
 
 // Return the largest divisor of a number that is at most a sixteenth of it: sliders then stop at the number itself.
 function stride(size) {
-  let step = Math.max(1, Math.floor(size / 16));
-  while (size % step) step--;
+  let step = 1;
+  for (let part = 1; part * part <= size && part < 1e6; part++)
+    if (size % part === 0)
+      for (const each of [part, size / part]) if (each <= size / 16 && each > step) step = each;
   return step;
 }
 

@@ -56,6 +56,16 @@ problem.children.find(each => each.textContent.startsWith("use ")).fire("click")
 await until(() => !at("problems").children.length);
 shown.repaired = at("text").value;
 
+at("text").value = shown.text.replace("\n", "\nuse: [./blocks.yaml]\n");  // a file with a fault
+at("text").fire("input");
+await until(() => at("problems").children.length);
+shown.elsewhere = at("problems").children[0].textContent;
+shown.marked = at("numbers").children.filter(each => each.className === "error").length;
+at("text").value = shown.text;
+at("text").fire("input");
+await until(() => !at("problems").children.length);
+
+shown.strides = [8, 16, 96, 50257, 2147483647, 2 ** 53 - 111].map(names.stride);  // the last two are primes
 const slider = at("sliders").children[0].children[1];
 slider.value = 32;
 slider.fire("input");

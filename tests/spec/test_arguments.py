@@ -64,6 +64,21 @@ def test_bounds(value: Any, valid: bool) -> None:
     assert found.expected == ("at most 8" if value == 9 else "at least 2")
 
 
+@pytest.mark.parametrize("bound", ["at_least: .nan", "at_most: .inf"])
+def test_a_bound_that_is_no_finite_number(bound: str) -> None:
+    with pytest.raises(SpecError, match=r"E203.*must be a number"):
+        seqblocks.load_text("let: {dim: 8}" + TEXT % (f"hidden: {{type: int, {bound}}}", "ffn: {dim: 4, hidden: 9}"))
+
+
+def test_a_bound_is_shown_with_all_its_digits() -> None:
+    argument = "hidden: {type: int, at_least: 1048577}"
+    with pytest.raises(SpecError) as caught:
+        seqblocks.load_text("let: {dim: 8}" + TEXT % (argument, "ffn: {dim: 4, hidden: 9}"))
+    assert caught.value.diagnostics[0].expected == "at least 1048577"
+    valid = TEXT % (argument.replace("1048577}", "1048577, default: 1048577}"), "ffn: {dim: 4}")
+    assert seqblocks.load_text(valid)[0].blocks["ffn"].args["hidden"].bounds() == "at least 1048577"
+
+
 def test_a_default_out_of_bounds_is_reported_where_it_is_written() -> None:
     with pytest.raises(SpecError, match="out of bounds") as caught:
         features("hidden: {default: 2 * dim, at_most: 9}", "dim: 5")

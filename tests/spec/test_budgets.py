@@ -64,3 +64,42 @@ def test_anything_else_is_a_fault_with_a_place(key: str, given: str) -> None:
         seqblocks.load_text(TEXT.format(f"{key}: {given}"))
     assert not isinstance(caught.value, ExpectationError)
     assert caught.value.diagnostics[0].span
+
+
+@pytest.mark.parametrize(("figure", "width"), [("8.2M", 8200), ("4.1M", 4100), ("{at_most: 8.2M}", 8200)])
+def test_a_unit_of_a_decimal_fraction_is_exact(figure: str, width: int) -> None:
+    """4.1 * 1e6 is 4099999.9999999995."""
+    steps = f"[linear: {{features: {width}, bias: false}}]"
+    model = f"{{input: {{features: 1000}}, steps: {steps}}}"
+    seqblocks.load_text(f"{{seqblocks: 1, model: {model}, expect: {{params: {figure}}}}}")
+
+
+@pytest.mark.parametrize("entry", ["params: 1e400M", "params: {at_most: 1e400 M}", "params: 72, tolerance: 1e400%"])
+def test_a_number_beyond_floats_is_a_fault(entry: str) -> None:
+    with pytest.raises(SpecError, match=r"E203.*expected a finite number"):
+        seqblocks.load_text(TEXT.format(entry))
+
+
+def test_a_message_shows_all_digits_of_a_large_figure() -> None:
+    model = "{input: {features: 1000003}, steps: [linear: {features: 70001, bias: false}]}"
+    with pytest.raises(ExpectationError) as caught:
+        seqblocks.load_text(f"{{seqblocks: 1, model: {model}, expect: {{params: 70_001_210_002, flops_per_token: 1}}}}")
+    params, flops = caught.value.diagnostics
+    assert (params.expected, params.found) == ("70,001,210,002", "70,001,210,003 (+1)")
+    assert flops.found == "140,002,420,006 (+140,002,420,005)"
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("{input: {features: 1, sample_rate: 44100}, steps: [downsample: {factor: 512}, linear: 4]}", "latency_ms"),
+        ("{input: {features: 1}, steps: [downsample: {factor: 7}, linear: 4]}", "flops_per_token"),
+    ],
+)
+def test_a_figure_that_is_not_whole_is_met_by_what_the_message_shows(model: str, key: str) -> None:
+    text = f"{{seqblocks: 1, model: {model}, expect: {{{key}: %s}}}}"
+    with pytest.raises(ExpectationError) as caught:
+        seqblocks.load_text(text % 1)
+    shown = (caught.value.diagnostics[0].found or "").split()[0]
+    assert "." in shown
+    seqblocks.load_text(text % shown)

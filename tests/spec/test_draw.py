@@ -310,3 +310,13 @@ def test_the_command(run_main: Run, tmp_path: Path) -> None:
         failed = run_main("draw", "mlstm_small", *words, cwd=tmp_path)
         assert failed.returncode == (4 if "written" in message else 2)
         assert message in failed.stderr
+
+
+def test_boxes_refer_to_lines_of_the_file_with_the_model(tmp_path: Path) -> None:
+    """Not to those of a file that it uses, which `seqblocks serve` does not show."""
+    (tmp_path / "blocks.yaml").write_text("seqblocks: 1\nblocks:\n  mine:\n    steps:\n      - silu\n      - gelu\n")
+    spec = tmp_path / "spec.yaml"
+    steps = "[mine, {residual: [silu]}]"
+    spec.write_text(f"seqblocks: 1\nuse: [./blocks.yaml]\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n")
+    assert re.findall(r'data-line="(\d+)"', seqblocks.draw(spec).svg()) == ["3"] * 3
+    assert len(all_boxes(seqblocks.draw(spec).boxes)) == 5

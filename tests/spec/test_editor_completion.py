@@ -264,3 +264,10 @@ def test_a_second_step_of_a_verb_gets_a_name() -> None:
     assert found["rms_norm"] == "rms_norm: {name: rms_norm_2}"
     assert found["mine"] == "mine: {name: mine_2, width: $1, other: $2, inner: [$3]}"
     assert found["silu"] == "silu"  # it has no parameters
+
+
+def test_an_infinite_number_is_offered_for_no_whole_one() -> None:
+    """It has no int: the request failed."""
+    head = "seqblocks: 1\nlet: {most: .inf, none: .nan, dim: 4}\nmodel:\n  input: {features: dim}\n  steps:\n"
+    found = labels("    - linear: {features: |", head + "    - silu\n")
+    assert [name for name in found if name in ("most", "none", "dim")] == ["dim"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,8 @@ class Width(enum.IntEnum):
         (np.float64(0.5), "0.5"), (np.float32(0.5), "0.5"), (np.bool_(True), "true"), (np.int64(3), "3"),
         (np.array(3), "3"), (np.array([1, 2]), "[1, 2]"), ({"a": [np.int8(1)]}, "{a: [1]}"), (Scalar(7), "7"),
         (Scalar(False), "false"), (Width.SMALL, "5"), (np.str_("x"), '"x"'),
+        (math.inf, ".inf"), (-math.inf, "-.inf"), (math.nan, ".nan"),
+        ("a\nb", '"a\\nb"'), ({"*.bias": 0}, '{"*.bias": 0}'),
         (np.longdouble(0.5), "0.5"),  # whose `item` returns a longdouble
     ],
 )  # fmt: skip
@@ -225,3 +228,11 @@ def test_values_that_an_override_cannot_have(value: object) -> None:
 def test_a_value_of_a_spec_is_no_argument(function: Any, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         function("mamba_small", **keywords)
+
+
+def test_a_mapping_from_python_may_have_patterns_as_keys() -> None:
+    text = 'seqblocks: 1\ninit: {"*.bias": zeros}\nmodel: {input: {features: 4}, steps: [{linear: 4}]}\n'
+    _, found = check.load_text(text, set={"init": {"*.weight": "normal(0, 0.02)", "linear.bias": "ones"}})
+    assert found
+    inits = {each.name: str(each.parameter.init) for each in graph.parameters(found.graph)}
+    assert inits == {"linear.weight": "normal(0, 0.02)", "linear.bias": "ones"}

@@ -253,6 +253,7 @@ def test_the_script_of_the_page(server: Server, path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("runs the script of the page, which needs Node")
+    path.with_name("blocks.yaml").write_text("seqblocks: 1\nblocks:\n  mine: {step: [silu]}\n")
     scripts = [str(ROOT / "seqblocks" / "serve" / name) for name in ("backend.js", "page.js")]
     command = [node, str(Path(__file__).with_name("page_in_node.mjs")), server.address, *scripts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -264,6 +265,9 @@ def test_the_script_of_the_page(server: Server, path: Path) -> None:
     assert (shown["text"], shown["repaired"], shown["rows"]) == (TEXT, TEXT, 3)
     assert (shown["sliders"], shown["picture"]) == (["dim"], True)
     assert "E301: there is no verb 'liner'" in shown["problem"]
+    assert shown["elsewhere"].startswith(f"{path.with_name('blocks.yaml')}:3:10 E201")
+    assert not shown["marked"]  # a line with that number
+    assert shown["strides"] == [1, 1, 6, 1733, 1, 1]
     assert path.read_text() == TEXT + "# mine\n"
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping as Table
 from typing import Any, NamedTuple
@@ -21,8 +22,16 @@ from seqblocks.suggestions import did_you_mean
 COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}  # as in "a model of 7B parameters"
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+ROUNDING = 1e-9  # relative deviation of a figure that is not whole, as `written` shows it
 _TEXT = re.compile(r"\s*(?P<sign><=|>=)?\s*(?P<rest>.*?)\s*", re.DOTALL)
 _WITH_UNIT = re.compile(r"(?P<value>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z%]+)")
+
+
+def written(figure: float) -> str:
+    """Return a figure for a message: with all its digits if it is whole, else with at least ten."""
+    if float(figure).is_integer():
+        return f"{int(figure):,}"
+    return f"{figure:,.10g}" if abs(figure) < 1e9 else f"{figure:,.1f}"
 
 
 class Limit(NamedTuple):
@@ -34,17 +43,19 @@ class Limit(NamedTuple):
     span: Span
 
     def allows(self, found: float) -> bool:
-        room = self.tolerance * abs(self.value)
+        # a figure that is not whole, such as one per token after a merge, cannot be written with all its digits
+        allowed = self.tolerance if float(found).is_integer() else max(self.tolerance, ROUNDING)
+        room = allowed * abs(self.value)
         if self.kind == "about":
             return abs(found - self.value) <= room
         return found <= self.value + room if self.kind == "at_most" else found >= self.value - room
 
     def __str__(self) -> str:
-        return f"{'' if self.kind == 'about' else self.kind.replace('_', ' ') + ' '}{self.value:,.10g}"
+        return f"{'' if self.kind == 'about' else self.kind.replace('_', ' ') + ' '}{written(self.value)}"
 
     def deviation(self, found: float) -> str:
         """Return by how much a figure misses it, for a message."""
-        off = f"{found - self.value:+,.10g}"
+        off = ("+" if found >= self.value else "") + written(found - self.value)
         if self.kind == "about" or not self.value:
             return off
         return f"{off}, {100 * (found - self.value) / abs(self.value):+.3g} %"
@@ -82,7 +93,7 @@ def _of_mapping(ctx: Context, node: Mapping, allowed: Any, units: Table[str, flo
     by_kind = {limit.kind: limit for limit in known}
     low, high = by_kind.get("at_least"), by_kind.get("at_most")
     if low and high and low.value > high.value:
-        message = f"at_least ({low.value:,.10g}) is larger than at_most ({high.value:,.10g})"
+        message = f"at_least ({written(low.value)}) is larger than at_most ({written(high.value)})"
         ctx.report(Fault("E209", message, hint="exchange the two"), low.span)
         return None
     return known if len(known) == len(found) and found and own is not UNKNOWN else None
@@ -123,8 +134,9 @@ def without_sign(node: Scalar, text: str) -> Scalar:
 
 def _with_unit(ctx: Context, node: Scalar, value: str, unit: str, units: Table[str, float]) -> Any:
     if unit in units:
-        found = float(value.replace("_", "")) * units[unit]
-        return int(found) if found == int(found) else found
+        found = float(value.replace("_", "")) * units[unit]  # 4.1 * 1e6 is not quite whole
+        whole = round(found) if math.isfinite(found) and math.isclose(found, round(found), rel_tol=1e-15) else found
+        return number(ctx, Scalar(node.span, node.size, node.depth, whole, node.text))
     at = node.value.rfind(unit) if isinstance(node.value, str) else 0
     message = f"there is no unit {quote(unit)} here"
     fault = Fault("E203", message, expected=f"one of {listing(units)}", hint=lambda: did_you_mean(unit, units))

@@ -116,7 +116,7 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
             found = figure.of(model) if found is None else found
             if found is None or not limit.allows(found):
                 hint = _largest_parts(model) if key == "params" else None
-                shown = _unknown(model) if found is None else f"{found:,.10g} ({limit.deviation(found)})"
+                shown = _unknown(model) if found is None else f"{budgets.written(found)} ({limit.deviation(found)})"
                 message = f"{key} {_VERBS[limit.kind]} `expect:`"
                 broken.fault(Fault(figure.code, message, expected=str(limit), found=shown, hint=hint), limit.span)
 
@@ -166,9 +166,9 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     elif found is None:
         shown, hint = "unknown: the input has no `sample_rate`", "input: {features: 1, sample_rate: 16000}"
     else:
-        shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
+        shown = f"{budgets.written(found)} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
     for limit in limits:
-        rounded = limit._replace(tolerance=max(limit.tolerance, 1e-9))  # of a division by the rate
+        rounded = limit._replace(tolerance=max(limit.tolerance, budgets.ROUNDING))  # of a division by the rate
         if found is None or not rounded.allows(found):
             message = f"latency_ms {_VERBS[limit.kind]} `expect:`"
             broken.fault(Fault("E706", message, expected=str(limit), found=shown, hint=hint), limit.span)

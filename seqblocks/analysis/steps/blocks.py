@@ -138,7 +138,7 @@ def _within(ctx: Context, value: Any, node: Node, declared: Argument, where: str
         return value
     if (low is None or value >= low) and (high is None or value <= high):
         return value
-    expected = f"at least {low:g}" if low is not None and value < low else f"at most {high:g}"
+    expected = f"at least {low:.10g}" if low is not None and value < low else f"at most {high:.10g}"
     message = f"{quote(declared.name)}{where} is out of bounds"
     notes = [declared_here(declared)]
     ctx.report(Fault("E209", message, expected=expected, found=f"{value:,.10g}", notes=notes), node.span)

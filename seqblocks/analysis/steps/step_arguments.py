@@ -45,9 +45,9 @@ def add_defaults(ctx: Context, block: Block) -> None:
     for name, declared in block.args.items():
         if declared.type == "steps" and name not in ctx.passed:
             ctx.run.unread[id(declared.default)] = False
-            steps = declared.default
-            assert isinstance(steps, Sequence)
-            ctx.passed[name] = Passed(declared, steps, place, _key(place, steps))
+            ctx.passed[name] = Passed(declared)
+            if isinstance(steps := declared.default, Sequence):  # otherwise it was reported
+                ctx.passed[name] = Passed(declared, steps, place, _key(place, steps))
 
 
 def _key(ctx: Context, steps: Sequence) -> int:
