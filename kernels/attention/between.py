@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.attention.interface import AttentionState, _check_scores, _last_tokens
+from seqblocks.kernels.attention.interface import AttentionState, _check_scores, _last_tokens, check_state
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.attention.torch import BLOCK, _masked
 from seqblocks.kernels.dispatch import always, register
@@ -52,6 +52,7 @@ def attention_between(
     T, past, before = k.shape[1], 0, None
     keys, values = k, v
     if state is not None:
+        check_state(state, k, v, window)
         past, before = state[0].shape[1], state[2]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     inputs = {"q": q, "k": keys, "v": values, "sinks": sinks}

@@ -300,14 +300,19 @@ def _check(
     if resets is not None and (resets.shape != q.shape[:2] or resets.dtype != torch.bool):
         raise ValueError(f"attention expects resets bool {list(q.shape[:2])}; got {resets.dtype} {list(resets.shape)}")
     if state is not None:
-        K = state[0].shape[1]
-        shapes = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
-        shapes += [(q.shape[0], first, *x.shape[2:]) for x in (k, v) if first]
-        found = [tuple(t.shape) for t in state]
-        if found != shapes:
-            raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
-        if window is not None and window - 1 > K:
-            raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
+        check_state(state, k, v, window, first)
+
+
+def check_state(state: State, k: Tensor, v: Tensor, window: int | None, first: int = 0) -> None:
+    """Raise ValueError unless a state has the shapes for new keys and values, and tokens for a window."""
+    B, K = k.shape[0], state[0].shape[1]
+    shapes = [(B, K, *k.shape[2:]), (B, K, *v.shape[2:]), (B,)]
+    shapes += [(B, first, *x.shape[2:]) for x in (k, v) if first]
+    found = [tuple(t.shape) for t in state]
+    if found != shapes:
+        raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
+    if window is not None and window - 1 > K:
+        raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
 
 
 def _check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> None:

@@ -76,6 +76,15 @@ def test_at_one_rate_it_is_attention() -> None:
         torch.testing.assert_close(attention_between(q, k, v, window=window), expected, **CLOSE)
 
 
+def test_a_state_that_does_not_fit() -> None:
+    """One with fewer keys than the window would give other results, as would the length of another batch."""
+    q, k, v = given(2, 4, 4, 3), given(2, 1, 2, 3), given(2, 1, 2, 5)
+    for keep, length, why in ((1, 2, "a state of 1 tokens is too short for a window of 4"), (3, 1, "state of shapes")):
+        state = given(2, keep, 2, 3), given(2, keep, 2, 5), torch.ones(length, dtype=torch.long)
+        with pytest.raises(ValueError, match=why):
+            attention_between(q, k, v, window=4, state=state)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_gradients(window: int | None) -> None:
     inputs = [given(1, 6, 2, 2).requires_grad_(), given(1, 2, 1, 2, seed=1).requires_grad_(), given(1, 2, 1, 3, seed=2)]
