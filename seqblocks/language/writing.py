@@ -14,7 +14,7 @@ from seqblocks.errors import UnavailableError
 def write_text(path: Path, text: str) -> None:
     """Write a file, replacing an earlier one only when it is complete. Raises UnavailableError if it cannot be.
 
-    What is no file, such as /dev/null or a pipe, is written to.
+    Anything but a regular file, such as /dev/null or a pipe, is written to directly.
     """
     target = Path(os.path.realpath(path))
     name = None
