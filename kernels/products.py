@@ -54,13 +54,20 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
     if not _suits_onednn(x, weight, bias):
         if _suits_mv(x, weight, bias):
             y = torch.mv(weight, x.reshape(-1))
-            return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+            return _shaped(y if bias is None else y + bias, x)
         return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     tokens = rows.shape[0]
     extra = _rounded(tokens) - tokens
     y = _by_function(F.pad(rows, (0, 0, 0, extra)) if extra else rows, weight, bias)
-    return (y[:tokens] if extra else y).view(*x.shape[:-1], -1)
+    return _shaped(y[:tokens] if extra else y, x)
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """Return y [N, O] as [..., O] for x [..., I], not as a view: like `linear`, whose result may be changed in place."""
+    if y.dim() == x.dim() and not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _rounded(tokens: int) -> int:
@@ -119,7 +126,7 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: Collection[
 
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _by_function(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias), x)
 
 
 def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tuple[int, str]]:
