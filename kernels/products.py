@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """Return y [N, O] as [..., O] for x [..., I], not as a view: like `linear`, whose result may be changed in place."""
+    """Return y [N, O] as [..., O] for x [..., I], but not as a view, like `linear`: it may be changed in place."""
     if y.dim() == x.dim() and not y._is_view():
         return y
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
