@@ -158,14 +158,14 @@ def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
-        return _by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+        return by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
         return _prepare_rows(weight, bias)(x)
     return _by_onednn(x, weight, bias)
 
 
-def _by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W' + b in float32 for x [N, I] in float32 and W in 16 bits, converting some of its rows at a time."""
+def by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W' + b in float32 for x [N, I] in float32 and W in 8 or 16 bits, converting some rows of W at a time."""
     rows, width = weight.shape
     elements = CACHED_ELEMENTS if x.shape[0] <= CACHED_MAX_TOKENS else CONVERTED_ELEMENTS
     count = max(1, elements // width)
