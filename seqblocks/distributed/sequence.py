@@ -17,6 +17,7 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime import arguments
 from seqblocks.runtime.agreement import check_inputs, check_weights
 from seqblocks.runtime.modules import drops_samples_now
+from seqblocks.runtime.shards import groups_of, local
 
 ORDERS = ("forward", "reverse")  # of scans
 BUCKET = 2**25  # gradient elements that are summed in one message
@@ -147,11 +148,13 @@ class SequenceParallel:
     def sum_gradients(self) -> None:
         """Add the gradients of all ranks, so that each has those of the whole sequence.
 
-        Do not use it for a model wrapped by DDP or FSDP over the same ranks: these already average gradients.
+        Do not use it for a model wrapped by DDP or FSDP over the same ranks: these already average gradients. For FSDP
+        it raises UsageError. Parameters may be sharded over other ranks.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters:
             return
+        self._check_shards(parameters)
         device = parameters[0].device
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
         self._all_reduce(used)
@@ -159,11 +162,21 @@ class SequenceParallel:
         for p in found:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for bucket in _buckets(found):
-            gradients = [p.grad for p in bucket if p.grad is not None]
+            gradients = [local(p.grad) for p in bucket if p.grad is not None]
             flat = torch.cat([g.flatten() for g in gradients])
             self._all_reduce(flat)
             for g, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 g.copy_(total.view_as(g))
+
+    def _check_shards(self, parameters: list[nn.Parameter]) -> None:
+        """Raise UsageError if parameters are sharded over these ranks, whose gradients FSDP has reduced."""
+        own = {*distributed.get_process_group_ranks(self._link.group)}
+        for group in groups_of(parameters, None):
+            if len(own.intersection(distributed.get_process_group_ranks(group))) > 1:
+                raise UsageError(
+                    "the gradients of these ranks are reduced already: leave out sum_gradients, "
+                    "and multiply the loss by parallel.size"
+                )
 
     def _all_reduce(self, x: Tensor) -> None:
         distributed.all_reduce(x, group=self._link.group)

@@ -427,6 +427,24 @@ def both_ways(rank: int, folder: Path) -> Any:
     return loss.item(), gradients, [name for name, p in expected.items() if not torch.equal(p, whole[name])]
 
 
+def parts_of_sequences(rank: int, folder: Path) -> Any:
+    """Shard parameters over data and split the sequence over other ranks, on a mesh of 1 x 2. Return the gradients, and
+    the error where both are the same ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    found: list[Any] = []
+    for axis in ("data", "sequence"):
+        model = shard(seqblocks.build_text(SPECS["stages"]), mesh[axis])
+        parallel = sequence_parallel(model, mesh["sequence"])
+        losses = cross_entropy(parallel(parallel.part(tokens())).mT, parallel.part(tokens()), reduction="none")
+        parallel.mean(losses).backward()
+        try:
+            parallel.sum_gradients()
+            found.append(_whole_gradients(model))
+        except seqblocks.UsageError as error:
+            found.append(str(error))
+    return found
+
+
 def pipelined(rank: int, folder: Path) -> Any:
     """Run two stages, each sharded on its own mesh, with two micro-batches. Return the losses and gradients."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))

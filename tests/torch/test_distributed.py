@@ -28,7 +28,8 @@ def _module(name: str) -> Any:
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
 RUN = [
     "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
-    "refused_weights", "split_model", "both_ways", "pipelined", "experts_without_tokens", "disagreements",
+    "refused_weights", "split_model", "both_ways", "pipelined", "parts_of_sequences", "experts_without_tokens",
+    "disagreements",
 ]  # fmt: skip
 
 
@@ -156,6 +157,15 @@ def test_split_models_can_be_sharded(results):
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, gradient in exact.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_gradients_of_shards_are_summed_over_the_parts_of_a_sequence(results):
+    gradients, error = _result(results, "parts_of_sequences")
+    _, exact = _one_process(on_ranks.SPECS["stages"], "float32", "float32")
+    assert gradients.keys() == exact.keys()
+    for name, gradient in exact.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+    assert error.startswith("the gradients of these ranks are reduced already: leave out sum_gradients")
 
 
 def test_stages_of_a_pipeline_compute_what_the_model_does(results):
