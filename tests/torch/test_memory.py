@@ -14,7 +14,7 @@ import torch
 
 import seqblocks
 from benchmarks.memory import Measured, Run, measure, small_models
-from seqblocks import graph
+from seqblocks import graph, tape
 from seqblocks.architect.memory import Estimate
 from seqblocks.architect.replay import Sizes
 from seqblocks.cost import tokens_of
@@ -22,6 +22,7 @@ from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from tests.compose import Composer
 from tests.sampled import sampled, slow
+from tests.torch.memory_images import random_image_model
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 from tests.torch.memory_specs import random_text
 
@@ -50,9 +51,18 @@ SLOW_OPS = {
 }
 
 
+MIN_MACS = tape.ONEDNN_MIN_MACS
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate for one thread and, where there is no AVX-512, for AVX2: oneDNN's blocks and products are others."""
     torch.set_num_threads(1)
+    if not HAS_AVX512:
+        monkeypatch.setattr(tape, "ONEDNN_BLOCK", 8)
+        monkeypatch.setattr(tape, "ONEDNN_PLAIN_FEATURES", {3})
+        monkeypatch.setattr(tape, "ONEDNN_MIN_MACS", math.inf)
 
 
 def both(
@@ -269,6 +279,22 @@ def test_random_specs(seed: int, count: int) -> None:
     assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
 
 
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 12)), pytest.param(2000, 300, marks=pytest.mark.long)])
+def test_random_image_models(seed: int, count: int) -> None:
+    """Feature maps keep the order of their axes in memory, and oneDNN copies those whose features are far apart."""
+    ratios: list[float] = []
+    for each in itertools.count(seed):
+        text, batch = random_image_model(each)
+        found, real = both(seqblocks.load_text(text)[1], batch, 1)
+        assert (found.weights_bytes, found.optimizer_bytes) == (real.weights, real.optimizer)
+        if real.peak >= SMALL:
+            ratios.append(found.peak_bytes / real.peak)
+            assert ratios[-1] == pytest.approx(1, abs=2 * PEAK), f"seed {each}"
+        if len(ratios) == count:
+            break
+    assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.95 * count
+
+
 @pytest.mark.parametrize(("dtype", "seeds"), [
     pytest.param("float32", range(3), id="float32", marks=pytest.mark.slow),
     pytest.param("bfloat16", range(3), id="bfloat16", marks=pytest.mark.long),
@@ -311,7 +337,6 @@ def test_a_choice_by_a_threshold_is_at_most_of_all_tokens() -> None:
 
 
 def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
-    from seqblocks import tape
     from seqblocks.kernels import numerics, products
     from seqblocks.kernels.attention import torch as attention
     from seqblocks.kernels.causal_conv import interface as causal_conv
@@ -349,7 +374,7 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert of_ssm.WORKING_SET == selective_scan.WORKING_SET
     assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
     assert of_slstm.PART_TOKENS == slstm.PART_TOKENS
-    assert tape.ONEDNN_MIN_MACS == products.ONEDNN_MIN_MACS
+    assert MIN_MACS == products.ONEDNN_MIN_MACS
 
 
 def test_state_of_streams() -> None:
