@@ -17,8 +17,12 @@ R = TypeVar("R")
 ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
 ONEDNN_MAX_TAPS = 14  # of a window: for wider ones, the weight's gradient is a product of matrices (AMD EPYC, Zen 4)
 ONEDNN_MAX_DEPTHWISE_TAPS = 3  # its kernel for the gradient of a depthwise weight reads at most this many in a row
-ONEDNN_MIN_BATCH = 16  # images: for fewer, torch computes windows of one token by a product on one thread
+ONEDNN_MIN_BATCH = 16  # images: for fewer, torch computes windows of one token on one thread by itself
+ONEDNN_MIN_NUMBERS = 20480  # of one image or sequence: smaller ones, too, unless windows have more than 3 x 3 tokens
 ONEDNN_PLAIN_FEATURES: Collection[int] = range(1, 16)  # of maps that it reads as they are, with AVX-512
+CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
+CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
+MIN_CONVERTED = 8  # tokens
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
@@ -136,8 +140,9 @@ class Layer:
 class Tape:
     """Operations in order, and the bytes in use."""
 
-    def __init__(self, item: int) -> None:
+    def __init__(self, item: int, converts: bool = False) -> None:
         self.item = item  # bytes of a number of the model
+        self.converts = converts  # whether products of 16 bits are computed in float32
         self.events: list[Event] = []
         self._nodes: list[weakref.ref[Node]] = []
         self.live = 0
@@ -317,7 +322,8 @@ class Tape:
         features = x.shape[1 if len(x.shape) == 4 else -1]
         before, in_group, each = x.numbers // (batch * features), features // groups, math.prod(taps) * weight.item
         resizes, is_depthwise = max(places, before) >= 2 * min(places, before), groups == features > 1
-        product = 4 * weight.bytes + in_group * places * each  # of matrices, for which windows are copied
+        windows = (out * before if places > before else in_group * places) * each  # copies, for a product of matrices
+        product = 4 * weight.bytes + windows
         is_plain = groups == 1 and features in ONEDNN_PLAIN_FEATURES
         blocks = groups * _blocked(out // groups) * (features if is_plain else _blocked(in_group)) * each
         if is_depthwise and dilation == 1 and max(taps) <= ONEDNN_MAX_DEPTHWISE_TAPS:
@@ -326,8 +332,13 @@ class Tape:
             blocks = product
         more = batch * places * out * x.item if places > before and places % before else 0  # a transposed one in parts
         copy = None if x.whole else self.new(x.shape, x.item)
-        if math.prod(taps) == 1 and not resizes and batch < ONEDNN_MIN_BATCH:  # a product of matrices
-            y, needs = self.new(shape, x.item), 0
+        is_pointwise = math.prod(taps) == 1 and not resizes
+        is_small = batch * groups == 1 and x.numbers <= ONEDNN_MIN_NUMBERS and min(taps[1:], default=1) <= 3
+        if is_small or (is_pointwise and batch < ONEDNN_MIN_BATCH):  # torch multiplies matrices
+            needs = 0 if is_pointwise else windows + is_last * weight.bytes
+            copies = self.new((needs,), 1)
+            y = self.new(shape, x.item)
+            del copies
         elif is_last:
             ordered = self.new(weight.shape, weight.item)
             y, needs = self.new(shape, x.item), 2 * weight.bytes + max(weight.bytes, blocks)
@@ -337,7 +348,7 @@ class Tape:
             is_mixed = 1 < groups < features and _blocked(in_group) > in_group
             of_x = before * batch * _blocked(features) * x.item if not is_plain else 0
             of_y = self.new((batch, places, _blocked(out)), x.item)
-            self.passing(in_group * places * each if is_mixed else of_x + weight.bytes + more)
+            self.passing(windows if is_mixed else of_x + weight.bytes + more)
             y = self.new(shape, x.item)
             self.passing(y.bytes if places > before and resizes else 0)
             is_product = is_mixed or max(taps) > (ONEDNN_MAX_DEPTHWISE_TAPS if is_depthwise else ONEDNN_MAX_TAPS)
@@ -505,6 +516,7 @@ class Tape:
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
+        self._convert(x.numbers, weight.numbers, x.numbers // x.features * weight.shape[0], x)
         y = self.new((*x.shape[:-1], weight.shape[0]), x.item)
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
@@ -517,13 +529,22 @@ class Tape:
             found = [None if size is None else self.new(*size) for size in sizes]
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
-            if grad.item == 2 and sizes[1] is not None:
+            if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
+                pass
+            elif grad.item == 2 and sizes[1] is not None:
                 self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
             return found if bias_given else found[:2]
 
-        bias_given, width = bias is not None, x.shape[-1]
+        bias_given, width, tokens = bias is not None, x.features, x.numbers // x.features
         self.function([x, weight, bias], [y], keeps, backward)
         return y
+
+    def _convert(self, left: int, right: int, made: int, x: Value) -> bool:
+        """Convert both operands of a product, and the result from float32, where x has 16 bits. Returns whether so."""
+        is_converted = self.converts and x.item == 2 and x.numbers >= MIN_CONVERTED * x.features
+        if is_converted:
+            self.passing(4 * (left + min(right, CONVERTED_ELEMENTS) + made))
+        return is_converted
 
     # --- backward pass --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ class Images:
         self.chance = random.Random(seed)
         self.width = self.chance.choice(WIDTHS)
         self.size = self.chance.choice([16, 24, 32, 48, 64])
-        self.batch = self.chance.randint(2, 8)
+        self.batch = self.chance.randint(1, 8)
         self.count = 0
 
     def text(self) -> str:
