@@ -70,18 +70,28 @@ def _bash(verbs: list[Completed], specs: list[str]) -> str:
         words = [name for option in verb.options for name in option.names]
         for option in verb.options:
             if option.takes:
-                values = f"-W {quote(' '.join(option.choices))}" if option.choices else "-f" if option.files else ""
+                words_of = f"_seqblocks_words {quote(' '.join(option.choices))}"
+                values = words_of if option.choices else "_seqblocks_files" if option.files else ":"
                 keys = "|".join(f"{verb.name}:{name}" for name in option.names)
-                lines.append(f"        {keys}) {_reply(values)}; return ;;")
+                lines.append(f"        {keys}) {values}; return ;;")
         lines.append(f"        {verb.name}:*) words={quote(' '.join(words))}; more={quote(' '.join(verb.words))};"
                      f" specs={quote(' '.join(specs) if verb.specs else '')} ;;")  # fmt: skip
     return f"""# bash completion of seqblocks: source it, or put it into
 # ~/.local/share/bash-completion/completions/seqblocks
+_seqblocks_words() {{
+    COMPREPLY+=($(compgen -W "$1" -- "$word"))
+}}
+_seqblocks_files() {{
+    local IFS=$'\\n'  # names of files may contain spaces
+    compopt -o filenames 2>/dev/null
+    COMPREPLY+=($(compgen -f -- "$word"))
+}}
 _seqblocks() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} verb=${{COMP_WORDS[1]}} words more specs
     COMPREPLY=()
+    compopt +o filenames 2>/dev/null  # otherwise `build` becomes `build/` beside a folder of that name
     if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W {quote(' '.join(verb.name for verb in verbs))} -- "$word"))
+        _seqblocks_words {quote(' '.join(verb.name for verb in verbs))}
         return
     fi
     case "$verb:$before" in
@@ -89,15 +99,11 @@ _seqblocks() {{
         *) return ;;
     esac
     case "$word" in
-        -*) COMPREPLY=($(compgen -W "$words" -- "$word")) ;;
-        *) COMPREPLY=($(compgen -W "$more $specs" -- "$word") $(compgen -f -- "$word")) ;;
+        -*) _seqblocks_words "$words" ;;
+        *) _seqblocks_words "$more $specs"; _seqblocks_files ;;
     esac
 }}
 complete -o filenames -F _seqblocks seqblocks"""
-
-
-def _reply(values: str) -> str:
-    return f'COMPREPLY=($(compgen {values} -- "$word"))' if values else ":"
 
 
 # --- zsh --------------------------------------------------------------------------------------------------------------

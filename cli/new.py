@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from seqblocks._version import __version__
@@ -58,15 +59,17 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.name if options.name.endswith((".yaml", ".yml")) else f"{options.name}.yaml")
     if path.exists() or path.is_symlink():
         raise UsageError(f"{visible(str(path))} exists; choose another name, or remove it first")
-    text = _like(options.like, path.stem) if options.like else TEMPLATE.format(name=visible(path.stem), file=path.name)
+    file = visible(shlex.quote(path.name))
+    text = _like(options.like, path.stem) if options.like else TEMPLATE.format(name=visible(path.stem), file=file)
     write_text(path, text)
     name = visible(str(path))
     if options.format == "json":
         output.dump({"version": __version__, "ok": True, "file": str(path), "like": options.like})
     elif not options.quiet:
-        first, last = f"{name} is written. Next:", f"  seqblocks draw {name} --html {path.stem}.html"
-        width = max(len(f"seqblocks {each}") for each, _ in NEXT) + len(name) - len("FILE")
-        lines = (f"  {f'seqblocks {each}'.replace('FILE', name):<{width}}   {what}" for each, what in NEXT)
+        given, page = (visible(shlex.quote(each)) for each in (str(path), f"{path.stem}.html"))
+        first, last = f"{name} is written. Next:", f"  seqblocks draw {given} --html {page}"
+        width = max(len(f"seqblocks {each}") for each, _ in NEXT) + len(given) - len("FILE")
+        lines = (f"  {f'seqblocks {each}'.replace('FILE', given):<{width}}   {what}" for each, what in NEXT)
         output.write("\n".join([first, *lines, last]))
     return 0
 

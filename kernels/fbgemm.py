@@ -26,8 +26,8 @@ WORD_BYTES, ROW_WORDS = 8, 256
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 # Without the instructions of VNNI, FBGEMM adds pairs of products of 8 bits in 16 bits, in which they may not fit.
 HAS_INT8 = HAS_FBGEMM and BY_INT8 is not None and bool(numerics.PROCESSOR.get("avx512_vnni"))
-# torch's own products in 16 bits were slower on an AMD EPYC (Zen 4). No other processor was measured.
-HAS_HALF = HAS_FBGEMM and numerics.ON_AMD and torch.backends.cpu.get_cpu_capability() == "AVX512"
+# torch's own products in 16 bits were slower on AMD EPYC processors (Zen 3 and 4). No others were measured.
+HAS_HALF = HAS_FBGEMM and numerics.ON_AMD
 
 Product = Callable[[Tensor], Tensor]
 
@@ -78,6 +78,12 @@ def _int8_copy(values: Tensor, scale: Tensor) -> Any:
     return torch.ops.quantized.linear_prepack(weight, None)
 
 
+def _exact_copies(values: Tensor) -> list[Any]:
+    """Return copies of 8-bit integers in float16, which holds them exactly, for products that float32 adds exactly."""
+    parts = values.detach().split(numerics.EXACT_TERMS, 1)
+    return [torch.ops.quantized.linear_prepack_fp16(part.float().contiguous(), None) for part in parts]
+
+
 def _half_copy(weight: Tensor) -> tuple[Any, float] | None:
     """Return a copy in float16, and by what its products are multiplied. None if the weight has NaN or infinity.
 
@@ -93,7 +99,7 @@ def _half_copy(weight: Tensor) -> tuple[Any, float] | None:
     return torch.ops.quantized.linear_prepack_fp16(scaled, None), 2.0**-exponent
 
 
-_int8, _half = Copies(_int8_copy), Copies(_half_copy)
+_int8, _exact, _half = Copies(_int8_copy), Copies(_exact_copies), Copies(_half_copy)
 
 
 def int8_product(values: Tensor, scale: Tensor) -> Product | None:
@@ -103,9 +109,22 @@ def int8_product(values: Tensor, scale: Tensor) -> Product | None:
     """
     copied = _int8.of(values, scale) if HAS_INT8 else None
     if copied is None:
-        return None
+        return _exact_product(values, scale) if HAS_FBGEMM and numerics.SLOW_INT8 else None
     # FBGEMM rounds by a given scale. With 1, integers stay as they are.
     return lambda x: BY_INT8(x, 1.0, ZERO, copied)
+
+
+def _exact_product(values: Tensor, scale: Tensor) -> Product | None:
+    copies = _exact.of(values)
+    if copies is None:
+        return None
+    multiply = torch.ops.quantized.linear_dynamic_fp16
+
+    def product(x: Tensor) -> Tensor:
+        parts = zip(x.split(numerics.EXACT_TERMS, 1), copies, strict=True)
+        return numerics.added_exactly([multiply(part, copied) for part, copied in parts]).mul_(scale)
+
+    return product
 
 
 def half_product(weight: Tensor, bias: Tensor | None) -> Product | None:

@@ -11,13 +11,16 @@ from torch.nn.functional import embedding
 
 from seqblocks.kernels import fbgemm
 from seqblocks.kernels.dispatch.custom_op import is_seen
-from seqblocks.kernels.products import linear
+from seqblocks.kernels.products import HAS_AVX512, linear
 from seqblocks.kernels.stored import StoredMatrix
 
 COPIES_MAX_BYTES = 1 << 32  # bytes of a model's parameters: a larger one might not fit into the memory twice
 MIN_ELEMENTS = 1 << 18  # elements: a smaller matrix is read as fast in float32, and its tokens need no conversion
 HALF_KINDS = (torch.bfloat16, torch.float16)
-FBGEMM_MAX_TOKENS = {torch.bfloat16: 8, torch.float16: 16}  # tokens: for more, torch's product is as fast
+# Up to so many tokens, torch's product is slower on AMD. It has instructions for 16 bits only with AVX-512.
+FBGEMM_MAX_TOKENS = (
+    {torch.bfloat16: 8, torch.float16: 16} if HAS_AVX512 else {torch.bfloat16: 64, torch.float16: 64}
+)
 
 
 class HalfMatrix(StoredMatrix):

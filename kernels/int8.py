@@ -2,7 +2,8 @@
 
 Integers are multiplied and added exactly, so that a token's result does not depend on the other tokens of the call,
 nor on which of torch's products computes it. There are two on a CPU: `torch._int_mm`, and for the few tokens of a
-stream on a processor with VNNI, FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md).
+stream FBGEMM's on a rearranged copy of the matrix (measured in docs/kernels/products.md). A processor without VNNI
+multiplies the integers in float32, in parts whose sums are exact: some converted rows at a time, or FBGEMM's copy.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from seqblocks.kernels import numerics
 from seqblocks.kernels.dispatch.compiled import forward_mode
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.fbgemm import int8_product
+from seqblocks.kernels.products import by_converted_rows
 from seqblocks.kernels.stored import StoredMatrix
 
 MAX_INT8 = 127
 CUDA_MIN_ROWS = 17  # rows that torch's product takes there
-FBGEMM_MAX_ROWS = 16 if numerics.ON_AMD else 8  # tokens: for more, `torch._int_mm` is faster
+FBGEMM_MAX_ROWS = 64 if numerics.SLOW_INT8 else 16 if numerics.ON_AMD else 8  # tokens: for more, others are faster
 
 
 class Int8Matrix(nn.Module, StoredMatrix):
@@ -88,7 +90,7 @@ class Int8Matrix(nn.Module, StoredMatrix):
             raise RunError("a quantized model computes no gradients: use torch.no_grad(), or train the original")
         tokens = x.reshape(-1, x.shape[-1]).float()
         scale = _scale(tokens)
-        y = _integers(_rounded(tokens, scale).to(torch.int8), self.values).mul_(self.scale.float()).mul_(scale)
+        y = _integers(_rounded(tokens, scale), self.values).mul_(self.scale.float()).mul_(scale)
         y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
@@ -124,12 +126,16 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor, values: Tensor) -> Tensor:
-    """Return x W' in float32 [N, O] for x [N, I] and values [O, I] of int8."""
+    """Return x W' [N, O] for integers x [N, I] in float32 and values [O, I] of int8."""
     count = x.shape[0]
     if not count:
         return torch.zeros(0, values.shape[0], device=x.device)
     if x.shape[1] == 1:  # torch 2.13 returns values there that it has not computed
-        return x.float() * values.t().float()
+        return x * values.t().float()
+    if numerics.SLOW_INT8 and x.is_cpu and not torch.compiler.is_compiling():
+        parts = zip(*(each.split(numerics.EXACT_TERMS, 1) for each in (x, values)), strict=True)
+        return numerics.added_exactly([by_converted_rows(*part) for part in parts])
+    x = x.to(torch.int8)
     if x.is_cuda:
         if x.shape[1] % 8 or values.shape[0] % 8:
             return x.float() @ values.t().float()

@@ -54,13 +54,20 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
     if not _suits_onednn(x, weight, bias):
         if _suits_mv(x, weight, bias):
             y = torch.mv(weight, x.reshape(-1))
-            return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+            return _shaped(y if bias is None else y + bias, x)
         return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     tokens = rows.shape[0]
     extra = _rounded(tokens) - tokens
     y = _by_function(F.pad(rows, (0, 0, 0, extra)) if extra else rows, weight, bias)
-    return (y[:tokens] if extra else y).view(*x.shape[:-1], -1)
+    return _shaped(y[:tokens] if extra else y, x)
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """Return y [N, O] as [..., O] for x [..., I], but not as a view, like `linear`: it may be changed in place."""
+    if y.dim() == x.dim() and not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _rounded(tokens: int) -> int:
@@ -119,7 +126,7 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: Collection[
 
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _by_function(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias), x)
 
 
 def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tuple[int, str]]:
@@ -151,14 +158,14 @@ def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype is not torch.float32:
-        return _by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+        return by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
         return _prepare_rows(weight, bias)(x)
     return _by_onednn(x, weight, bias)
 
 
-def _by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W' + b in float32 for x [N, I] in float32 and W in 16 bits, converting some of its rows at a time."""
+def by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W' + b in float32 for x [N, I] in float32 and W in 8 or 16 bits, converting some rows of W at a time."""
     rows, width = weight.shape
     elements = CACHED_ELEMENTS if x.shape[0] <= CACHED_MAX_TOKENS else CONVERTED_ELEMENTS
     count = max(1, elements // width)

@@ -88,7 +88,9 @@ class SequenceParallel:
         arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
         self._check(x)
         arguments.check_marks(x, resets, cu_seqlens, ["batch", "seq"])
-        shard = self._agree(x, 2 * (cu_seqlens is not None) + (resets is not None))
+        leaves = (x, *inputs.values(), *self.model.parameters())  # a frozen model may follow a trained encoder
+        tracked = torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+        shard = self._agree(x, tracked, 2 * (cu_seqlens is not None) + (resets is not None))
         if inputs or cu_seqlens is not None:
             check_inputs(self._link.group, {**inputs, "cu_seqlens": cu_seqlens})
         if cu_seqlens is not None:
@@ -183,12 +185,11 @@ class SequenceParallel:
         self._all_reduce(total)
         return int(total)
 
-    def _agree(self, x: Tensor, marked: int) -> SequenceShard:
+    def _agree(self, x: Tensor, tracked: bool, marked: int) -> SequenceShard:
         """Receive the number of tokens before this part from the earlier rank. Raises RunError if the calls differ."""
         link = self._link
         earlier = self.rank - 1 if self.rank else None
         later = self.rank + 1 if self.rank + 1 < self.size else None
-        tracked = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         before, found = 0, (x.shape[0], int(tracked), marked)
         if earlier is not None:
             (head,) = link.receive([Kind((4,), torch.int64)], earlier, x.device)

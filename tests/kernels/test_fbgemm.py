@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks.kernels import fbgemm, half, int8
+from seqblocks.kernels import fbgemm, half, int8, numerics
 from seqblocks.kernels.half import HalfMatrix
 from seqblocks.kernels.int8 import Int8Matrix
 
@@ -166,6 +166,29 @@ def test_streams_in_8_bits_use_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fbgemm._int8.of(matrix.values, matrix.scale) is not copied
     monkeypatch.setattr(int8, "_integers", None)
     matrix.prepare()(x)  # by FBGEMM
+    monkeypatch.setattr(numerics, "SLOW_INT8", False)
     monkeypatch.setattr(fbgemm, "HAS_INT8", False)
     with pytest.raises(TypeError):
         matrix.prepare()(x)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("width", [1, 1040, 1041, 2500])
+@torch.no_grad()
+def test_8_bits_without_vnni_are_exact(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of more than 2^24 too: in a stream, in a pass, and by torch's product of integers they are the same."""
+    monkeypatch.setattr(numerics, "SLOW_INT8", True)
+    monkeypatch.setattr(fbgemm, "HAS_INT8", False)
+    monkeypatch.setattr(int8, "FBGEMM_MAX_ROWS", 64)
+    generator = torch.Generator().manual_seed(width)
+    weight, x = torch.randn(70, width, generator=generator), torch.randn(tokens, width, generator=generator)
+    weight[0], x[0] = 1.0, 1.0
+    matrix = Int8Matrix.of(weight)
+    numbers = int8._rounded(x, int8._scale(x))
+    exact = (numbers.long() @ matrix.values.long().t()).float()
+    assert exact[0, 0] == float(127 * 127 * width)
+    assert torch.equal(int8._integers(numbers, matrix.values), exact)
+    assert torch.equal(matrix.prepare()(x), matrix.product(x))
+    monkeypatch.setattr(numerics, "SLOW_INT8", False)
+    assert torch.equal(int8._integers(numbers, matrix.values), exact)

@@ -83,6 +83,20 @@ def test_a_row_is_read_the_same_among_others(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(products._prepare_rows(weight[:256], None)(x), whole[:, :256])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_no_view(dtype: torch.dtype, onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 warns of a model whose result is one. 17 tokens are padded."""
+    monkeypatch.setattr(numerics, "SLOW_KINDS", {torch.bfloat16})
+    for shape in ((2, 3, 40), (17, 40), (1, 17, 40), (2, 8, 40)):
+        x, weight = drawn(shape, (300, 40), dtype=dtype)
+        y = products.linear(x, weight.requires_grad_())
+        assert not y._is_view()
+        (found,) = torch.autograd.grad(y.add_(1).square().sum(), weight)
+        (expected,) = torch.autograd.grad((linear(x, weight) + 1).square().sum(), weight)
+        torch.testing.assert_close(found, expected)
+    assert onednn
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(0, 0), (1, 1), (15, 15), (16, 16), (17, 18), (500, 512), (512, 512), (1025, 1152)]
 )

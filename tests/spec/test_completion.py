@@ -50,6 +50,25 @@ def test_bash(line: str, expected: set[str], scripts: Path) -> None:
     assert {*done.stdout.split()} == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("seqblocks bui", ["+o", "build"]),  # as a file it would become `build/`, like the folder
+        ("seqblocks check --format js", ["+o", "json"]),
+        ("seqblocks check tw", ["-o", "two words.yaml"]),
+        ("seqblocks draw spec.yaml --html tw", ["-o", "two words.yaml"]),
+    ],
+)
+def test_bash_completes_files_as_files(words: str, expected: list[str], scripts: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    (scripts / "two words.yaml").write_text("")
+    given = "compopt() { kind=$1; }; source ./bash; COMP_WORDS=(%s); COMP_CWORD=%d; _seqblocks; "
+    program = given % (words, len(words.split(" ")) - 1) + 'printf "%s\\n" "$kind" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", program], cwd=scripts, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == expected
+
+
 @pytest.mark.parametrize(("line", "expected"), CASES)
 def test_fish(line: str, expected: set[str], scripts: Path) -> None:
     if shutil.which("fish") is None:

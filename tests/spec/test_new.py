@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,13 @@ def test_a_new_spec_is_valid(run_main: Run, tmp_path: Path) -> None:
     text = (tmp_path / "first.yaml").read_text()
     (tmp_path / "first.yaml").write_text(text.replace("# expect:", "expect:").replace("#   params", "  params"))
     assert run_main("check", "first.yaml", cwd=tmp_path).returncode == 0
+
+
+def test_commands_name_the_file_as_a_shell_reads_it(run_main: Run, tmp_path: Path) -> None:
+    shown = run_main("new", "my first", cwd=tmp_path).stdout.splitlines()
+    assert all(shlex.split(line)[2].startswith("my first.yaml") for line in shown[1:])
+    run_main("new", "two\nlines", cwd=tmp_path)
+    assert run_main("check", "two\nlines.yaml", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize("name", MODELS[::4])

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqblocks
 from seqblocks.distributed import clip_gradients, pipeline_stage, sequence_parallel, shard, tensor_parallel
 from seqblocks.model.sequence_model import SequenceModel
+from seqblocks.testing import random_context, random_input
 from tests.compose import compose
 from tests.processes import once
 from tests.torch import judge, test_context_models, test_law
@@ -190,6 +191,26 @@ def frozen(group: Any) -> Errors:
     return {"output": relative(parallel(parallel.part(tokens)), parallel.part(model(tokens)))}
 
 
+def inputs_of_a_frozen_model(group: Any) -> Errors:
+    """Gradients of the inputs include those through later ranks: a trained encoder may be before the model."""
+    tokens = torch.arange(20).unsqueeze(0) % 11
+    errors: Errors = {}
+    for name in ("captioner", "turned"):
+        model = larger(built(name)).requires_grad_(False)
+        inputs = {key: x.detach() for key, x in random_context(model, 1, 0, 20).items()}
+        x = tokens if inputs else random_input(model, 1, 20, 0).detach()
+        leaves = [leaf.requires_grad_() for leaf in (*inputs.values(), x) if leaf.is_floating_point()]
+        expected = torch.autograd.grad(model(x, **inputs).square().mean(), leaves)
+        for summaries in (False, True):
+            parallel = sequence_parallel(model, group, summaries=summaries)
+            parallel.mean(parallel(parallel.part(x), **inputs).square()).backward()
+            for leaf, gradient in zip(leaves, expected, strict=True):
+                distributed.all_reduce(leaf.grad, group=group)  # the sum of all ranks, as for parameters
+                errors[f"{name} {summaries}"] = relative(leaf.grad, gradient)
+                leaf.grad = None
+    return errors
+
+
 def distributed_data_parallel(group: Any) -> Errors:
     """DDP over the same ranks divides the sum of gradients by their number."""
     model = larger(built("hybrid_small"))
@@ -289,8 +310,8 @@ def positions_after_a_grid(group: Any) -> Errors:
 
 
 CASES = (
-    an_empty_part, micro_batches, checkpointed_layers, evaluation, frozen, distributed_data_parallel, sharded,
-    weighted, keys_of_another_rate, positions_after_a_grid,
+    an_empty_part, micro_batches, checkpointed_layers, evaluation, frozen, inputs_of_a_frozen_model,
+    distributed_data_parallel, sharded, weighted, keys_of_another_rate, positions_after_a_grid,
 )  # fmt: skip
 
 

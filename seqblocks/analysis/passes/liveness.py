@@ -194,7 +194,7 @@ class _Liveness:
                 idle.steps.extend(next(([each] for each in owners), []))
                 continue
             inside = self.body(body, {*later, *read})
-            read |= inside.used - {body.input}
+            read.update(inside.used.intersection(body.captures))
             _add(idle, inside)
             is_read = body.input in inside.used
         return read | set(node.inputs["x"]) if is_read else read
