@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
 ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
 ONEDNN_MAX_TAPS = 14  # of a window: for wider ones, the weight's gradient is a product of matrices (AMD EPYC, Zen 4)
+ONEDNN_MAX_DEPTHWISE_TAPS = 3  # its kernel for the gradient of a depthwise weight reads at most this many in a row
+ONEDNN_MIN_BATCH = 16  # images: for fewer, torch computes windows of one token on one thread by itself
+ONEDNN_MIN_NUMBERS = 20480  # of one image or sequence: smaller ones, too, unless windows have more than 3 x 3 tokens
+ONEDNN_PLAIN_FEATURES: Collection[int] = range(1, 16)  # of maps that it reads as they are, with AVX-512
+CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
+CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
+MIN_CONVERTED = 8  # tokens
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
 
 
@@ -40,18 +47,20 @@ class Memory:
 class Value:
     """A tensor without values: a shape, the bytes of an element, and the memory it lies in, perhaps with others.
 
-    dense: whether its numbers are contiguous. rows: whether it is a matrix of all its rows without a copy, as a part of
-    the features of a dense one is. tracked: whether a gradient of it is needed.
+    dense: whether its numbers are contiguous. turned: whether they are in another order of the axes: tokens [B, S, D]
+    lie as [B, D, S], images [B, D, rows, columns] as [B, rows, columns, D]. A value that is neither has gaps. rows:
+    whether it is a matrix of all its rows without a copy, as a part of the features of a dense one is. tracked: whether
+    a gradient of it is needed.
     """
 
-    __slots__ = ("dense", "item", "memory", "rows", "shape", "source", "tracked")
+    __slots__ = ("dense", "item", "memory", "rows", "shape", "source", "tracked", "turned")
 
     def __init__(
         self, memory: Memory, shape: Shape, item: int, *, dense: bool = True, tracked: bool = False,
         source: tuple[Node | None, int] = (None, 0),
     ) -> None:
         self.memory, self.shape, self.item, self.dense, self.rows = memory, shape, item, dense, dense
-        self.tracked, self.source = tracked, source
+        self.tracked, self.source, self.turned = tracked, source, False
         memory.uses += 1
 
     def __del__(self) -> None:
@@ -76,7 +85,23 @@ class Value:
         """Return a view that autograd does not know of."""
         y = Value(self.memory, self.shape if shape is None else shape, self.item, dense=dense and self.dense)
         y.rows = (dense if rows is None else rows) and self.rows
+        y.turned = dense and self.turned and y.shape[:2] == self.shape[:2]
         return y
+
+    def turn(self, turned: bool = True) -> Value:
+        """Let the axes of the numbers be in another order. Returns the value."""
+        self.turned, self.dense, self.rows = turned, not turned, not turned
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether the numbers have no gaps."""
+        return self.dense or self.turned
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether torch computes on feature maps of this value in the order rows, columns, features."""
+        return self.turned if len(self.shape) == 4 else not self.turned
 
 
 Keep = Value | int
@@ -115,8 +140,9 @@ class Layer:
 class Tape:
     """Operations in order, and the bytes in use."""
 
-    def __init__(self, item: int) -> None:
+    def __init__(self, item: int, converts: bool = False) -> None:
         self.item = item  # bytes of a number of the model
+        self.converts = converts  # whether products of 16 bits are computed in float32
         self.events: list[Event] = []
         self._nodes: list[weakref.ref[Node]] = []
         self.live = 0
@@ -142,6 +168,11 @@ class Tape:
         item = self.item if item is None else item
         return Value(Memory(self, math.prod(shape) * item, kind), shape, item)
 
+    def like(self, x: Value, item: int | None = None) -> Value:
+        """Allocate a result of an operation on the elements of x, which torch lays out as x, without gaps."""
+        y = self.new(x.shape, item or x.item)
+        return y.turn() if x.turned else y
+
     def parameter(self, shape: Shape, item: int, trained: bool = True) -> Value:
         """Return a parameter. trained: whether it gets a gradient."""
         value = self.new(shape, item, "weights")
@@ -163,12 +194,14 @@ class Tape:
 
     def function(
         self, inputs: Sequence[Value | None], outputs: Sequence[Value], keeps: Iterable[Keep] = (),
-        backward: float | Backward = 0,
+        backward: float | Backward = 0, turned: float | None = None,
     ) -> Sequence[Value]:
         """Record an operation with these outputs, new or views of its inputs.
 
         keeps: values, or bytes of other memory, that are kept for the backward pass. backward: bytes that it needs
         besides the gradients of the inputs, or a function from the gradients of the outputs to those of the inputs.
+        turned: bytes that it needs besides if the gradient of the output is not laid out as the output; the gradients
+        of the inputs then are as the output. By default, one of its shape is laid out as it is.
         """
         given = [value for value in inputs if value is not None]
         if not any(value.tracked for value in given):
@@ -176,27 +209,36 @@ class Tape:
         kept = [value.again() if isinstance(value, Value) else self.new((value,), 1) for value in keeps]
         for value in kept:
             self.note(value.memory, 0)
-        node = Node(given, len(outputs), kept, self._gradients(given, backward), self.step)
+        node = Node(given, len(outputs), kept, self._gradients(given, outputs[0], backward, turned), self.step)
         self._nodes.append(weakref.ref(node))
         for at, value in enumerate(outputs):
             value.tracked, value.source = True, (node, at)
         return outputs
 
-    def _gradients(self, inputs: list[Value], backward: float | Backward) -> Backward:
+    def _gradients(
+        self, inputs: list[Value], y: Value, backward: float | Backward, turned: float | None
+    ) -> Backward:
         if callable(backward):
             return backward
         sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
+        are_turned, is_turned, is_last = [value.turned for value in inputs], y.turned, y.is_channels_last
 
         def run(grads: list[Value | None]) -> list[Value | None]:
-            found = [None if size is None else self.new(*size) for size in sizes]
-            self.passing(backward)
+            grad, found = grads[0], [None if size is None else self.new(*size) for size in sizes]
+            for value, was_turned in zip(found, are_turned, strict=True):
+                if value and turned is not None:
+                    value.turn(is_last == (len(value.shape) == 4))
+                elif value:
+                    value.turn(grad.turned if grad and grad.shape == value.shape else was_turned)
+            differs = grad is not None and (not grad.whole or grad.turned != is_turned)
+            self.passing(backward + (turned if turned and differs else 0))
             return found
 
         return run
 
     def unary(self, x: Value, keeps: Iterable[str] = ("input",), *, backward: float = 0) -> Value:
         """Return f(x), element by element. keeps: `input` and `output`."""
-        y = self.new(x.shape, x.item)
+        y = self.like(x)
         self.function([x], [y], [x if name == "input" else y for name in keeps], backward)
         return y
 
@@ -210,7 +252,9 @@ class Tape:
         shape, item = broadcast(*(value.shape for value in inputs)), max(value.item for value in inputs)
         wider = [self.new(value.shape, item) for value in inputs if value.item < item]  # torch converts these
         y = self.new(shape, item)
-        del wider
+        first = next((value for value in inputs if value.shape == shape and value.whole), None)
+        y = y.turn() if first and first.turned else y
+        del wider, first
         sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
 
         def run(grads: list[Value | None]) -> list[Value | None]:
@@ -218,7 +262,7 @@ class Tape:
             assert grad
             for at, size in enumerate(sizes):
                 alike = at in same and size is not None and size[1] == grad.item
-                whole.append(None if size is None else grad.again() if alike else self.new(shape, size[1]))
+                whole.append(None if size is None else grad.again() if alike else self.like(grad, size[1]))
             self.passing(backward)
             del grad
             for at, size in enumerate(sizes):
@@ -244,7 +288,7 @@ class Tape:
         return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), b], backward=temporaries)
 
     def square(self, x: Value) -> Value:
-        y = self.new(x.shape, x.item)
+        y = self.like(x)
         self.function([x], [y], [x], 2 * x.bytes)
         return y
 
@@ -254,7 +298,7 @@ class Tape:
 
     def logsigmoid(self, x: Value) -> Value:
         """Return the logarithm of the sigmoid, which keeps its input and a buffer."""
-        y = self.new(x.shape, x.item)
+        y = self.like(x)
         self.function([x], [y], [x, x.bytes])
         return y
 
@@ -269,28 +313,63 @@ class Tape:
     def convolution(
         self, x: Value, weight: Value, bias: Value | None, shape: Shape, groups: int = 1, dilation: int = 1
     ) -> Value:
-        """Return a convolution of x with weight [O, I, taps], in groups, with this shape."""
-        y = self.new(shape, x.item)
-        out, features, *taps = weight.shape
-        # oneDNN computes gradients of weights in blocks of 16 x 16 features of each group, on processors with AVX-512;
-        # its kernel for groups of one feature has at most 3 taps along an axis
-        blocks = groups * _blocked(out // groups) * _blocked(features) * math.prod(taps) * weight.item
-        if groups == out and features == 1 and dilation == 1 and max(taps) <= 3:
-            blocks = 0
-        self.passing(2 * weight.bytes)  # copies in the layout of the kernel
-        self.function([x, weight, bias], [y], [x, weight], max(3 * weight.bytes, 2 * weight.bytes + blocks))
+        """Return the tokens [B, S, O] of a convolution of tokens or images x with weight [O, I, taps], in groups.
+
+        oneDNN reads maps whose features are next to each other as they are. It copies others into blocks of features,
+        but for the few features of an image, and its result out of them.
+        """
+        (batch, places, out), taps, is_last = shape, weight.shape[2:], x.is_channels_last
+        features = x.shape[1 if len(x.shape) == 4 else -1]
+        before, in_group, each = x.numbers // (batch * features), features // groups, math.prod(taps) * weight.item
+        resizes, is_depthwise = max(places, before) >= 2 * min(places, before), groups == features > 1
+        windows = (out * before if places > before else in_group * places) * each  # copies, for a product of matrices
+        product = 4 * weight.bytes + windows
+        is_plain = groups == 1 and features in ONEDNN_PLAIN_FEATURES
+        blocks = groups * _blocked(out // groups) * (features if is_plain else _blocked(in_group)) * each
+        if is_depthwise and dilation == 1 and max(taps) <= ONEDNN_MAX_DEPTHWISE_TAPS:
+            blocks = weight.bytes
+        elif is_depthwise and places < math.prod(taps):
+            blocks = product
+        more = batch * places * out * x.item if places > before and places % before else 0  # a transposed one in parts
+        copy = None if x.whole else self.new(x.shape, x.item)
+        is_pointwise = math.prod(taps) == 1 and not resizes
+        is_small = batch * groups == 1 and x.numbers <= ONEDNN_MIN_NUMBERS and min(taps[1:], default=1) <= 3
+        if is_small or (is_pointwise and batch < ONEDNN_MIN_BATCH):  # torch multiplies matrices
+            needs = 0 if is_pointwise else windows + is_last * weight.bytes
+            copies = self.new((needs,), 1)
+            y = self.new(shape, x.item)
+            del copies
+        elif is_last:
+            ordered = self.new(weight.shape, weight.item)
+            y, needs = self.new(shape, x.item), 2 * weight.bytes + max(weight.bytes, blocks)
+            self.passing(weight.bytes + more)
+            del ordered
+        else:
+            is_mixed = 1 < groups < features and _blocked(in_group) > in_group
+            of_x = before * batch * _blocked(features) * x.item if not is_plain else 0
+            of_y = self.new((batch, places, _blocked(out)), x.item)
+            self.passing(windows if is_mixed else of_x + weight.bytes + more)
+            y = self.new(shape, x.item)
+            self.passing(y.bytes if places > before and resizes else 0)
+            is_product = is_mixed or max(taps) > (ONEDNN_MAX_DEPTHWISE_TAPS if is_depthwise else ONEDNN_MAX_TAPS)
+            of_weight = product if is_product else of_y.bytes + of_x + blocks
+            of_gradient = max(of_y.bytes + weight.bytes, 2 * x.bytes if resizes else of_x) if x.tracked else 0
+            needs = max(of_weight, of_gradient)
+            del of_y
+        y.turn(not is_last)
+        self.function([x, weight, bias], [y], [x, weight], needs + (copy.bytes if copy else 0), turned=y.bytes)
         return y
 
     def dropout(self, x: Value) -> Value:
         """Return the product of x and a mask, which on a CPU has the dtype of x."""
-        return self.multiply(x, self.new(x.shape, x.item))
+        return self.multiply(x, self.like(x))
 
     def layer_norm(self, x: Value, gain: Value | None = None, bias: Value | None = None) -> Value:
         """Normalise the last axis by torch's layer_norm, which keeps its input, the means and the deviations."""
         self.passing(0 if x.dense else x.bytes)
         y = self.new(x.shape, x.item)
         rows = [self.new((*x.shape[:-1], 1), max(x.item, 4)) for _ in range(2)]
-        self.function([x, gain, bias], [y], [x, *rows], 0 if x.dense else x.bytes)
+        self.function([x, gain, bias], [y], [x, *rows], 0 if x.dense else x.bytes, turned=x.bytes)
         return y
 
     def matmul(self, a: Value, b: Value, shape: Shape) -> Value:
@@ -328,6 +407,19 @@ class Tape:
         self.function([x], [y], (), lambda grads: [grads[0] and grads[0].again(old)])
         return y
 
+    def turn(self, x: Value, shape: Shape) -> Value:
+        """Return the tokens of an image as feature maps, or feature maps as tokens, without a copy."""
+        y, old = x.again(shape, dense=False), x.shape
+        y = y.turn(x.dense) if x.whole else y
+
+        def backward(grads: list[Value | None]) -> list[Value | None]:
+            (grad,) = grads
+            found = grad and grad.again(old, dense=False)
+            return [found.turn(grad.dense) if found and grad and grad.whole else found]
+
+        self.function([x], [y], (), backward)
+        return y
+
     def copy(self, x: Value, item: int | None = None) -> Value:
         """Return a contiguous copy, perhaps in another dtype."""
         y = self.new(x.shape, item or x.item)
@@ -344,7 +436,12 @@ class Tape:
         return x if x.rows else self.copy(x)
 
     def cast(self, x: Value, item: int) -> Value:
-        return x if x.item == item else self.copy(x, item)
+        """Return x in another dtype."""
+        if x.item == item:
+            return x
+        y, size = self.like(x, item), (x.shape, x.item)
+        self.function([x], [y], (), lambda grads: [self.like(grads[0], size[1]) if grads[0] else self.new(*size)])
+        return y
 
     def split(self, x: Value, sizes: Sequence[int], axis: int = -1) -> list[Value]:
         """Return parts of x as views."""
@@ -400,7 +497,14 @@ class Tape:
         """Return means of x, of 16 bits from a copy in float32; their gradient is divided, and so as large as x."""
         y = self.new(shape, x.item)
         self.passing(4 * (x.numbers + y.numbers) if x.item < 4 else 0)
-        self.function([x], [y])
+        size = x.shape, x.item
+        self.function([x], [y], (), lambda grads: [self.new(*size)])
+        return y
+
+    def extreme(self, x: Value, shape: Shape) -> Value:
+        """Return maxima or minima of x. Their gradient needs a mask, its count in 64 bits, and then a product."""
+        y = self.new(shape, x.item)
+        self.function([x], [y], [x, y], x.numbers * (1 + max(8 - x.item, x.item)))
         return y
 
     def split_product(self, x: Value, weight: Value, bias: Value | None, sizes: Sequence[int]) -> list[Value]:
@@ -412,6 +516,7 @@ class Tape:
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
+        self._convert(x.numbers, weight.numbers, x.numbers // x.features * weight.shape[0], x)
         y = self.new((*x.shape[:-1], weight.shape[0]), x.item)
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
@@ -424,13 +529,22 @@ class Tape:
             found = [None if size is None else self.new(*size) for size in sizes]
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
-            if grad.item == 2 and sizes[1] is not None:
+            if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
+                pass
+            elif grad.item == 2 and sizes[1] is not None:
                 self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
             return found if bias_given else found[:2]
 
-        bias_given, width = bias is not None, x.shape[-1]
+        bias_given, width, tokens = bias is not None, x.features, x.numbers // x.features
         self.function([x, weight, bias], [y], keeps, backward)
         return y
+
+    def _convert(self, left: int, right: int, made: int, x: Value) -> bool:
+        """Convert both operands of a product, and the result from float32, where x has 16 bits. Returns whether so."""
+        is_converted = self.converts and x.item == 2 and x.numbers >= MIN_CONVERTED * x.features
+        if is_converted:
+            self.passing(4 * (left + min(right, CONVERTED_ELEMENTS) + made))
+        return is_converted
 
     # --- backward pass --------------------------------------------------------------------------------------------
 
@@ -482,8 +596,8 @@ class Tape:
         before = node.grads[at]
         if before is None:
             node.grads[at] = grad
-        elif before.memory.uses > 1 or not before.dense:
-            node.grads[at] = self.new(grad.shape, max(grad.item, before.item))
+        elif before.memory.uses > 1 or not before.whole:
+            node.grads[at] = self.like(before if before.whole else grad, max(grad.item, before.item))
 
     def layer(self, run: Callable[[], R], reads: Iterable[Value] = ()) -> R:
         """Run a layer whose operations keep nothing, and are run again in the backward pass. Returns what it makes.

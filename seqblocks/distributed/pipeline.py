@@ -20,6 +20,7 @@ from seqblocks.runtime.grids import grid_sources, has_grid
 from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.modules import Place, take_buffers, take_modes
 from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.shards import is_sharded
 from seqblocks.runtime.shared_parameters import connect, tie
 
 
@@ -79,12 +80,14 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
     """Return a stage of a model, which uses the model's own parameters and buffers. It stays on "meta" if the model is.
 
     The model is cut between its steps and between the layers of its repeats, so that the stages have about as many
-    multiply-accumulates each. Raises UsageError if it cannot be cut into that many stages, or if steps of two
-    stages share parameters, since each stage would train its own copy.
+    multiply-accumulates each. Raises UsageError if it cannot be cut into that many stages, if it is divided over
+    ranks already, or if steps of two stages share parameters, since each stage would train its own copy.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"pipeline_stage needs a model from seqblocks.build, not {type(model).__name__}")
     check_not_quantized(model, "pipeline_stage")
+    if model.tensor_shards or any(is_sharded(p) for p in model.parameters()):
+        raise UsageError("the model is split or sharded already: cut it into stages first, then shard a stage")
     if type(index) is not int or type(stages) is not int:
         raise UsageError(f"index and stages must be whole numbers, not {index!r} and {stages!r}")
     if not 0 <= index < stages:

@@ -59,9 +59,9 @@ class BatchNorm(Op):
         return self.cannot_stream(x)
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        y = tape.new(x.shape, x.item)
+        y = tape.like(x)
         statistics = 2 * x.features * max(x.item, 4)
-        tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes)  # the gradient is copied
+        tape.function([x, p.get("weight"), p.get("bias")], [y], [x, statistics], x.bytes, turned=-x.bytes)
         return y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:

@@ -120,7 +120,6 @@ class Conv2d(_Conv2d):
         weight = p["weight"]
         groups = (x.shape[1] if len(x.shape) == 4 else x.features) // weight.shape[1]
         y = tape.convolution(x, weight, p.get("bias"), tape.out, groups, self.dilation)
-        y = tape.view(y, tape.out, dense=False)
         return tape.unary(y) if self.activation == "silu" else y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
@@ -179,8 +178,7 @@ class ConvTranspose2d(_Conv2d):
         return x.features * (self.features // self.groups) * self.kernel**2 // self.stride**2
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        y = tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups)
-        return tape.view(y, tape.out, dense=False)
+        return tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import conv_transpose2d

@@ -67,8 +67,11 @@ def on_grid(x: Wire, grid: Grid, features: int) -> Wire:
 
 
 def as_maps(x: Tensor, call: Call) -> Tensor:
-    """View tokens [B, S, D] as feature maps [B, D, rows, columns], channels-last in memory; images are returned."""
-    return x if x.dim() == 4 else x.mT.unflatten(2, call.grid_of(x))
+    """View tokens [B, S, D] as feature maps [B, D, rows, columns], channels-last in memory; images are returned.
+
+    Of one image, torch recognises this order only if the axes are split before they are moved.
+    """
+    return x if x.dim() == 4 else x.unflatten(1, call.grid_of(x)).permute(0, 3, 1, 2)
 
 
 def as_tokens(y: Tensor, call: Call) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, Port, argument, primitive
 from seqblocks.parameters import Init, Parameter
-from seqblocks.tape import ONEDNN_MAX_TAPS, Tape, Value
+from seqblocks.tape import Tape, Value
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
@@ -69,14 +69,7 @@ class PatchEmbed(Op):
         return True
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        (batch, tokens, features), weight = tape.out, p["weight"]
-        y = tape.new((batch, features, tokens), x.item)
-        # oneDNN has no kernel of its own for wide windows: it multiplies matrices, one image after the other
-        wide = self.patch > ONEDNN_MAX_TAPS
-        columns = weight.numbers // features * tokens * x.item
-        scratch = 4 * weight.bytes + columns if wide else y.bytes + weight.bytes
-        tape.function([x, weight, p.get("bias")], [y], [x, weight], scratch)
-        return tape.view(y, tape.out, dense=False)
+        return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange

@@ -49,9 +49,7 @@ class Pool(Op):
             case "mean":
                 return tape.mean(x, tape.out)
             case "max":
-                y = tape.new(tape.out, x.item)
-                tape.function([x], [y], [x, y], 2 * x.bytes)
-                return y
+                return tape.extreme(x, tape.out)
             case "bilateral_mean":
                 first, last = tape.slice(x, tape.out), tape.slice(x, tape.out)
                 return tape.unary(tape.add(first, last), ())
@@ -100,7 +98,7 @@ class ToImage(Op):
         return x.facts.range
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.view(x, tape.out, dense=False)
+        return tape.turn(x, tape.out)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange

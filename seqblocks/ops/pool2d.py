@@ -54,10 +54,11 @@ class Pool2d(grids.GridOp):
         return 0  # maxima and additions, as in pool
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        y = tape.new(tape.out, x.item)
-        indices = 8 * y.numbers  # of the maxima
-        tape.function([x], [y], [x, indices] if self.mode == "max" else [x])
-        return tape.view(y, tape.out, dense=False)
+        y = tape.new(tape.out, x.item).turn(not x.is_channels_last)
+        indices = 8 * y.numbers if self.mode == "max" else 0  # of the maxima
+        tape.passing(0 if x.whole else x.bytes)
+        tape.function([x], [y], [x, indices] if indices else [x], 0 if x.whole else x.bytes, turned=x.bytes + indices)
+        return y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import avg_pool2d, max_pool2d

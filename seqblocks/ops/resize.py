@@ -59,9 +59,10 @@ class Resize(grids.GridOp):
         return 4 * x.features if self.mode == "bilinear" else 0
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        y = tape.new(tape.out, x.item)
-        tape.function([x], [y])
-        return tape.view(y, tape.out, dense=False)
+        y = tape.new(tape.out, x.item).turn(not x.is_channels_last)
+        tape.passing(x.bytes + y.bytes if y.turned else 0)
+        tape.function([x], [y], turned=0)
+        return y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import interpolate

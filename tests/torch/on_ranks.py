@@ -244,6 +244,7 @@ def disagreements(rank: int, folder: Path) -> Any:
         model.linear.bias.requires_grad_(rank == 0)
         return model
 
+    meta = seqblocks.build_text(SPECS["split"], device="meta")  # without weights, which would differ
     split, x, ids = tensor_parallel(built(text=SPECS["split"])), torch.full((1, 2, 4), 1.0 + rank), tokens(1, 4)
     turned = ids.roll(rank, 1)
     with torch.no_grad():
@@ -255,6 +256,9 @@ def disagreements(rank: int, folder: Path) -> Any:
         "8 bits": lambda: shard(seqblocks.quantize(built(rank).eval(), smallest=1)),
         "one is frozen": lambda: shard(frozen()),
         "another model": lambda: shard(built(text=FEATURES if rank else FEATURES.replace("linear: 4", "layer_norm"))),
+        "sharded over the ranks of its parts": lambda: shard(tensor_parallel(meta)),
+        "stage of a part": lambda: pipeline_stage(split, 0, 2),
+        "stage of a shard": lambda: pipeline_stage(shard(built()), 0, 1),
         "seed": lambda: _sharded(FEATURES, "float32").reset_parameters(rank),
         "tokens": lambda: split(turned),
         "lengths": lambda: split(ids[:, : 2 + rank]),

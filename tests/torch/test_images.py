@@ -127,6 +127,14 @@ def test_costs_equal_the_operations_that_torch_counts(name: str) -> None:
         assert counter.get_total_flops() == 2 * y.shape[1] * node.op.macs(*node.wires)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("step", ["conv2d", "conv2d: {features: 8}", "pool2d"])
+def test_maps_of_tokens_stay_channels_last(step: str, batch: int) -> None:
+    """torch would copy them, and return maps whose features are far apart."""
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {GRID}, steps: [{step}]}}\n")
+    assert model(torch.randn(batch, 63, 6)).is_contiguous()
+
+
 def test_later_steps_know_the_new_grid() -> None:
     """Positions, orders of scans and further windows after a stride, for the size in the spec and another one."""
     shifted = "{scan: {order: columns, steps: [{shift: 1}]}}"

@@ -14,14 +14,16 @@ import torch
 
 import seqblocks
 from benchmarks.memory import Measured, Run, measure, small_models
-from seqblocks import graph
+from seqblocks import graph, tape
 from seqblocks.architect.memory import Estimate
 from seqblocks.architect.replay import Sizes
 from seqblocks.cost import tokens_of
 from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
+from seqblocks.kernels import numerics
 from tests.compose import Composer
 from tests.sampled import sampled, slow
+from tests.torch.memory_images import random_image_model
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 from tests.torch.memory_specs import random_text
 
@@ -50,9 +52,19 @@ SLOW_OPS = {
 }
 
 
+MIN_MACS = tape.ONEDNN_MIN_MACS
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate for one thread and this processor: without AVX-512, oneDNN's blocks and products are others."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(tape, "CONVERTED_KINDS", {str(kind).removeprefix("torch.") for kind in numerics.SLOW_KINDS})
+    if not HAS_AVX512:
+        monkeypatch.setattr(tape, "ONEDNN_BLOCK", 8)
+        monkeypatch.setattr(tape, "ONEDNN_PLAIN_FEATURES", {3})
+        monkeypatch.setattr(tape, "ONEDNN_MIN_MACS", math.inf)
 
 
 def both(
@@ -174,8 +186,9 @@ def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.slow if name == "mlstm_small" else pytest.mark.long) for name in SMALL_MODELS
 ])
-def test_sixteen_bits(name: str) -> None:
-    check(name, 4, 128, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(name: str, dtype: str) -> None:
+    check(name, 4, 128, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", [
@@ -197,11 +210,12 @@ def test_each_op(name: str) -> None:
     assert found.peak_bytes - before == pytest.approx(real.peak - before, rel=PEAK)
 
 
-@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample"))])
-def test_ops_of_sixteen_bits(name: str) -> None:
-    """Scores of attention and means are computed in float32, and products of small matrices copy blocks of both."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample", "linear"))])
+def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
+    """Scores of attention and means are computed in float32, and products copy blocks or convert their operands."""
     _, spec = seqblocks.load_text(text_of(OPS[name]))
-    found, real = both(spec, 8, 128, dtype="bfloat16")
+    found, real = both(spec, 8, 128, dtype=dtype)
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
@@ -269,6 +283,22 @@ def test_random_specs(seed: int, count: int) -> None:
     assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
 
 
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 12)), pytest.param(2000, 300, marks=pytest.mark.long)])
+def test_random_image_models(seed: int, count: int) -> None:
+    """Feature maps keep the order of their axes in memory, and oneDNN copies those whose features are far apart."""
+    ratios: list[float] = []
+    for each in itertools.count(seed):
+        text, batch = random_image_model(each)
+        found, real = both(seqblocks.load_text(text)[1], batch, 1)
+        assert (found.weights_bytes, found.optimizer_bytes) == (real.weights, real.optimizer)
+        if real.peak >= SMALL:
+            ratios.append(found.peak_bytes / real.peak)
+            assert ratios[-1] == pytest.approx(1, abs=2 * PEAK), f"seed {each}"
+        if len(ratios) == count:
+            break
+    assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.95 * count
+
+
 @pytest.mark.parametrize(("dtype", "seeds"), [
     pytest.param("float32", range(3), id="float32", marks=pytest.mark.slow),
     pytest.param("bfloat16", range(3), id="bfloat16", marks=pytest.mark.long),
@@ -311,8 +341,7 @@ def test_a_choice_by_a_threshold_is_at_most_of_all_tokens() -> None:
 
 
 def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
-    from seqblocks import tape
-    from seqblocks.kernels import numerics, products
+    from seqblocks.kernels import products
     from seqblocks.kernels.attention import torch as attention
     from seqblocks.kernels.causal_conv import interface as causal_conv
     from seqblocks.kernels.centaurus import torch as centaurus
@@ -349,7 +378,8 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert of_ssm.WORKING_SET == selective_scan.WORKING_SET
     assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
     assert of_slstm.PART_TOKENS == slstm.PART_TOKENS
-    assert tape.ONEDNN_MIN_MACS == products.ONEDNN_MIN_MACS
+    assert MIN_MACS == products.ONEDNN_MIN_MACS
+    assert (tape.CONVERTED_ELEMENTS, tape.MIN_CONVERTED) == (products.CONVERTED_ELEMENTS, products.MIN_CONVERTED)
 
 
 def test_state_of_streams() -> None:

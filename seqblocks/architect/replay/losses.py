@@ -31,11 +31,12 @@ def cross_entropy(tape: Tape, logits: Value) -> Value:
 def mean_square(tape: Tape, y: Value) -> Value:
     """Record torch's mse_loss, whose result lies in memory as large as y, which was allocated before the mean.
 
-    The mean of 16 bits is that of a copy in float32.
+    The mean of 16 bits is that of a copy in float32. The gradient is contiguous.
     """
     loss = tape.new(y.shape, y.item).again(())
     tape.passing(y.bytes + (4 * y.numbers if y.item < 4 else 0))
-    tape.function([y], [loss], [y])
+    size = y.shape, y.item
+    tape.function([y], [loss], [y], lambda grads: [tape.new(*size)])
     return loss
 
 

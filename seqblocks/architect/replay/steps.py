@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from seqblocks import graph
+from seqblocks import tape as tapes
 from seqblocks.architect.replay import losses
 from seqblocks.cost import BYTES
 from seqblocks.graph import Graph, ModelSpec, Node
@@ -52,7 +53,7 @@ class Replay:
     def __init__(self, spec: ModelSpec, sizes: Sizes, dtype: str, checkpoint: bool) -> None:
         self.spec, self.sizes, self.dtype, self.checkpoint = spec, sizes, dtype, checkpoint
         self.item = BYTES[dtype]
-        self.tape = Tape(self.item)
+        self.tape = Tape(self.item, dtype in tapes.CONVERTED_KINDS)
         self.exact = graph.is_exact(spec.graph)
         self.undeclared: set[str] = set()
         self.moments: list[Value] = []
