@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.kernels.dispatch.compiled import constant, watched
 
 PROCESSOR: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has no such function
 PROCESSOR_NAME = str(PROCESSOR.get("cpu_name", "unknown"))
@@ -27,19 +28,31 @@ def slow_kinds(processor: dict[str, Any]) -> frozenset[torch.dtype]:
 SLOW_KINDS = slow_kinds(PROCESSOR)
 # On an x86 processor without VNNI, `torch._int_mm` takes 4 to 10 times as long as a product in float32 (AMD, Zen 3).
 SLOW_INT8 = PROCESSOR.get("architecture") == "x86_64" and not PROCESSOR.get("avx512_vnni")
+CONVERTED_MIN_ELEMENTS = 1 << 13  # of an operand with gradients: fewer are computed before they could be converted
 EXACT_TERMS = 1040  # so many products of integers from -127 to 127 add up to less than 2^24, exactly in float32
 
 
-def in_float32(run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return run(x, weight, bias), computed in float32 without gradients if the processor is slow in their dtype.
+def in_float32(run: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+    """Return run(x, *others), computed in float32 if the processor is slow in their dtype.
 
-    With gradients, the converted operands would be kept for the backward pass.
+    The backward pass converts the operands again, so that no copies of them are kept.
     """
-    if x.dtype not in SLOW_KINDS or not x.is_cpu or weight.dtype != x.dtype:
-        return run(x, weight, bias)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return run(x, weight, bias)
-    return run(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    operands = (x, *others)
+    if x.dtype not in SLOW_KINDS or not x.is_cpu or any(y is not None and y.dtype != x.dtype for y in others):
+        return run(*operands)
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return run(*operands)
+
+    def wide(*given: Tensor | None) -> Tensor:
+        return run(*(None if y is None else y.float() for y in given)).to(x.dtype)
+
+    if not torch.is_grad_enabled() or not any(y is not None and y.requires_grad for y in operands) or watched():
+        return wide(*operands)
+    if x.numel() < CONVERTED_MIN_ELEMENTS:
+        return run(*operands)
+    y: Tensor = checkpoint(wide, *operands, use_reentrant=False, preserve_rng_state=False)
+    return y
+
 
 SAVED_MAX_BYTES = 1 << 22  # bytes; larger tensors, saved in each layer, determine the peak memory of a training step
 

@@ -22,7 +22,7 @@ from seqblocks.kernels.attention.reference import later, sees
 from seqblocks.kernels.attention.scores import Scores
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
-from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivative
+from seqblocks.kernels.numerics import empty_with_gradients, in_float32, no_second_derivative
 
 BLOCK = 512
 
@@ -126,6 +126,10 @@ def _masked(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Call torch's fused attention; mask [B or 1, S, T]."""
+    return in_float32(lambda q, k, v: _attended(q, k, v, mask, causal, scale), q, k, v)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     D, DV = q.shape[-1], v.shape[-1]
     if D != DV:  # torch would compute all pairs explicitly; padding with zeros changes neither scores nor values
         q, k, v = (pad(x, [0, max(D, DV) - x.shape[-1]]) for x in (q, k, v))

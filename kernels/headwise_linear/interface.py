@@ -55,7 +55,7 @@ def _tiled(x: Tensor, weight: Tensor) -> Tensor:
         own = torch.eye(join, dtype=weight.dtype, device=weight.device).view(1, join, 1, join, 1)
         weight = (weight.reshape(tiles, join, O, 1, I) * own).reshape(tiles, join * O, join * I)
     rows = x.reshape(-1, tiles, join * I).transpose(0, 1)
-    y = numerics.in_float32(lambda rows, weight, _: torch.matmul(rows, weight.transpose(1, 2)), rows, weight)
+    y = numerics.in_float32(lambda rows, weight: torch.matmul(rows, weight.transpose(1, 2)), rows, weight)
     return y.transpose(0, 1).reshape(*x.shape[:-1], G * O)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -344,5 +346,29 @@ def test_other_products_are_computed_in_float32_without_gradients() -> None:
         found = numerics.in_float32(linear, x, weight)
     assert torch.equal(found, linear(x.float(), weight.float()).half())
     seen = []
-    numerics.in_float32(lambda *given: seen.append(given) or x, x, weight)
-    assert seen == [(x, weight, None)]
+    numerics.in_float32(lambda *given: seen.append(given) or x, x, weight.requires_grad_())
+    assert seen == [(x, weight)]  # too few elements
+
+
+@pytest.mark.usefixtures("slow")
+def test_operands_are_converted_again_in_the_backward_pass() -> None:
+    """They are not kept. Derivatives are those of the product in float32, the second one too."""
+    operands = [each.requires_grad_() for each in drawn((64, 128), (5, 128), dtype=torch.float16)]
+    converted = []
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        converted.append(weakref.ref(x))
+        return linear(x, weight)
+
+    y = numerics.in_float32(run, *operands)
+    assert [each() for each in converted] == [None]
+    for one, other in zip(derivatives(y, operands), derivatives(
+        linear(*(each.float() for each in operands)).half(), operands
+    ), strict=True):
+        assert torch.equal(one, other)
+
+
+def derivatives(y: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return y, its gradients and second derivatives."""
+    first = torch.autograd.grad((y / 8).square().sum(), inputs, create_graph=True)
+    return [y, *first, *torch.autograd.grad(sum((each / 8).square().sum() for each in first), inputs)]
