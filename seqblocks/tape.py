@@ -49,18 +49,18 @@ class Value:
 
     dense: whether its numbers are contiguous. turned: whether they are in another order of the axes: tokens [B, S, D]
     lie as [B, D, S], images [B, D, rows, columns] as [B, rows, columns, D]. A value that is neither has gaps. rows:
-    whether it is a matrix of all its rows without a copy, as a part of the features of a dense one is. tracked: whether
-    a gradient of it is needed.
+    whether it is a matrix of all its rows without a copy, as a part of the features of a dense one is. is_view: whether
+    it was made from another tensor, to which torch does not add in place. tracked: whether a gradient of it is needed.
     """
 
-    __slots__ = ("dense", "item", "memory", "rows", "shape", "source", "tracked", "turned")
+    __slots__ = ("dense", "is_view", "item", "memory", "rows", "shape", "source", "tracked", "turned")
 
     def __init__(
         self, memory: Memory, shape: Shape, item: int, *, dense: bool = True, tracked: bool = False,
         source: tuple[Node | None, int] = (None, 0),
     ) -> None:
         self.memory, self.shape, self.item, self.dense, self.rows = memory, shape, item, dense, dense
-        self.tracked, self.source, self.turned = tracked, source, False
+        self.tracked, self.source, self.turned, self.is_view = tracked, source, False, False
         memory.uses += 1
 
     def __del__(self) -> None:
@@ -86,6 +86,7 @@ class Value:
         y = Value(self.memory, self.shape if shape is None else shape, self.item, dense=dense and self.dense)
         y.rows = (dense if rows is None else rows) and self.rows
         y.turned = dense and self.turned and y.shape[:2] == self.shape[:2]
+        y.is_view = self.is_view or shape is not None
         return y
 
     def turn(self, turned: bool = True) -> Value:
@@ -527,6 +528,8 @@ class Tape:
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
             found = [None if size is None else self.new(*size) for size in sizes]
+            if found[0]:
+                found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(grad.bytes)
             if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
@@ -596,7 +599,7 @@ class Tape:
         before = node.grads[at]
         if before is None:
             node.grads[at] = grad
-        elif before.memory.uses > 1 or not before.whole:
+        elif before.memory.uses > 1 or before.is_view or not before.whole:
             node.grads[at] = self.like(before if before.whole else grad, max(grad.item, before.item))
 
     def layer(self, run: Callable[[], R], reads: Iterable[Value] = ()) -> R:

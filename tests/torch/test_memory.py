@@ -277,10 +277,19 @@ def random_ratios(seed: int) -> Iterator[float]:
     [(0, 8), pytest.param(100, 15, marks=pytest.mark.long), pytest.param(200, 150, marks=pytest.mark.long)],
 )
 def test_random_specs(seed: int, count: int) -> None:
-    """Of 90 models, 91 % were within a tenth; oneDNN's convolutions may need several times as much as they return."""
+    """Of 90 models, 94 % were within a tenth (AMD EPYC, Zen 3); most others need less than 0.4 MB."""
     ratios = [*itertools.islice(random_ratios(seed), count)]
     assert statistics.median(ratios) == pytest.approx(1, abs=0.02)
     assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
+
+
+@pytest.mark.parametrize("width", [4, slow(64)])
+def test_gradients_of_maps_of_one_wire_are_added(width: int) -> None:
+    """They are views of products, so that torch adds the first two in new memory, and others in place."""
+    maps = [f"    - {{linear: {{from: x, features: {width}, as: {name}}}}}\n" for name in "abc"]
+    head = "seqblocks: 1\nmodel:\n  input: {features: 128}\n  steps:\n    - {linear: {features: 128, as: x}}\n"
+    found, real = both(seqblocks.load_text(head + "".join(maps) + "    - {calc: a * b * c}\n")[1], 4, 128)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.02)
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 12)), pytest.param(2000, 300, marks=pytest.mark.long)])
