@@ -14,7 +14,7 @@ import torch
 import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.kernels import dispatch, fbgemm, numerics, products, triton_common
+from seqblocks.kernels import dispatch, fbgemm, half, numerics, products, triton_common
 from seqblocks.runtime.kernel_report import kernel_of, kernel_uses
 from seqblocks.testing import random_input
 
@@ -81,6 +81,7 @@ def test_products(on_onednn: bool, on_slow_mkl: bool, run_main: Run, monkeypatch
         monkeypatch.setattr(fbgemm, "HAS_HALF", False)
         assert expected in run_main("explain", "mamba_130m", "--dtype", "bf16", env=PLAIN).stdout
     monkeypatch.setattr(fbgemm, "HAS_HALF", True)
+    monkeypatch.setitem(half.FBGEMM_MAX_TOKENS, torch.bfloat16, 8)
     text = run_main("explain", "mamba_130m", "--dtype", "bf16", env=PLAIN).stdout
     assert "50280 x 768  torch, float32 from 8; in streams FBGEMM up to 8\n" in text
     assert "80 x 1536    torch, float32 from 8\n" in text  # a small matrix

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import seqblocks
-from benchmarks.memory import Measured, Run, measure, small_models
+from benchmarks.memory import LARGEST, Measured, Run, measure
 from seqblocks import graph, tape
 from seqblocks.architect.memory import Estimate
 from seqblocks.architect.replay import Sizes
@@ -22,7 +24,7 @@ from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import numerics
 from tests.compose import Composer
-from tests.sampled import sampled, slow
+from tests.sampled import marked, sampled, slow
 from tests.torch.memory_images import random_image_model
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 from tests.torch.memory_specs import random_text
@@ -91,9 +93,11 @@ def check(name: str, batch: int, length: int, **options: str) -> None:
     assert found.undeclared == ()
 
 
-@pytest.mark.slow
-def test_all_small_models_are_here() -> None:
-    assert small_models() == SMALL_MODELS, "name the others above"
+def test_all_small_models_are_here(root: Path) -> None:
+    """The page lists all bundled models with their parameters; a test compares it with the specs."""
+    listed = re.findall(r"^  (\w+) +([\d,]+)  ", (root / "docs" / "models.md").read_text(encoding="utf-8"), re.M)
+    small = sorted(name for name, count in listed if int(count.replace(",", "")) <= LARGEST)
+    assert small == SMALL_MODELS, "name the others above"
 
 
 def mark_of(name: str) -> Any:
@@ -213,7 +217,7 @@ def test_each_op(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_KINDS)
-@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample", "linear"))])
+@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample")), marked(slow("linear"), by_avx2)])
 def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     """Scores of attention and means are computed in float32, and products copy blocks or convert their operands."""
     _, spec = seqblocks.load_text(text_of(OPS[name]))
@@ -296,7 +300,7 @@ def test_gradients_of_maps_of_one_wire_are_added(width: int) -> None:
 
 
 @by_avx2
-@pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 12)), pytest.param(2000, 300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 6)), pytest.param(2000, 300, marks=pytest.mark.long)])
 def test_random_image_models(seed: int, count: int) -> None:
     """Feature maps keep the order of their axes in memory, and oneDNN copies those whose features are far apart."""
     ratios: list[float] = []
