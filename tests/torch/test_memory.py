@@ -217,7 +217,9 @@ def test_each_op(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_KINDS)
-@pytest.mark.parametrize("name", ["attention, soft cap", *map(slow, ("each, frames", "downsample")), marked(slow("linear"), by_avx2)])
+@pytest.mark.parametrize("name", [
+    "attention, soft cap", *map(slow, ("each, frames", "downsample")), marked(slow("linear"), by_avx2),
+])
 def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     """Scores of attention and means are computed in float32, and products copy blocks or convert their operands."""
     _, spec = seqblocks.load_text(text_of(OPS[name]))
