@@ -353,7 +353,8 @@ class Tape:
             y = self.new(shape, x.item)
             self.passing(y.bytes if places > before and resizes else 0)
             is_product = is_mixed or max(taps) > (ONEDNN_MAX_DEPTHWISE_TAPS if is_depthwise else ONEDNN_MAX_TAPS)
-            of_weight = product if is_product else of_y.bytes + of_x + blocks
+            made = weight.bytes if weight.tracked else 0  # its gradient: copied from blocks when those of y are freed
+            of_weight = product if is_product else max(blocks, of_y.bytes + of_x + blocks - made)
             of_gradient = max(of_y.bytes + weight.bytes, 2 * x.bytes if resizes else of_x) if x.tracked else 0
             needs = max(of_weight, of_gradient)
             del of_y
