@@ -56,11 +56,7 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
             y = torch.mv(weight, x.reshape(-1))
             return _shaped(y if bias is None else y + bias, x)
         return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    tokens = rows.shape[0]
-    extra = _rounded(tokens) - tokens
-    y = _by_function(F.pad(rows, (0, 0, 0, extra)) if extra else rows, weight, bias)
-    return _shaped(y[:tokens] if extra else y, x)
+    return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias, pads=True), x)
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
@@ -70,10 +66,9 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
 
-def _rounded(tokens: int) -> int:
-    """Return the next number with at most four binary digits before its zeros."""
-    step = 1 << max(0, tokens.bit_length() - 4)
-    return -(-tokens // step) * step
+def _missing(tokens: int) -> int:
+    """Return how many are missing to the next number with at most four binary digits before its zeros."""
+    return -tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
 def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -147,21 +142,25 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
     return found
 
 
-def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W' + b for x [N, I] by oneDNN, or in float32 if the operands have 16 bits."""
+def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None, pads: bool = False) -> Tensor:
+    """Return x W' + b for x [N, I] by oneDNN, or in float32 if the operands have 16 bits. pads: whether N varies."""
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-        y: Tensor = _Linear.apply(x, weight, bias)
+        y: Tensor = _Linear.apply(x, weight, bias, pads)
         return y
-    return _multiply(x, weight, bias)
+    return _multiply(x, weight, bias, pads)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
     if x.dtype is not torch.float32:
         return by_converted_rows(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     if weight.is_contiguous() and chosen(x.numel(), *weight.shape) == "rows":
         return _prepare_rows(weight, bias)(x)
-    return _by_onednn(x, weight, bias)
+    tokens, extra = x.shape[0], _missing(x.shape[0]) if pads else 0
+    if not extra:
+        return _by_onednn(x, weight, bias)
+    y = _by_onednn(F.pad(x, (0, 0, 0, extra)), weight, bias)[:tokens]
+    return torch.ops.aten._unsafe_view.default(y, y.shape)
 
 
 def by_converted_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -209,23 +208,33 @@ class _Linear(torch.autograd.Function):
     """x W' + b for x [N, I], with gradients that can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(x, weight, bias)
+        return _multiply(x, weight, bias, pads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        left, right = grad.t(), x.t()
-        is_own = _suits_onednn(left, right, None) or _is_slow(left, right, None)
-        product = _by_function if is_own else F.linear  # not padded: rows of the weight
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         return (
             linear(grad, weight.t()) if for_x else None,
-            product(left, right, None) if for_weight else None,
+            _of_weight(grad, x) if for_weight else None,
             grad.sum(0) if for_bias else None,
+            None,
         )
+
+
+def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Return grad' x for grad [N, O] and x [N, I], whose rows are those of a weight: their number does not vary."""
+    left, right = grad.t(), x.t()
+    if _is_slow(left, right, None):
+        return _by_function(left, right, None)
+    if not _suits_onednn(left, right, None):
+        return F.linear(left, right)
+    if extra := _missing(len(x)):
+        left, right = F.pad(left, (0, extra)), F.pad(x, (0, 0, 0, extra)).t()
+    return _by_function(left, right, None)
 
 
 def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:

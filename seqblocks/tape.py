@@ -20,10 +20,11 @@ ONEDNN_MAX_DEPTHWISE_TAPS = 3  # its kernel for the gradient of a depthwise weig
 ONEDNN_MIN_BATCH = 16  # images: for fewer, torch computes windows of one token on one thread by itself
 ONEDNN_MIN_NUMBERS = 20480  # of one image or sequence: smaller ones, too, unless windows have more than 3 x 3 tokens
 ONEDNN_PLAIN_FEATURES: Collection[int] = range(1, 16)  # of maps that it reads as they are, with AVX-512
+ONEDNN_MAX_READ_FEATURES = 8  # of maps whose gradient of the weight it computes from them as they are
 CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
 MIN_CONVERTED = 8  # tokens
-ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on some processors oneDNN computes it, and copies the gradient
+ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on AMD with AVX-512 oneDNN computes it, pads, and copies the gradient
 
 
 class Event(NamedTuple):
@@ -325,11 +326,14 @@ class Tape:
         resizes, is_depthwise = max(places, before) >= 2 * min(places, before), groups == features > 1
         windows = (out * before if places > before else in_group * places) * each  # copies, for a product of matrices
         product = 4 * weight.bytes + windows
+        has_avx512 = ONEDNN_BLOCK == 16
         is_plain = groups == 1 and features in ONEDNN_PLAIN_FEATURES
-        blocks = groups * _blocked(out // groups) * (features if is_plain else _blocked(in_group)) * each
-        if is_depthwise and dilation == 1 and max(taps) <= ONEDNN_MAX_DEPTHWISE_TAPS:
+        reads_plain = is_plain and features <= ONEDNN_MAX_READ_FEATURES
+        blocks = groups * _blocked(out // groups) * (features if reads_plain else _blocked(in_group)) * each
+        is_tiny = is_depthwise and places < math.prod(taps)
+        if is_depthwise and dilation == 1 and max(taps) <= ONEDNN_MAX_DEPTHWISE_TAPS and not (is_tiny and has_avx512):
             blocks = weight.bytes
-        elif is_depthwise and places < math.prod(taps):
+        elif is_tiny and not has_avx512:
             blocks = product
         more = batch * places * out * x.item if places > before and places % before else 0  # a transposed one in parts
         copy = None if x.whole else self.new(x.shape, x.item)
@@ -346,16 +350,20 @@ class Tape:
             self.passing(weight.bytes + more)
             del ordered
         else:
-            is_mixed = 1 < groups < features and _blocked(in_group) > in_group
-            of_x = before * batch * _blocked(features) * x.item if not is_plain else 0
+            is_grouped = 1 < groups < features
+            is_mixed = is_grouped and in_group % 8 > 0
+            blocks = weight.bytes if is_grouped else blocks  # of 8 features, where 16 do not fit
+            of_x = before * batch * _blocked(features) * x.item
             of_y = self.new((batch, places, _blocked(out)), x.item)
-            self.passing(windows if is_mixed else of_x + weight.bytes + more)
+            self.passing(windows if is_mixed else of_x * (not is_plain) + weight.bytes + more)
             y = self.new(shape, x.item)
             self.passing(y.bytes if places > before and resizes else 0)
             is_product = is_mixed or max(taps) > (ONEDNN_MAX_DEPTHWISE_TAPS if is_depthwise else ONEDNN_MAX_TAPS)
             made = weight.bytes if weight.tracked else 0  # its gradient: copied from blocks when those of y are freed
-            of_weight = product if is_product else max(blocks, of_y.bytes + of_x + blocks - made)
-            of_gradient = max(of_y.bytes + weight.bytes, 2 * x.bytes if resizes else of_x) if x.tracked else 0
+            of_weight = product if is_product else max(blocks, of_y.bytes + of_x * (not reads_plain) + blocks - made)
+            written = of_x - x.bytes + _blocked(out) * _blocked(features) * each - made
+            least = of_y.bytes + (written if reads_plain else weight.bytes)
+            of_gradient = max(least, 2 * x.bytes if resizes else of_x) if x.tracked else 0
             needs = max(of_weight, of_gradient)
             del of_y
         y.turn(not is_last)
@@ -519,7 +527,11 @@ class Tape:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
         self._convert(x.numbers, weight.numbers, x.numbers // x.features * weight.shape[0], x)
-        y = self.new((*x.shape[:-1], weight.shape[0]), x.item)
+        width, out, tokens = x.features, weight.shape[0], x.numbers // x.features
+        extra = missing(tokens) if x.item == 4 and tokens * out * width >= ONEDNN_MIN_MACS else 0
+        padded = self.new((tokens + extra if extra else 0, width), x.item)
+        y = self._padded((*x.shape[:-1], out), x.item, extra)
+        del padded
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
 
@@ -528,20 +540,24 @@ class Tape:
             assert grad
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
-            found = [None if size is None else self.new(*size) for size in sizes]
+            found = [None if size is None else self._padded(*size, extra * (at == 0)) for at, size in enumerate(sizes)]
             if found[0]:
                 found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
-                self.passing(grad.bytes)
+                self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
             if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
                 pass
             elif grad.item == 2 and sizes[1] is not None:
                 self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
             return found if bias_given else found[:2]
 
-        bias_given, width, tokens = bias is not None, x.features, x.numbers // x.features
+        bias_given = bias is not None
         self.function([x, weight, bias], [y], keeps, backward)
         return y
+
+    def _padded(self, shape: Shape, item: int, extra: int) -> Value:
+        """Allocate a product of this shape without these extra tokens, which are computed too."""
+        return Value(Memory(self, (math.prod(shape) + extra * shape[-1]) * item, "work"), shape, item)
 
     def _convert(self, left: int, right: int, made: int, x: Value) -> bool:
         """Convert both operands of a product, and the result from float32, where x has 16 bits. Returns whether so."""
@@ -634,6 +650,11 @@ def broadcast(*shapes: Shape) -> Shape:
     most = max(map(len, shapes))
     wide = [(1,) * (most - len(shape)) + shape for shape in shapes]
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*wide, strict=True))
+
+
+def missing(tokens: int) -> int:
+    """Return by how many tokens products of oneDNN are padded, to a number with four binary digits before its zeros."""
+    return -tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
 def _blocks_of_product(rows: int, out: int, width: int) -> int:

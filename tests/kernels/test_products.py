@@ -26,9 +26,9 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     for name, value in {"ON_ONEDNN": True, "ON_SLOW_MKL": True, "ONEDNN_MIN_MACS": 0}.items():
         monkeypatch.setattr(products, name, value)
 
-    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pads: bool) -> torch.Tensor:
         calls.append(weight.shape)
-        return run(x, weight, bias)
+        return run(x, weight, bias, pads)
 
     monkeypatch.setattr(products, "_multiply", noted)
     return calls
@@ -103,8 +103,8 @@ def test_a_product_is_no_view(dtype: torch.dtype, onednn: list[torch.Size], monk
     ("tokens", "expected"), [(0, 0), (1, 1), (15, 15), (16, 16), (17, 18), (500, 512), (512, 512), (1025, 1152)]
 )
 def test_few_numbers_of_tokens_are_compiled(tokens: int, expected: int) -> None:
-    assert products._rounded(tokens) == expected
-    assert len({products._rounded(n) for n in range(1, 4097)}) <= 80
+    assert tokens + products._missing(tokens) == expected
+    assert len({n + products._missing(n) for n in range(1, 4097)}) <= 80
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5])
@@ -243,7 +243,7 @@ def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: seen.append(given[:2]) or given[0])
     x, weight = torch.ones(12, 20)[:, :10], torch.ones(10, 16)[:, :8]
     for given in ((x, weight.t()), (x.t(), weight.t().contiguous()), (x, torch.ones(10, 8).t())):
-        products._multiply(*given, None)
+        products._multiply(*given, None, pads=False)
     for pair in seen:
         assert all(each.is_contiguous() or each.t().is_contiguous() for each in pair)
 

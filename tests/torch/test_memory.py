@@ -24,7 +24,7 @@ from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import numerics
 from tests.compose import Composer
-from tests.sampled import marked, sampled, slow
+from tests.sampled import sampled, slow
 from tests.torch.memory_images import random_image_model
 from tests.torch.memory_ops import GRID_OPS, OPS, text_of
 from tests.torch.memory_specs import random_text
@@ -56,8 +56,6 @@ SLOW_OPS = {
 
 MIN_MACS = tape.ONEDNN_MIN_MACS
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-by_avx2 = pytest.mark.skipif(HAS_AVX512, reason="what oneDNN needs here was measured with AVX2 only")
-HALF_KINDS = ["bfloat16", pytest.param("float16", marks=by_avx2)]
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +190,7 @@ def test_batches_and_lengths(name: str, batch: int, length: int, checkpoint: str
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.slow if name == "mlstm_small" else pytest.mark.long) for name in SMALL_MODELS
 ])
-@pytest.mark.parametrize("dtype", HALF_KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(name: str, dtype: str) -> None:
     check(name, 4, 128, dtype=dtype)
 
@@ -216,9 +214,9 @@ def test_each_op(name: str) -> None:
     assert found.peak_bytes - before == pytest.approx(real.peak - before, rel=PEAK)
 
 
-@pytest.mark.parametrize("dtype", HALF_KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", [
-    "attention, soft cap", *map(slow, ("each, frames", "downsample")), marked(slow("linear"), by_avx2),
+    "attention, soft cap", *map(slow, ("each, frames", "downsample", "linear")),
 ])
 def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     """Scores of attention and means are computed in float32, and products copy blocks or convert their operands."""
@@ -234,6 +232,14 @@ def test_patches(patch: int) -> None:
     _, spec = seqblocks.load_text(f"seqblocks: 1\nmodel: {model % patch}\n")
     found, real = both(spec, 2, 0)
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
+
+
+@pytest.mark.parametrize("tokens", [255, 256])
+def test_tokens_of_products_are_padded(tokens: int) -> None:
+    """oneDNN gets numbers of tokens with four binary digits before their zeros; nothing padded is kept."""
+    model = "{input: {features: 96}, steps: [{linear: 384}, silu, {linear: {features: 96, name: last}}]}"
+    found, real = both(seqblocks.load_text(f"seqblocks: 1\nmodel: {model}\n")[1], 5, tokens)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.01)
 
 
 SMALLER = {"dim": 256, "depth": 3, "vocabulary": 512}
@@ -285,7 +291,7 @@ def random_ratios(seed: int) -> Iterator[float]:
     [(0, 8), pytest.param(100, 15, marks=pytest.mark.long), pytest.param(200, 150, marks=pytest.mark.long)],
 )
 def test_random_specs(seed: int, count: int) -> None:
-    """Of 90 models, 94 % were within a tenth (AMD EPYC, Zen 3); most others need less than 0.4 MB."""
+    """Of 90 models, 94 and 96 % were within a tenth (AMD EPYC, Zen 3 and 5); some others choose by a threshold."""
     ratios = [*itertools.islice(random_ratios(seed), count)]
     assert statistics.median(ratios) == pytest.approx(1, abs=0.02)
     assert sum(abs(ratio - 1) <= PEAK for ratio in ratios) >= 0.75 * count
@@ -300,7 +306,6 @@ def test_gradients_of_maps_of_one_wire_are_added(width: int) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.02)
 
 
-@by_avx2
 @pytest.mark.parametrize(("seed", "count"), [(0, 2), slow((1000, 6)), pytest.param(2000, 300, marks=pytest.mark.long)])
 def test_random_image_models(seed: int, count: int) -> None:
     """Feature maps keep the order of their axes in memory, and oneDNN copies those whose features are far apart."""
@@ -397,6 +402,7 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert of_ssm.MIN_CHUNK_TOKENS == selective_scan.MIN_CHUNK_TOKENS
     assert of_slstm.PART_TOKENS == slstm.PART_TOKENS
     assert MIN_MACS == products.ONEDNN_MIN_MACS
+    assert all(tape.missing(tokens) == products._missing(tokens) for tokens in range(300))
     assert (tape.CONVERTED_ELEMENTS, tape.MIN_CONVERTED) == (products.CONVERTED_ELEMENTS, products.MIN_CONVERTED)
 
 
