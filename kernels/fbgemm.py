@@ -26,7 +26,7 @@ WORD_BYTES, ROW_WORDS = 8, 256
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 # Without the instructions of VNNI, FBGEMM adds pairs of products of 8 bits in 16 bits, in which they may not fit.
 HAS_INT8 = HAS_FBGEMM and BY_INT8 is not None and bool(numerics.PROCESSOR.get("avx512_vnni"))
-# torch's own products in 16 bits were slower on AMD EPYC processors (Zen 3 and 4). No others were measured.
+# torch's own products in 16 bits were slower on AMD EPYC processors (Zen 3, 4 and 5). No others were measured.
 HAS_HALF = HAS_FBGEMM and numerics.ON_AMD
 
 Product = Callable[[Tensor], Tensor]
