@@ -7,8 +7,9 @@
 A candidate is measured only if its logits are right: their error against the same model in float64 is at most MARGIN
 times that of ours in float32. The page states the error of those that round weights to 16 or 8 bits. llama.cpp reads a
 GGUF file of the same weights, whose f32 form is checked. Candidates take turns, and medians of the ratios of adjacent
-runs are reported. On one thread, times are CPU times of the process, which do not include other programs; on several
-threads, elapsed times.
+runs are reported. On one thread, times are CPU times of the process, which do not include other programs. On several
+threads, times are elapsed ones, and each candidate runs in processes of its own: threads that have nothing to do wait
+in loops for a while, which takes time from the next candidate.
 
 Lower bounds are measured in the same run: the multiply-accumulates of the model at the speed of a large matrix product
 (three times as many for a training step); reading the weights once at the speed of memory, or of torch's fastest
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy", "llama_cpp_python"
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
 BUDGET = 5.0  # seconds that all runs of a candidate may take for one kind of work
 ROUNDS = 15
+PROCESSES = 3  # for each candidate on several threads
 MARGIN = 4  # rounding errors of float32 in different orders of summation: those of mamba-130m differ by a factor of 3
 BATCHES = (8, 64)  # prompts for which tokens are generated together
 
@@ -133,6 +135,27 @@ def measured(candidates: dict[str, Candidate], case: Case, vocabulary: int) -> d
     return found
 
 
+def alone(key: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the same for candidates in processes of their own, which take turns."""
+    turns = [{name: in_child("--timed", key, name) for name in names} for _ in range(PROCESSES)]
+    found: dict[str, dict[str, Any]] = {}
+    for name, first in turns[0].items():
+        found[name] = {kind: record for kind, record in first.items() if "left_out" in record}
+        for kind in first.keys() - found[name].keys():
+            times = [turn[name][kind]["ms"] for turn in turns]
+            ours = [turn[OURS][kind]["ms"] for turn in turns]
+            ratio = statistics.median(a / b for a, b in zip(times, ours, strict=True))
+            found[name][kind] = {"ms": statistics.median(times), "ratio": ratio}
+    return found
+
+
+def in_child(*arguments: str) -> Any:
+    """Return what another process of this script prints as JSON in its last line, None if it failed."""
+    command = [sys.executable, __file__, "--threads", str(torch.get_num_threads()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 and done.stdout.strip() else None
+
+
 def compared(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
     """Return medians of times, and of ratios to our run in the same round."""
     times: dict[str, list[float]] = {name: [seconds(run)] for name, run in runs.items()}
@@ -204,7 +227,8 @@ def measure(key: str) -> list[dict[str, Any]]:
             records.append({"case": key, "candidate": name, "left_out": problem})
         else:
             candidates[name] = candidate
-    for name, found in measured(candidates, case, vocabulary).items():
+    is_alone = torch.get_num_threads() > 1
+    for name, found in (alone(key, candidates) if is_alone else measured(candidates, case, vocabulary)).items():
         records.append({"case": key, "candidate": name, "work": found, "peak_mb": peak(key, name)})
         records[-1] |= {"error": errors[name]} if name in errors else {}
     return records + floors(key, model, case)
@@ -241,9 +265,15 @@ def reading_rate() -> float:
 
 def peak(key: str, name: str) -> float | None:
     """Return the MB of a training step, in a separate process; None if there is no step or the process failed."""
-    command = [sys.executable, __file__, "--worker", key, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return float(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout.strip() else None
+    found: float | None = in_child("--worker", key, name)
+    return found
+
+
+def timed(key: str, name: str) -> None:
+    """Print the times of a candidate that no other disturbs."""
+    case = CASES[key]
+    model, makers = case.make()
+    print(json.dumps(measured({OURS: makers[name]()}, case, model.spec.input.features)[OURS]))
 
 
 def worker(key: str, name: str) -> None:
@@ -316,14 +346,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--keep", action="store_true", help="keep the cases that today's file in --out contains")
     parser.add_argument("--threads", type=int, default=1, help="of torch; 0: as many as torch takes by itself")
-    parser.add_argument("--worker", nargs=2, metavar=("CASE", "CANDIDATE"), help=argparse.SUPPRESS)
+    for name in ("--worker", "--timed"):
+        parser.add_argument(name, nargs=2, metavar=("CASE", "CANDIDATE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")  # transformers warns about kernels that are not installed
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.worker:
-        worker(*options.worker)
-        return 0
+    for run, given in ((worker, options.worker), (timed, options.timed)):
+        if given:
+            run(*given)
+            return 0
     options.out.mkdir(parents=True, exist_ok=True)
     threads = "" if torch.get_num_threads() == 1 else f"-{torch.get_num_threads()}-threads"
     page = options.out / f"{datetime.date.today()}-models{threads}.md"

@@ -174,6 +174,18 @@ def test_whole_models_are_compared_where_they_compute_the_same(
     assert "| floor: weights read once | " in text
 
 
+def test_times_of_processes_are_compared_by_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = imported(root, "models")
+    times = iter([2.0, 1.0, 4.0, 4.0, 3.0, 9.0])
+    kinds = {"other": {"training": {"left_out": "about 9 s"}}}
+    monkeypatch.setattr(
+        models, "in_child", lambda option, key, name: {"generate": {"ms": next(times)}, **kinds.get(name, {})}
+    )
+    found = models.alone("mamba_128", [models.OURS, "other"])
+    assert found[models.OURS] == {"generate": {"ms": 3.0, "ratio": 1.0}}
+    assert found["other"] == {"generate": {"ms": 4.0, "ratio": 1.0}, "training": {"left_out": "about 9 s"}}
+
+
 def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str, Any]:
     pytest.importorskip("triton", reason="triton is for Linux")
     arguments = [word for case in cases for word in ("--case", case)]
