@@ -37,14 +37,14 @@ def in_float32(run: Callable[..., Tensor], x: Tensor, *others: Tensor | None) ->
 
     The backward pass converts the operands again, so that no copies of them are kept.
     """
-    operands = (x, *others)
+    operands, dtype = (x, *others), x.dtype
     if x.dtype not in SLOW_KINDS or not x.is_cpu or any(y is not None and y.dtype != x.dtype for y in others):
         return run(*operands)
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return run(*operands)
 
-    def wide(*given: Tensor | None) -> Tensor:
-        return run(*(None if y is None else y.float() for y in given)).to(x.dtype)
+    def wide(*given: Tensor | None) -> Tensor:  # without a reference to x, which a checkpointed layer computes again
+        return run(*(None if y is None else y.float() for y in given)).to(dtype)
 
     if not torch.is_grad_enabled() or not any(y is not None and y.requires_grad for y in operands) or watched():
         return wide(*operands)

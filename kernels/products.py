@@ -76,7 +76,9 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     each = (x, weight) if bias is None else (x, weight, bias)
     if not ON_ONEDNN or torch.compiler.is_compiling() or is_seen(each):
         return False
-    if not all(t.is_cpu and t.dtype is torch.float32 for t in each) or not weight.dim() == 2 <= x.dim():
+    if not all(t.is_cpu and t.dtype is torch.float32 and t.layout is torch.strided for t in each):
+        return False
+    if not weight.dim() == 2 <= x.dim():
         return False
     rows, width = weight.shape
     if x.shape[-1] != width or (bias is not None and bias.shape != (rows,)):
@@ -210,10 +212,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         return _multiply(x, weight, bias, pads)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]

@@ -24,6 +24,7 @@ ONEDNN_MAX_READ_FEATURES = 8  # of maps whose gradient of the weight it computes
 CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
 MIN_CONVERTED = 8  # tokens
+CONVERTED_MIN_ELEMENTS = 1 << 13  # of an operand with gradients: a convolution or attention of fewer is not converted
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on AMD with AVX-512 oneDNN computes it, pads, and copies the gradient
 
 
@@ -128,15 +129,22 @@ class Node:
 class Layer:
     """A layer whose operations are recomputed in the backward pass."""
 
-    def __init__(self, nodes: list[Node], again: Callable[[], list[Node]] | None) -> None:
+    def __init__(self, nodes: list[Node], again: Callable[[], list[Node]] | None, held: Iterable[Value]) -> None:
         self.nodes, self.again = nodes, again
+        self.held = [*held]  # until the operation whose gradients are computed first has them
 
     def restore(self) -> None:
         """Compute the layer again, for what its operations keep."""
         again, self.again = self.again, None
-        if again is not None:
-            for node, anew in zip(self.nodes, again(), strict=True):
-                node.kept = [value.again() for value in anew.kept]
+        if again is None:
+            return
+        made = again()
+        of = {id(anew): node for node, anew in zip(self.nodes, made, strict=True)}
+        for node, anew in zip(self.nodes, made, strict=True):
+            node.kept = [value.again() for value in anew.kept]
+            node.layer = anew.layer
+        for layer in {id(anew.layer): anew.layer for anew in made if anew.layer}.values():  # those in this one
+            layer.nodes = [of[id(anew)] for anew in layer.nodes]
 
 
 class Tape:
@@ -147,6 +155,7 @@ class Tape:
         self.converts = converts  # whether products of 16 bits are computed in float32
         self.events: list[Event] = []
         self._nodes: list[weakref.ref[Node]] = []
+        self._inside = 0  # of layers that are recomputed
         self.live = 0
         self.step, self.phase = "", "forward"
         self.out: Shape = ()  # the shape of the present step's output
@@ -589,8 +598,9 @@ class Tape:
             node.kept.clear()
             return
         self.step = node.step
-        if node.layer is not None:
-            node.layer.restore()
+        while node.layer is not None:  # and then one inside of it
+            layer, node.layer = node.layer, None
+            layer.restore()
             self.step = node.step
         grads, node.grads = node.grads, []
         found = node.backward(grads)
@@ -619,30 +629,48 @@ class Tape:
         elif before.memory.uses > 1 or before.is_view or not before.whole:
             node.grads[at] = self.like(before if before.whole else grad, max(grad.item, before.item))
 
-    def layer(self, run: Callable[[], R], reads: Iterable[Value] = ()) -> R:
+    def layer(self, run: Callable[[], R], reads: Iterable[Value] = (), holds: bool = False) -> R:
         """Run a layer whose operations keep nothing, and are run again in the backward pass. Returns what it makes.
 
-        reads: what `run` reads, which is kept instead.
+        reads: what `run` reads, which is kept instead. holds: whether it is kept until an operation of the layer has
+        computed its gradients, as torch does unless another layer contains this one.
         """
         first, step = len(self._nodes), self.step
+        self._inside += 1
         y = run()
+        self._inside -= 1
 
         def again() -> list[Node]:
             outer, self._nodes, here, self.step = self._nodes, [], self.step, step
+            self._inside += 1
             result = run()
+            self._inside -= 1
             nodes, self._nodes, self.step = self._existing(0), outer, here
             del result
             return nodes
 
         nodes = self._existing(first)
-        if any(node.kept for node in nodes):
+        if any(node.kept or node.layer for node in nodes):
             for value in reads:
                 self.note(value.memory, 0)
-        layer = Layer(nodes, again)
+        layer = Layer(nodes, again, reads if holds and not self._inside else ())
         for node in nodes:
-            if node.kept:  # torch computes the layer again when the first of these is read
+            if node.kept or node.layer:  # torch computes the layer again when the first of these is read
                 node.kept, node.layer = [], layer
         return y
+
+    def in_float32(self, run: Callable[..., Value], x: Value, *others: Value | None) -> Value:
+        """Record run(x, *others) as `numerics.in_float32` computes it: 16 bits are converted, and so again backward."""
+        operands = (x, *others)
+        is_tracked = any(value is not None and value.tracked for value in operands)
+        if not self.converts or x.item != 2 or (is_tracked and x.numbers < CONVERTED_MIN_ELEMENTS):
+            return run(*operands)
+
+        def wide() -> Value:
+            return run(*(None if value is None else self.cast(value, 4) for value in operands))
+
+        reads = [value for value in operands if value is not None]
+        return self.cast(self.layer(wide, reads, holds=True) if is_tracked else wide(), x.item)
 
 
 def broadcast(*shapes: Shape) -> Shape:

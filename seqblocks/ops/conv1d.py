@@ -144,7 +144,8 @@ class Conv1d(_Conv):
             x = with_past_memory(tape, x, earlier)
         elif self.stride > self.span():
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
-        return tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups, self.dilation)
+        run = partial(tape.convolution, shape=tape.out, groups=self.groups, dilation=self.dilation)
+        return tape.in_float32(run, x, p["weight"], p.get("bias"))
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from torch.nn.functional import pad

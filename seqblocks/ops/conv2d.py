@@ -119,7 +119,8 @@ class Conv2d(_Conv2d):
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
         weight = p["weight"]
         groups = (x.shape[1] if len(x.shape) == 4 else x.features) // weight.shape[1]
-        y = tape.convolution(x, weight, p.get("bias"), tape.out, groups, self.dilation)
+        run = partial(tape.convolution, shape=tape.out, groups=groups, dilation=self.dilation)
+        y = tape.in_float32(run, x, weight, p.get("bias"))
         return tape.unary(y) if self.activation == "silu" else y
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:

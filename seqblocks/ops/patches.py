@@ -69,7 +69,7 @@ class PatchEmbed(Op):
         return True
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.convolution(x, p["weight"], p.get("bias"), tape.out)
+        return tape.in_float32(partial(tape.convolution, shape=tape.out), x, p["weight"], p.get("bias"))
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange

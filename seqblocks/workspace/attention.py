@@ -53,7 +53,12 @@ def rotary(tape: Tape, x: Value) -> Value:
 
 
 def fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None = None) -> Value:
-    """Record the attention of q [B, S, H, D], k and v; it keeps its inputs, its output and a number for each query."""
+    """Record torch's attention of q [B, S, H, D], k and v."""
+    return tape.in_float32(partial(_fused, tape, mask=mask), q, k, v)
+
+
+def _fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None) -> Value:
+    """Record what keeps its inputs, its output and a number for each query."""
     B, S, H, D = q.shape
     width = v.shape[-1]
     if width != D:

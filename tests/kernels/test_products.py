@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +228,34 @@ def test_onednn_takes_any_bias_that_torch_takes(bias: torch.Tensor, onednn: list
     x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
     torch.testing.assert_close(products.linear(x, weight, bias), linear(x, weight, bias))
     assert bool(onednn) == (bias.shape == (8,))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_sparse_weights_are_left_to_torch(layout: str, onednn: list[torch.Size]) -> None:
+    x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
+    given = getattr(x, layout)() if layout == "to_mkldnn" else x
+    y = products.linear(given, getattr(weight, layout)())
+    torch.testing.assert_close(y.to_dense() if layout == "to_mkldnn" else y, linear(x, weight))
+    assert not onednn
+
+
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_without_a_gradient_parameters_have_none(tokens: int, onednn: list[torch.Size]) -> None:
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    x, weight, bias = (each.requires_grad_() for each in drawn((tokens, 10), (8, 10), (8,), dtype=torch.float32))
+    (Dropped.apply(products.linear(x, weight, bias)).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert weight.grad is bias.grad is None
+    assert onednn == [(8, 10)]
 
 
 @pytest.mark.usefixtures("onednn")

@@ -225,6 +225,19 @@ def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
+CHECKPOINTED = "repeat: {times: 3, steps: [{residual: [layer_norm, %s, silu]}]}"
+ATTENDED = "{linear: {features: 64, as: q}}, {attention: {q: q, k: q, v: q, heads: 4}}"
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "blocks"])
+@pytest.mark.parametrize("steps", ["{causal_conv: {mixing: true}}", slow(ATTENDED)], ids=["convolution", "attention"])
+def test_layers_convert_float16(steps: str, checkpoint: str) -> None:
+    """The backward pass converts the operands again, also those of a layer that it computes again."""
+    _, spec = seqblocks.load_text(text_of([CHECKPOINTED % steps]))
+    found, real = both(spec, 3, 170, dtype="float16", checkpoint=checkpoint)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.02)
+
+
 @pytest.mark.parametrize("patch", [16, slow(8)])
 def test_patches(patch: int) -> None:
     """oneDNN computes the gradient of the weight of wide patches by a product of matrices, which copies the image."""
@@ -403,6 +416,7 @@ def test_sizes_of_blocks_are_those_of_the_kernels() -> None:
     assert of_slstm.PART_TOKENS == slstm.PART_TOKENS
     assert MIN_MACS == products.ONEDNN_MIN_MACS
     assert all(tape.missing(tokens) == products._missing(tokens) for tokens in range(300))
+    assert tape.CONVERTED_MIN_ELEMENTS == numerics.CONVERTED_MIN_ELEMENTS
     assert (tape.CONVERTED_ELEMENTS, tape.MIN_CONVERTED) == (products.CONVERTED_ELEMENTS, products.MIN_CONVERTED)
 
 
