@@ -146,6 +146,17 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
 
 
+@pytest.mark.parametrize("kind", ["jamba", "bamba", "nemotron_h"])
+def test_absent_heads_of_keys_are_eight_and_null_is_all(kind: str) -> None:
+    """As in the configs of transformers 5."""
+    config = next(each for each in CONFIGS if each.get("model_type") == kind) | {"num_attention_heads": 16}
+    sizes = {"hidden_size": 64, "head_dim": 4, "attention_head_dim": 4, "attn_rotary_emb": 2}
+    config |= {key: size for key, size in sizes.items() if key in config}
+    del config["num_key_value_heads"]
+    assert "heads: 16, kv_heads: 8" in families.spec_text(config)
+    assert "heads: 16, kv_heads: 16" in families.spec_text({**config, "num_key_value_heads": None})
+
+
 @pytest.mark.parametrize("kind", ["recurrent", "attention"])
 def test_a_recurrent_gemma_may_have_one_kind_of_layer(kind: str) -> None:
     model = seqblocks.build_text(families.spec_text({**GRIFFIN, "block_types": [kind]}), device="meta")

@@ -18,9 +18,9 @@ from seqblocks.checkpoint.families.values import (
     require,
     rotary,
     rotated,
+    shared_heads,
     std_of,
     whole,
-    whole_or,
     written,
 )
 from seqblocks.errors import UsageError
@@ -79,7 +79,7 @@ def _mamba(config: Config, eps: float) -> str:
 def _attention(config: Config, **more: float) -> str:
     head_of(config)
     heads = whole(config, "num_attention_heads")
-    shared = whole_or(config, "num_key_value_heads", heads)
+    shared = shared_heads(config, heads, absent=8)
     arguments = {"heads": heads, "kv_heads": shared, **more, "std": std_of(config)}
     return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 

@@ -14,6 +14,7 @@ from seqblocks.checkpoint.families.values import (
     number,
     require,
     scalar,
+    shared_heads,
     std_of,
     step_sizes,
     whole,
@@ -87,7 +88,7 @@ def _attention(config: Config) -> str:
     heads, head = whole(config, "num_attention_heads", 32), whole_or(config, "head_dim", 128)
     follows(config, "attention_head_dim", head, "head_dim")
     arguments = {
-        "heads": heads, "kv_heads": whole_or(config, "num_key_value_heads", heads), "head": head, "std": std_of(config)
+        "heads": heads, "kv_heads": shared_heads(config, heads, absent=8), "head": head, "std": std_of(config)
     }  # fmt: skip
     return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
 

@@ -130,6 +130,11 @@ def whole_or(config: Config, key: str, default: int) -> int:
     return default if config.get(key) is None else whole(config, key, least=min(default, 1))
 
 
+def shared_heads(config: Config, heads: int, absent: int) -> int:
+    """Return the heads of keys and values: as many as there are heads if the entry is null."""
+    return whole_or(config, "num_key_value_heads", heads if "num_key_value_heads" in config else absent)
+
+
 def window_of(config: Config, default: int | None = None) -> int:
     """Return the tokens that attention sees, 0 for all of them: the entry is null, or absent without a default."""
     key = "sliding_window"
