@@ -141,8 +141,7 @@ class Layer:
         made = again()
         of = {id(anew): node for node, anew in zip(self.nodes, made, strict=True)}
         for node, anew in zip(self.nodes, made, strict=True):
-            node.kept = [value.again() for value in anew.kept]
-            node.layer = anew.layer
+            node.kept, node.layer = [value.again() for value in anew.kept], anew.layer
         for layer in {id(anew.layer): anew.layer for anew in made if anew.layer}.values():  # those in this one
             layer.nodes = [of[id(anew)] for anew in layer.nodes]
 
@@ -355,7 +354,9 @@ class Tape:
             del copies
         elif is_last:
             ordered = self.new(weight.shape, weight.item)
-            y, needs = self.new(shape, x.item), 2 * weight.bytes + max(weight.bytes, blocks)
+            is_product = max(taps) > ONEDNN_MAX_TAPS and not is_depthwise
+            needs = weight.bytes + (product if is_product else weight.bytes + max(weight.bytes, blocks))
+            y = self.new(shape, x.item)
             self.passing(weight.bytes + more)
             del ordered
         else:

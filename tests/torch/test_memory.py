@@ -238,6 +238,13 @@ def test_layers_convert_float16(steps: str, checkpoint: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.02)
 
 
+@pytest.mark.parametrize("step", ["conv1d: {features: 40, kernel: 17}", "conv1d: {features: 9, kernel: 15, stride: 2}"])
+def test_wide_windows_of_tokens(step: str) -> None:
+    """The gradient of the weight is a product of matrices, too, where features are next to each other."""
+    found, real = both(seqblocks.load_text(text_of([step]))[1], 4, 128)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
+
+
 @pytest.mark.parametrize("patch", [16, slow(8)])
 def test_patches(patch: int) -> None:
     """oneDNN computes the gradient of the weight of wide patches by a product of matrices, which copies the image."""
