@@ -14,13 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 Shape = tuple[int, ...]
 R = TypeVar("R")
-ONEDNN_BLOCK = 16  # features that its convolutions compute together, with AVX-512
-ONEDNN_MAX_TAPS = 14  # of a window: for wider ones, the weight's gradient is a product of matrices (AMD EPYC, Zen 4)
-ONEDNN_MAX_DEPTHWISE_TAPS = 3  # its kernel for the gradient of a depthwise weight reads at most this many in a row
-ONEDNN_MIN_BATCH = 16  # images: for fewer, torch computes windows of one token on one thread by itself
-ONEDNN_MIN_NUMBERS = 20480  # of one image or sequence: smaller ones, too, unless windows have more than 3 x 3 tokens
-ONEDNN_PLAIN_FEATURES: Collection[int] = range(1, 16)  # of maps that it reads as they are, with AVX-512
-ONEDNN_MAX_READ_FEATURES = 8  # of maps whose gradient of the weight it computes from them as they are
 CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
 MIN_CONVERTED = 8  # tokens
@@ -319,66 +312,6 @@ class Tape:
     def wave(self, x: Value) -> Value:
         """Return a sine or cosine, whose derivative is the other one."""
         return self.unary(x, backward=x.bytes)
-
-    def convolution(
-        self, x: Value, weight: Value, bias: Value | None, shape: Shape, groups: int = 1, dilation: int = 1
-    ) -> Value:
-        """Return the tokens [B, S, O] of a convolution of tokens or images x with weight [O, I, taps], in groups.
-
-        oneDNN reads maps whose features are next to each other as they are. It copies others into blocks of features,
-        but for the few features of an image, and its result out of them.
-        """
-        (batch, places, out), taps, is_last = shape, weight.shape[2:], x.is_channels_last
-        features = x.shape[1 if len(x.shape) == 4 else -1]
-        before, in_group, each = x.numbers // (batch * features), features // groups, math.prod(taps) * weight.item
-        resizes, is_depthwise = max(places, before) >= 2 * min(places, before), groups == features > 1
-        windows = (out * before if places > before else in_group * places) * each  # copies, for a product of matrices
-        product = 4 * weight.bytes + windows
-        has_avx512 = ONEDNN_BLOCK == 16
-        is_plain = groups == 1 and features in ONEDNN_PLAIN_FEATURES
-        reads_plain = is_plain and features <= ONEDNN_MAX_READ_FEATURES
-        blocks = groups * _blocked(out // groups) * (features if reads_plain else _blocked(in_group)) * each
-        is_tiny = is_depthwise and places < math.prod(taps)
-        if is_depthwise and dilation == 1 and max(taps) <= ONEDNN_MAX_DEPTHWISE_TAPS and not (is_tiny and has_avx512):
-            blocks = weight.bytes
-        elif is_tiny and not has_avx512:
-            blocks = product
-        more = batch * places * out * x.item if places > before and places % before else 0  # a transposed one in parts
-        copy = None if x.whole else self.new(x.shape, x.item)
-        is_pointwise = math.prod(taps) == 1 and not resizes
-        is_small = batch * groups == 1 and x.numbers <= ONEDNN_MIN_NUMBERS and min(taps[1:], default=1) <= 3
-        if is_small or (is_pointwise and batch < ONEDNN_MIN_BATCH):  # torch multiplies matrices
-            needs = 0 if is_pointwise else windows + is_last * weight.bytes
-            copies = self.new((needs,), 1)
-            y = self.new(shape, x.item)
-            del copies
-        elif is_last:
-            ordered = self.new(weight.shape, weight.item)
-            is_product = max(taps) > ONEDNN_MAX_TAPS and not is_depthwise
-            needs = weight.bytes + (product if is_product else weight.bytes + max(weight.bytes, blocks))
-            y = self.new(shape, x.item)
-            self.passing(weight.bytes + more)
-            del ordered
-        else:
-            is_grouped = 1 < groups < features
-            is_mixed = is_grouped and in_group % 8 > 0
-            blocks = weight.bytes if is_grouped else blocks  # of 8 features, where 16 do not fit
-            of_x = before * batch * _blocked(features) * x.item
-            of_y = self.new((batch, places, _blocked(out)), x.item)
-            self.passing(windows if is_mixed else of_x * (not is_plain) + weight.bytes + more)
-            y = self.new(shape, x.item)
-            self.passing(y.bytes if places > before and resizes else 0)
-            is_product = is_mixed or max(taps) > (ONEDNN_MAX_DEPTHWISE_TAPS if is_depthwise else ONEDNN_MAX_TAPS)
-            made = weight.bytes if weight.tracked else 0  # its gradient: copied from blocks when those of y are freed
-            of_weight = product if is_product else max(blocks, of_y.bytes + of_x * (not reads_plain) + blocks - made)
-            written = of_x - x.bytes + _blocked(out) * _blocked(features) * each - made
-            least = of_y.bytes + (written if reads_plain else weight.bytes)
-            of_gradient = max(least, 2 * x.bytes if resizes else of_x) if x.tracked else 0
-            needs = max(of_weight, of_gradient)
-            del of_y
-        y.turn(not is_last)
-        self.function([x, weight, bias], [y], [x, weight], needs + (copy.bytes if copy else 0), turned=y.bytes)
-        return y
 
     def dropout(self, x: Value) -> Value:
         """Return the product of x and a mask, which on a CPU has the dtype of x."""
@@ -694,7 +627,3 @@ def _blocks_of_product(rows: int, out: int, width: int) -> int:
     part = min(rows, 512)
     sums = 64 if rows == part else -(-width // 64) * 64
     return 2 * 64 * part + out * (2 * part + 4 * sums + 64)
-
-
-def _blocked(features: int) -> int:
-    return -(-features // ONEDNN_BLOCK) * ONEDNN_BLOCK

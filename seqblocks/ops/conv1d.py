@@ -137,6 +137,8 @@ class Conv1d(_Conv):
         return "it reads tokens on both sides" if self.later() else None
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
+        from seqblocks.workspace.convolution import convolve
+
         later, earlier, (batch, tokens, _) = self.later(), self.earlier(), x.shape
         if later:
             x = tape.pad(x, (batch, tokens + earlier, x.shape[2]))
@@ -144,7 +146,7 @@ class Conv1d(_Conv):
             x = with_past_memory(tape, x, earlier)
         elif self.stride > self.span():
             x = tape.slice(x, (batch, tokens - self.stride + self.span(), x.shape[2]))
-        run = partial(tape.convolution, shape=tape.out, groups=self.groups, dilation=self.dilation)
+        run = partial(convolve, tape, shape=tape.out, groups=self.groups, dilation=self.dilation)
         return tape.in_float32(run, x, p["weight"], p.get("bias"))
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -247,11 +249,13 @@ class ConvTranspose1d(_Conv):
         return "a token contributes to several outputs"
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
+        from seqblocks.workspace.convolution import convolve
+
         if self.earlier() and not self.later():
             x = with_past_memory(tape, x, self.earlier())
         batch, tokens, _ = x.shape
         made = (tokens - 1) * self.stride + max(self.kernel, self.stride)
-        y = tape.convolution(x, p["weight"], p.get("bias"), (batch, made, self.features), self.groups)
+        y = convolve(tape, x, p["weight"], p.get("bias"), shape=(batch, made, self.features), groups=self.groups)
         return tape.slice(y, tape.out)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

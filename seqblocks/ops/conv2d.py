@@ -117,9 +117,11 @@ class Conv2d(_Conv2d):
         return evenly(self, ranks, "features", [x]) if depthwise else []
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
+        from seqblocks.workspace.convolution import convolve
+
         weight = p["weight"]
         groups = (x.shape[1] if len(x.shape) == 4 else x.features) // weight.shape[1]
-        run = partial(tape.convolution, shape=tape.out, groups=groups, dilation=self.dilation)
+        run = partial(convolve, tape, shape=tape.out, groups=groups, dilation=self.dilation)
         y = tape.in_float32(run, x, weight, p.get("bias"))
         return tape.unary(y) if self.activation == "silu" else y
 
@@ -179,7 +181,9 @@ class ConvTranspose2d(_Conv2d):
         return x.features * (self.features // self.groups) * self.kernel**2 // self.stride**2
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.convolution(x, p["weight"], p.get("bias"), tape.out, self.groups)
+        from seqblocks.workspace.convolution import convolve
+
+        return convolve(tape, x, p["weight"], p.get("bias"), shape=tape.out, groups=self.groups)
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from torch.nn.functional import conv_transpose2d

@@ -69,7 +69,9 @@ class PatchEmbed(Op):
         return True
 
     def memory(self, tape: Tape, p: Mapping[str, Value], x: Value) -> Value:
-        return tape.in_float32(partial(tape.convolution, shape=tape.out), x, p["weight"], p.get("bias"))
+        from seqblocks.workspace.convolution import convolve
+
+        return tape.in_float32(partial(convolve, tape, shape=tape.out), x, p["weight"], p.get("bias"))
 
     def forward(self, p: Mapping[str, Tensor], call: Call, x: Tensor) -> Tensor:
         from einops import rearrange

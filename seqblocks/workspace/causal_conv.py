@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from seqblocks.tape import Tape, Value
+from seqblocks.workspace import convolution
 
 SUM_MAX_TOKENS = 8
 SUM_TOKENS = 64
@@ -64,5 +65,5 @@ def mix(tape: Tape, x: Value, weight: Value, bias: Value | None, activation: str
     B, S, D = x.shape
     K = weight.shape[-1]
     window = tape.cat([tape.new((B, K - 1, D), x.item), x], 1) if K > 1 else x
-    y = tape.in_float32(partial(tape.convolution, shape=(B, S, weight.shape[0])), window, weight, bias)
+    y = tape.in_float32(partial(convolution.convolve, tape, shape=(B, S, weight.shape[0])), window, weight, bias)
     return tape.unary(y) if activation == "silu" else y

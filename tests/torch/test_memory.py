@@ -23,6 +23,7 @@ from seqblocks.cost import tokens_of
 from seqblocks.errors import RunError, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import numerics
+from seqblocks.workspace import convolution
 from tests.compose import Composer
 from tests.sampled import sampled, slow
 from tests.torch.memory_images import random_image_model
@@ -64,8 +65,8 @@ def this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(tape, "CONVERTED_KINDS", {str(kind).removeprefix("torch.") for kind in numerics.SLOW_KINDS})
     if not HAS_AVX512:
-        monkeypatch.setattr(tape, "ONEDNN_BLOCK", 8)
-        monkeypatch.setattr(tape, "ONEDNN_PLAIN_FEATURES", {3})
+        monkeypatch.setattr(convolution, "BLOCK", 8)
+        monkeypatch.setattr(convolution, "PLAIN_FEATURES", {3})
         monkeypatch.setattr(tape, "ONEDNN_MIN_MACS", math.inf)
 
 
