@@ -137,15 +137,16 @@ def measured(candidates: dict[str, Candidate], case: Case, vocabulary: int) -> d
 
 def alone(key: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the same for candidates in processes of their own, which take turns."""
-    turns = [{name: in_child("--timed", key, name) for name in names} for _ in range(PROCESSES)]
-    found: dict[str, dict[str, Any]] = {}
-    for name, first in turns[0].items():
-        found[name] = {kind: record for kind, record in first.items() if "left_out" in record}
-        for kind in first.keys() - found[name].keys():
-            times = [turn[name][kind]["ms"] for turn in turns]
-            ours = [turn[OURS][kind]["ms"] for turn in turns]
-            ratio = statistics.median(a / b for a, b in zip(times, ours, strict=True))
-            found[name][kind] = {"ms": statistics.median(times), "ratio": ratio}
+    turns = [{name: in_child("--timed", key, name) or {} for name in names} for _ in range(PROCESSES)]
+    found: dict[str, dict[str, Any]] = {name: {} for name in turns[0]}
+    for name, kind in [(name, kind) for name, of in turns[0].items() for kind in of]:
+        of_all = [turn[each].get(kind, {"left_out": "failed"}) for turn in turns for each in (name, OURS)]
+        if missing := [record for record in of_all if "left_out" in record]:
+            found[name][kind] = missing[0]
+            continue
+        times = [record["ms"] for record in of_all]
+        ratio = statistics.median(a / b for a, b in zip(times[::2], times[1::2], strict=True))
+        found[name][kind] = {"ms": statistics.median(times[::2]), "ratio": ratio}
     return found
 
 

@@ -13,7 +13,7 @@ MAX_DEPTHWISE_TAPS = 3  # oneDNN's kernel for the gradient of a depthwise weight
 MIN_BATCH = 16  # images: for fewer, torch computes windows of one token on one thread by itself
 MIN_NUMBERS = 20480  # of one image or sequence: smaller ones, too, unless windows have more than 3 x 3 tokens
 PLAIN_FEATURES: Collection[int] = range(1, 16)  # of maps that oneDNN reads as they are, with AVX-512
-MAX_READ_FEATURES = 8  # of maps whose gradient of the weight it computes from them as they are
+MAX_READ_FEATURES = 8  # of maps whose gradient of the weight it computes from them as they are (AMD EPYC, Zen 5)
 
 
 def convolve(

@@ -176,14 +176,17 @@ def test_whole_models_are_compared_where_they_compute_the_same(
 
 def test_times_of_processes_are_compared_by_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = imported(root, "models")
-    times = iter([2.0, 1.0, 4.0, 4.0, 3.0, 9.0])
-    kinds = {"other": {"training": {"left_out": "about 9 s"}}}
-    monkeypatch.setattr(
-        models, "in_child", lambda option, key, name: {"generate": {"ms": next(times)}, **kinds.get(name, {})}
-    )
-    found = models.alone("mamba_128", [models.OURS, "other"])
-    assert found[models.OURS] == {"generate": {"ms": 3.0, "ratio": 1.0}}
-    assert found["other"] == {"generate": {"ms": 4.0, "ratio": 1.0}, "training": {"left_out": "about 9 s"}}
+    late = {"left_out": "about 9 s"}
+    turns = iter([
+        {"generate": {"ms": 2.0}, "prefill": {"ms": 1.0}}, {"generate": {"ms": 1.0}, "prefill": {"ms": 1.0}}, None,
+        {"generate": {"ms": 4.0}, "prefill": {"ms": 1.0}}, {"generate": {"ms": 4.0}, "prefill": late}, None,
+        {"generate": {"ms": 3.0}, "prefill": {"ms": 1.0}}, {"generate": {"ms": 9.0}, "prefill": {"ms": 1.0}}, None,
+    ])  # fmt: skip
+    monkeypatch.setattr(models, "in_child", lambda option, key, name: next(turns))
+    found = models.alone("mamba_128", [models.OURS, "other", "one that fails"])
+    assert found[models.OURS]["generate"] == {"ms": 3.0, "ratio": 1.0}
+    assert found["other"] == {"generate": {"ms": 4.0, "ratio": 1.0}, "prefill": late}
+    assert found["one that fails"] == {}
 
 
 def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str, Any]:
