@@ -49,7 +49,7 @@ class TracedWriter(PlanWriter):
         """Leave the token to the modules once a step is in training mode. A compiler guards the mode that is read."""
         self.source.add(f"if {self.source.constant(module.__dict__)}['training']: return None")
 
-    def _one_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
+    def write_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
         """Compute them one after another, as concatenating the matrices would copy them for each token.
 
         Their outputs are concatenated instead, which copies nothing in compiled code. A compiler calls a library for
@@ -73,9 +73,6 @@ class TracedWriter(PlanWriter):
 
     def _with_maps(self, *_: Any) -> Iterator[Any]:
         return iter(())  # it would copy their weights
-
-    def _joins(self, *_: Any) -> None:
-        """Concatenating other parameters would copy them too."""
 
     def parameter(self, module: Cell, name: str) -> str:
         self._note_parameters(module, derived=False)

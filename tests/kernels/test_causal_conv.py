@@ -198,6 +198,6 @@ def test_several_tokens_are_single_tokens(seq: int, B: int, K: int, activation: 
     weight, bias, window, x = (torch.randn(size, dtype=torch.float64) for size in sizes)
     step = token_of_conv.prepare(weight, bias if biased else None, activation)
     found = step.several(B, window, x)
-    torch.testing.assert_close([*found], [*over_tokens(step.one, B, 1, [window], [x])])
+    torch.testing.assert_close([*found], [*over_tokens(step.one, B, [window], [x])])
     assert found[1].is_contiguous()
     assert found[1].untyped_storage().nbytes() == window.untyped_storage().nbytes()

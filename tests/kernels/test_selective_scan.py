@@ -427,7 +427,7 @@ def test_single_tokens_are_the_recurrence(dtype: torch.dtype, B: int, N: int, so
     step = token_of_scan.prepare(A.log().to(dtype), D.to(dtype), softplus)
     rows = [each.to(dtype).transpose(0, 1).flatten(0, 1) for each in (x, dt, *of_states, x)]
     found = step.several(B, h.to(dtype), *rows)
-    one_by_one = over_tokens(step.one, B, 1, [h.to(dtype)], rows)
+    one_by_one = over_tokens(step.one, B, [h.to(dtype)], rows)
     exact = expected[0].transpose(0, 1).flatten(0, 1), expected[1]
     margin = 1e-5 if dtype is torch.float32 else 1e-12
     for each in (found, one_by_one):
