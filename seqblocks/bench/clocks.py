@@ -149,7 +149,7 @@ class Marks:
     def of(cls, model: SequenceModel, hooks: Hooks) -> Marks | None:
         """Return a clock of a model's tokens, None if its modules run them. hooks: learns what each step moves."""
         hooks.run()
-        if model._token_plan is None:
+        if model.token_plan is None:
             return None
         with hooks.observing() as observe:
             observe()
@@ -160,11 +160,11 @@ class Marks:
 
     @contextmanager
     def observing(self) -> Iterator[Callable[[], Observed]]:
-        before, self.model._token_plan = self.model._token_plan, self.planned
+        before, self.model.token_plan = self.model.token_plan, self.planned
         try:
             yield self._observed
         finally:
-            self.model._token_plan = before
+            self.model.token_plan = before
 
     def _observed(self) -> Observed:
         marks, steps = self.marks, dict[tuple[str, ...], float]()

@@ -23,12 +23,12 @@ from seqblocks.kernels.int8 import Int8Matrix, scales
 from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.kernels.stored import StoredMatrix
 from seqblocks.op import Op
-from seqblocks.runtime.body import Body
+from seqblocks.runtime.body import Body, tail_of
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.cell import Cell
-from seqblocks.runtime.modules import call_child, is_hooked, take_exports
+from seqblocks.runtime.modules import call_child, is_hooked, may_draw, take_exports
 from seqblocks.runtime.primitive import Primitive, checked, is_primitive, parameters_of, takes_plain_tokens
-from seqblocks.runtime.shared_parameters import NONE
+from seqblocks.runtime.shared_parameters import owners_of
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, dtype_of
 from seqblocks.streaming.frames import Frames
@@ -127,7 +127,7 @@ class PlanWriter:
         matrices = _of_one_input(nodes, partial(self._matrix, module))
         products = {found[0][0].outputs[0]: found for found in matrices}
         for at, node in enumerate(nodes):
-            if not self.frames.have_several_tokens and node.name == getattr(module, "_first_of_tail", None):
+            if not self.frames.have_several_tokens and node.name == tail_of(module):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
                 self.source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
@@ -232,7 +232,7 @@ class PlanWriter:
         return self.source.constant(join([each.several for each in found if each])) if all(found) else ""
 
     def node(self, module: Any, node: Node, inputs: Sequence[str], path: Path) -> str:
-        draws, y = getattr(module, "_draws", False), None
+        draws, y = may_draw(module), None
         if not is_hooked(module) and not (draws and module.training):
             if isinstance(node, OpNode):
                 y = self._op(module, node, inputs, path) if is_plain(module, node) else None
@@ -374,7 +374,7 @@ def holders(module: Primitive | Cell) -> dict[str, tuple[Any, str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
     found: dict[str, tuple[Any, str]] = {name: (module._parameters, name) for name in module._parameters}
     found |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}
-    for name, (owner, original) in getattr(module, "_owners", NONE).items():
+    for name, (owner, original) in owners_of(module).items():
         found[name] = owner._parameters if original in owner._parameters else owner._modules, original
     return found
 
