@@ -103,6 +103,9 @@ CASES = {
     "gpt_neox_in_sequence": Case("GPTNeoX", {
         "num_key_value_heads": None, "use_parallel_residual": False, "hidden_act": "gelu",
     }, gelu=True),
+    "gpt_oss": Case("GptOss", {
+        "head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN,
+    }),
     "jamba": Case("Jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "num_experts": 4,
         "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 8,

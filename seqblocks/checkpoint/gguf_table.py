@@ -25,6 +25,7 @@ class Family(NamedTuple):
 
     name: of llama.cpp's architecture. computes: the entries of config.json that its graph computes, beside COMMON.
     fixed: what it assumes of others; without one, the default of transformers. scaling: kinds of scaled positions.
+    released: the scaling of all releases, accepted although llama.cpp computes other angles, as docs/models.md says.
     pieces: patterns of official names. changes: patterns of tensors without `blk.N.`. more: further metadata. refuse:
     yields reasons why a model does not fit. layout: of the `checkpoint:` map, with the official names. head: whether
     the file must have a head even if it is tied.
@@ -34,6 +35,7 @@ class Family(NamedTuple):
     computes: str = ""
     fixed: Mapping[str, Any] = {}
     scaling: str = "linear yarn"
+    released: Mapping[str, Any] = {}
     pieces: tuple[tuple[str, Pieces], ...] = ()
     changes: tuple[tuple[str, Change], ...] = ()
     more: Callable[[Found], Metadata] = lambda found: {}
@@ -336,6 +338,30 @@ def _neox_refuses(found: Found) -> Iterator[str]:
         yield f"hidden_act is {found.config['hidden_act']}, but it computes gelu"
 
 
+def _experts_part(at: int | None) -> Change:
+    """Transpose the matrices of all experts; at: of rows in turn for gates (0) and values (1), or None for all."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        part = x if at is None else x[..., at::2]
+        return part.transpose(1, 2) if part.dim() == 3 else part
+
+    return change
+
+
+GPT_OSS_PIECES: tuple[tuple[str, Pieces], ...] = (
+    *(
+        (
+            rf"^.*\.(\d+)\.mlp\.experts\.gate_up_proj{official}$",
+            tuple((rf"blk.\1.ffn_{part}_exps.{kind}", _experts_part(at)) for at, part in enumerate(("gate", "up"))),
+        )
+        for official, kind in (("", "weight"), ("_bias", "bias"))
+    ),
+    (r"^.*\.(\d+)\.mlp\.experts\.down_proj$", ((r"blk.\1.ffn_down_exps.weight", _experts_part(None)),)),
+    (r"^.*\.(\d+)\.mlp\.experts\.down_proj_bias$", ((r"blk.\1.ffn_down_exps.bias", None),)),
+    (r"\.sinks$", ((".sinks.weight", None),)),
+)
+
+
 FALCON_CHANGES = (
     *MAMBA,
     (r"ssm_[ad]", _column),
@@ -390,6 +416,16 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         changes=((r"attn_qkv\.(weight|bias)", _qkv_by_kind),),
         more=_neox,
         refuse=_neox_refuses,
+        head=True,
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "head_dim sliding_window num_local_experts num_experts_per_tok",
+        released={
+            "type": "yarn", "factor": 32.0, "original_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False,
+        },  # fmt: skip
+        pieces=GPT_OSS_PIECES,
         head=True,
     ),
     "jamba": Family(
