@@ -74,7 +74,8 @@ NAMES = {
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
 OURS = {official: name for names in (OUTSIDE, NAMES) for name, some in names.items() for official in some.split()}
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "qwen3_next")  # where post_attention_layernorm is just that
+# Where post_attention_layernorm is just that.
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "qwen3_next")
 EXPERT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -140,9 +141,10 @@ def restored(case: str, name: str, x: dict[str, Tensor], config: Any) -> tuple[T
 
 def undone(case: str, name: str, x: Tensor, config: Any) -> Tensor:
     """Return a tensor of transformers that is a single one in llama.cpp."""
-    if case.startswith(("llama", "mistral", "mixtral", "smollm3", "granite")) and re.search(r"[qk]_proj", name):
-        count = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        return torch.stack([x.unflatten(0, (count, -1, 2))[:, :, at] for at in (0, 1)], 1).flatten(0, 2)
+    if case.startswith(("llama", "mistral", "mixtral", "smollm3", "granite", "bamba")) and re.search("[qk]_proj", name):
+        heads = x.unflatten(0, (config.num_attention_heads if "q_proj" in name else config.num_key_value_heads, -1))
+        turned = int(heads.shape[1] * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).flatten(0, 1)
     if "query_key_value" in name:
         return torch.stack([each.unflatten(0, (config.num_attention_heads, -1)) for each in x.chunk(3)], 1)
     if name.endswith("A_log"):
@@ -259,8 +261,12 @@ def compare(file: Path, text: str, update: bool) -> None:
         ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}, "yarn has truncate True, not False"),
         ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("jamba", {"mamba_expand": 3}, "mamba_expand is 3"),
+        ("bamba", {"mamba_proj_bias": True}, "granitehybrid computes another model: mamba_proj_bias is True"),
+        ("bamba", {"attn_layer_indices": []}, "no layer is attention"),
+        ("bamba", {"attn_layer_indices": [0, 1, 2, 3]}, "no layer is Mamba-2"),
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is true, but it gates before the norm"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias is True"),
+        ("granite", {"layer_types": ["mamba"] * 4}, "no layer is attention"),
         ("granite", {"time_step_limit": (0.1, 0.5)}, "time_step_limit"),
         ("qwen3_next", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8"),
