@@ -108,11 +108,17 @@ def _text(config: Mapping[str, Any]) -> str:
 
 def _reasons(family: Family, found: Found) -> Iterator[str]:
     for op in found.ops("rotary"):
-        if op.scaling is not None and (why := scaling_obstacle(op.scaling, family.scaling)):
-            yield why
+        if op.scaling is not None and not _is_released(family, op.scaling):
+            yield from filter(None, [scaling_obstacle(op.scaling, family.scaling)])
         if op.features is not None and "partial_rotary_factor" not in family.computes:
             yield f"it rotates all features, not {op.features}"
     yield from family.refuse(found)
+
+
+def _is_released(family: Family, scaling: Any) -> bool:
+    """Return whether the positions are scaled as in all releases of a family that llama.cpp only approximates."""
+    pairs = family.released.items()
+    return bool(pairs) and all(getattr(scaling, name) == value for name, value in pairs)
 
 
 def _parts(library: Any, family: Family, found: Found, weights: Weights) -> dict[str, list[Source]]:
