@@ -29,7 +29,7 @@ from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.cell import Cell
 from seqblocks.runtime.choose import Choose
 from seqblocks.runtime.experts import Experts
-from seqblocks.runtime.modules import StepModule
+from seqblocks.runtime.modules import StepModule, type_of
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.state import States, declared
@@ -271,7 +271,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
         inside = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
         inside += tuple(f"{name}." for name, step in steps if isinstance(step, Cell | Choose))
-        hooks = [watch(name, step, step._type) for name, step in steps if step._type]
+        hooks = [watch(name, step, wire) for name, step in steps if (wire := type_of(step))]
         try:
             with torch.no_grad():
                 model(random_input(model, batch, seq, seed), return_state=streams, **context)

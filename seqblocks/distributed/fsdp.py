@@ -20,6 +20,7 @@ from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
+from seqblocks.runtime.owner import reduce_gradients
 from seqblocks.runtime.primitive import is_primitive
 from seqblocks.runtime.torch_modules import as_primitive
 
@@ -148,7 +149,7 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
     if replicated:
         for module in model.modules():
             if is_primitive(module):
-                as_primitive(module)._reduction = op
+                reduce_gradients(as_primitive(module), op)
     return set(replicated.values())
 
 
