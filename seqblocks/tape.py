@@ -17,7 +17,7 @@ R = TypeVar("R")
 CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
 MIN_CONVERTED = 8  # tokens
-CONVERTED_MIN_ELEMENTS = 1 << 13  # of an operand with gradients: a convolution or attention of fewer is not converted
+CONVERTED_MIN_ELEMENTS = 1 << 12  # of an operand with gradients: a convolution or attention of fewer is not converted
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on AMD with AVX-512 oneDNN computes it, pads, and copies the gradient
 
 

@@ -67,7 +67,10 @@ def _fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None) -> Valu
     sums = tape.new((B, H, S), max(q.item, 4))
     keeps = [q, k, v, y, sums, *([] if mask is None else [mask])]
     queries = 256 if S >= 768 else 64 if S >= 192 else 32
-    tape.function([q, k, v], [y], keeps, 2 * queries * min(512, k.shape[1]) * sums.item)
+    scores, is_half = queries * min(512, k.shape[1]), q.item == 2  # scores are in float32, and read in 16 bits
+    tape.passing(scores * (sums.item + 2 * is_half) + queries * q.shape[-1] * sums.item)
+    copies = 2 * (scores + 64 * queries)  # of a product of scores and queries, by oneDNN
+    tape.function([q, k, v], [y], keeps, 2 * scores * (sums.item + 2 * is_half) + copies * is_half)
     return y if width == D else tape.slice(y, (B, S, H, width))
 
 

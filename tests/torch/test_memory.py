@@ -254,6 +254,26 @@ def test_wide_windows_of_tokens(step: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
 
 
+GRID = "{features: 48, grid: [12, 12]}"
+IMAGE = "{image: {size: 24, channels: 3}}"
+
+
+@pytest.mark.parametrize(("entering", "steps", "dtype"), [
+    (GRID, "conv2d: {kernel: 5}", "bfloat16"),
+    (GRID, "conv2d: {kernel: 3, stride: 2}", "bfloat16"),
+    (GRID, "conv2d: {features: 32, kernel: 5}", "bfloat16"),
+    (IMAGE, "conv2d: {features: 36, kernel: 7, name: a}}, {conv2d: {features: 40, groups: 4}", "bfloat16"),
+    (IMAGE, "conv2d: {features: 8, name: a}}, {conv2d: {features: 16, groups: 4}", "float32"),
+    (GRID, "linear: 6}, {conv2d: {features: 48, kernel: 5, stride: 2}", "float32"),
+    ("{features: 4, grid: [16, 16]}", "linear: 4}, {conv2d: {kernel: 7}", "float16"),
+])
+def test_convolutions(entering: str, steps: str, dtype: str) -> None:
+    """Gradients of 16-bit weights are added up in float32 from transposed images, and matrices replace blocks."""
+    model = f"{{input: {entering}, steps: [{{{steps}}}]}}"
+    found, real = both(seqblocks.load_text(f"seqblocks: 1\nmodel: {model}\n")[1], 3, 0, dtype=dtype)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
+
+
 @pytest.mark.parametrize("patch", [16, slow(8)])
 def test_patches(patch: int) -> None:
     """oneDNN computes the gradient of the weight of wide patches by a product of matrices, which copies the image."""
