@@ -488,7 +488,8 @@ class Tape:
                 found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
-            if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
+            turned = grad.numbers * (grad.numbers * width >= ONEDNN_MIN_MACS)  # oneDNN copies the first operand
+            if self._convert(grad.numbers, tokens * width, grad.features * width + turned, grad):
                 pass
             elif grad.item == 2 and sizes[1] is not None:
                 self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))
