@@ -179,9 +179,13 @@ def on_routed(
     sent = [x.repeat_interleave(top, 0)[order].split(sizes) for x in flat]
     used = [at for at in range(count) if each or not order.numel() or sizes[at]]
     results = [experts[at](*(x[at] for x in sent)) for at in used]
+    del sent  # and other names below, so that memory is freed that no derivative needs
     if limited:
         results.append(results[0].new_zeros(sizes[count], *results[0].shape[1:]))
-    y = torch.cat(results)[order.argsort()].unflatten(0, chosen.shape)
+    joined = torch.cat(results)
+    results.clear()
+    y = joined[order.argsort()].unflatten(0, chosen.shape)
+    del joined
     return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
