@@ -182,7 +182,7 @@ def test_arguments_of_experts(more: str) -> None:
 def test_experts_without_weights_free_what_they_are_sent() -> None:
     model = "{input: {features: 64}, steps: [{experts: {count: 4, top: 3, steps: [{add: {with: input}}]}}]}"
     found, real = both(seqblocks.load_text(f"seqblocks: 1\nmodel: {model}\n")[1], 4, 128)
-    assert found.peak_bytes == pytest.approx(real.peak, rel=0.02)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
 
 
 @pytest.mark.slow
