@@ -74,6 +74,8 @@ def selected_attention(
     """
     _check(q, k, v, index_q, index_k, choice)
     check_scores(q.shape[2], soft_cap, None, sinks)
+    if state is not None:
+        _check_state(state, k, v, index_k, choice.block)
     new, past, before = k.shape[1], 0, None
     keys, values, index = k, v, index_k
     if state is not None:
@@ -182,3 +184,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, ch
         )
     if not unknown(k.shape[1]) and k.shape[1] != index_k.shape[1] * choice.block:
         raise ValueError(f"selected_attention: {k.shape[1]} keys are not {index_k.shape[1]} blocks of {choice.block}")
+
+
+def _check_state(
+    state: SelectedState | tuple[Tensor, ...], k: Tensor, v: Tensor, index_k: Tensor, block: int
+) -> None:
+    """Raise ValueError unless a state has the shapes for new keys."""
+    blocks = state[2].shape[1]
+    caches = ((k, blocks * block), (v, blocks * block), (index_k, blocks))
+    shapes = [*((x.shape[0], size, *x.shape[2:]) for x, size in caches), k.shape[:1]]
+    if [tuple(t.shape) for t in state] != [tuple(shape) for shape in shapes]:
+        expected, found = (", ".join(str(list(x)) for x in each) for each in (shapes, (t.shape for t in state)))
+        raise ValueError(f"selected_attention expects a state of shapes {expected}; got {found}")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.kept import Kept
 from seqblocks.kernels.attention.reference import later, sees
-from seqblocks.kernels.attention.scores import Scores
+from seqblocks.kernels.attention.scores import Scores, product
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
 from seqblocks.kernels.numerics import empty_with_gradients, in_float32, no_second_derivative
@@ -117,10 +117,10 @@ def masked(
     scores = scores.with_heads(H, 1)
     # no names for products of queries and keys: they would stay alive
     if scores.logsumexp:
-        visible = scores.visible(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
+        visible = scores.visible(rest * product(queries, keys.transpose(2, 3)).to(wide), seen, distance)
         return scores.with_logsumexp(visible, values, none).movedim(0, 2)
-    p = scores.weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
-    y = (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
+    p = scores.weights(rest * product(queries, keys.transpose(2, 3)).to(wide), seen, distance)
+    y = product(p.to(v.dtype), values, rounds=True).movedim(0, 2).to(v.dtype)
     return y if none is None else y.masked_fill(none.unsqueeze(-1), 0.0)
 
 

@@ -52,9 +52,10 @@ def causal_conv(
     mixing = _check(x, weight, bias, activation, state, resets)
     K = weight.shape[-1]
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
+    inputs = {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets}
     run = dispatch.choose(
-        "causal_conv", backend, {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets},
-        {"batch": x.shape[0], "length": x.shape[1], "width": x.shape[2]},
+        "causal_conv", backend, inputs, {"batch": x.shape[0], "length": x.shape[1], "width": x.shape[2]},
+        may_be_complex=inputs if x.is_complex() else (),
         dtype=torch.promote_types(x.dtype, weight.dtype), taps=K, width=x.shape[2], mixing=mixing,
         activation=activation, resets=resets is not None, reverse=reverse,
     )

@@ -102,15 +102,11 @@ def _check(model: Any, reduce: str) -> None:
 def _check_apart(model: SequenceModel | Stage, mesh: Any) -> None:
     """Raise UsageError if ranks of the mesh hold different parts of the model. On "meta", no weights would show it."""
     shards = getattr(model, "tensor_shards", None)
-    if not shards:
-        return
-    parts = {*torch.distributed.get_process_group_ranks(shards.group)}
-    for group in mesh.get_all_groups():
-        if len(parts.intersection(torch.distributed.get_process_group_ranks(group))) > 1:
-            raise UsageError(
-                "ranks of the mesh hold different parts of the model (tensor_parallel), which cannot be shards of one: "
-                'pass an axis of the mesh with other ranks, such as mesh["data"]'
-            )
+    if shards and any(shards.are_in(group) for group in mesh.get_all_groups()):
+        raise UsageError(
+            "ranks of the mesh hold different parts of the model (tensor_parallel), which cannot be shards of one: "
+            'pass an axis of the mesh with other ranks, such as mesh["data"]'
+        )
 
 
 def check_group(what: str) -> None:

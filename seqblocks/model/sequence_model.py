@@ -237,6 +237,9 @@ class SequenceModel(Body):
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)
+            if reason := arguments.converted_step(self._plain_dtypes(), error):
+                raise RunError(reason) from error
+            for x in inputs:
                 if reason := arguments.dtype_mismatch(x, self.own_dtype(), error):
                     raise RunError(reason) from error
             raise
@@ -482,6 +485,11 @@ class SequenceModel(Body):
         """Return the dtype that the model was built in."""
         like = self._buffers.get("_like")
         return smallest_dtype(self._stored()) or (torch.float32 if like is None else like.dtype)
+
+    def _plain_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of parameters by name, without those that are float32 in a 16-bit model."""
+        full = {item.name for item in graph.parameters(self.graph) if item.parameter.full_precision}
+        return {name: p.dtype for name, p in self.named_parameters() if name not in full and p.is_floating_point()}
 
     def _stored(self) -> Iterator[Tensor]:
         """Yield the parameters, and the scales of those that are stored in 8 bits."""
