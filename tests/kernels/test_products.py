@@ -350,8 +350,8 @@ def test_slow_dtypes_are_multiplied_in_float32(
 def test_calls_that_stay_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn((32, 20), (6, 20), dtype=torch.bfloat16)
     converted = []
-    run = products._in_float32
-    monkeypatch.setattr(products, "_in_float32", lambda *given: converted.append(1) or run(*given))
+    run = products._by_function
+    monkeypatch.setattr(products, "_by_function", lambda *given, **how: converted.append(1) or run(*given, **how))
     products.linear(x[: products.MIN_CONVERTED - 1], weight)
     torch.func.vmap(products.linear, (0, None))(x[:, None].expand(32, 16, 20), weight)
     with torch.autocast("cpu", torch.bfloat16):
