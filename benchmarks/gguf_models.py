@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -103,9 +104,16 @@ CASES = {
     "gpt_neox_in_sequence": Case("GPTNeoX", {
         "num_key_value_heads": None, "use_parallel_residual": False, "hidden_act": "gelu",
     }, gelu=True),
+    "gpt_oss": Case("GptOss", {
+        "head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN,
+    }),
     "jamba": Case("Jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "num_experts": 4,
         "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 8,
+    }),
+    "bamba": Case("Bamba", {
+        **MAMBA2, "mamba_n_heads": 8, "mamba_n_groups": 2, "attn_layer_indices": [1, 2], "attention_bias": True,
+        "rope_parameters": ROPE, "tie_word_embeddings": True,
     }),
     "falcon_h1": Case("FalconH1", {
         **MAMBA2, "mamba_d_ssm": 96, "mamba_d_head": "auto", "mamba_n_heads": 8, "mamba_n_groups": 2,
@@ -172,7 +180,8 @@ def built(case: Case, **more: Any) -> Any:
     import transformers
 
     removed = [key for key, value in case.config.items() if value is None and SIZES.get(key) is not None]
-    config = {key: value for key, value in {**SIZES, **case.config, **more}.items() if key not in removed}
+    given = {key: value for key, value in {**SIZES, **case.config, **more}.items() if key not in removed}
+    config = copy.deepcopy(given)  # transformers changes mappings inside it
     torch.manual_seed(0)
     made = getattr(transformers, CONFIGS.get(case.name, f"{case.name}Config"))(**config)
     model = getattr(transformers, f"{case.name}ForCausalLM")(made).eval()

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST = 1 << 30  # bytes of different storages that are recorded
+RECORDED_MAX_BYTES = 1 << 30  # bytes of different storages that are recorded
 MODES = ("ttgir", "ptx", "cubin")  # the compiled code that is kept
 LENGTHS = ("L", "BT", "CHUNK", "STEPS")  # compile-time arguments that are numbers of tokens
 ARCHIVE = 12 << 20
@@ -78,7 +78,8 @@ class Memory:
 def launches(run: bool = True, memory: bool = False) -> Iterator[list[Launch]]:
     """Record the launches inside the context, of all packages. Without `run` nothing is launched.
 
-    memory: also record the arguments, up to `MOST` bytes of different storages; later launches are recorded without.
+    memory: also record the arguments, up to `RECORDED_MAX_BYTES` of different storages; later launches are recorded
+    without.
     """
     kernel_type: Any = importlib.import_module("triton.runtime.jit").KernelInterface
     before, found, copies = kernel_type.__getitem__, [], Memory()
@@ -92,7 +93,7 @@ def launches(run: bool = True, memory: bool = False) -> Iterator[list[Launch]]:
             )
             new = Launch(getattr(function, "__name__", str(kernel)), getattr(function, "__module__", ""), grid, fixed,
                          dtypes)
-            if memory and copies.size < MOST:
+            if memory and copies.size < RECORDED_MAX_BYTES:
                 new = new._replace(before=tuple(map(copies.copy, args)))
             at = len(found)
             found.append(new)  # now, because a launch may not return

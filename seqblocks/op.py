@@ -109,10 +109,6 @@ class Op(BaseModel):
     """Cost of `roles.transition` relative to `forward`; 0 if it only copies inputs."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
-    joins_features: ClassVar[bool] = False
-    """Whether `prepare_token` also computes several steps of the op as one, with their features joined. Each feature of
-    the output then depends on the same feature of the inputs and the state only, features are the first axis of each
-    parameter, and the state is as wide as the output."""
     matrix_names: ClassVar[tuple[str, ...]] = ()
     """The matrices [O, I] that it passes only to `products.linear`, or reads by row, and that may be quantized. A
     subclass that replaces `forward` does not inherit this."""

@@ -20,7 +20,7 @@ from seqblocks.suggestions import did_you_mean, instead_of
 
 MAX_SHOWN = 8  # numbers of an initialiser in listings
 LISTED = "listed"  # the initialiser with a number for each place of the last axis, which specs cannot name
-SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-18, 1e18  # of an initialiser's arguments, so that values are finite in float32
 
 
 class Init(NamedTuple):
@@ -236,8 +236,8 @@ def _signature(name: str, numbers: Mapping[str, float | None]) -> str:
 def _check_values(text: str, name: str, known: Initialiser, values: Mapping[str, Any]) -> None:
     """Raise Fault E209 for numbers that the initialiser does not accept."""
     for key, value in values.items():
-        if value and not SMALLEST <= abs(value) <= LARGEST:
-            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
+        if value and not MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE:
+            expected = f"0, or a number between {MIN_MAGNITUDE:g} and {MAX_MAGNITUDE:g} in magnitude"
             raise Fault("E209", f"{quote(key)} of {name} is out of range", expected=expected, found=f"{value:g}")
     for law in known.holds:
         if not parse(law).evaluate(values):

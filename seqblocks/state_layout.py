@@ -23,6 +23,7 @@ class State(NamedTuple):
     float64 models. context: it is a constant value of a stream's context. length: for sequences of it, the name
     of the axis whose size is determined by a call; the shape has 0 there if the spec does not fix it.
     per_token: its first axis has one position per earlier token, and its size is the maximum length of a stream.
+    period: of angles: values whose difference is a multiple of it are the same state.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class State(NamedTuple):
     context: bool = False
     length: str = ""
     per_token: bool = False
+    period: float = 0.0
 
     @property
     def numel(self) -> int:

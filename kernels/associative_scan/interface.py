@@ -103,7 +103,8 @@ def associative_scan(
     _check(leaves, spec, initial, resets)
     inputs = {f"elements[{at}]": leaf for at, leaf in enumerate(leaves)}
     run = dispatch.choose(
-        "associative_scan", backend, {**inputs, "resets": resets}, dtype=leaves[0].dtype, resets=resets is not None
+        "associative_scan", backend, {**inputs, "resets": resets}, may_be_complex=inputs, dtype=leaves[0].dtype,
+        resets=resets is not None,
     )
 
     carried = [] if initial is None else pytree.tree_leaves(initial)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.attention.interface import AttentionState, _check_scores, _last_tokens, check_state
+from seqblocks.kernels.attention.interface import AttentionState, check_scores, check_state, last_tokens
 from seqblocks.kernels.attention.scores import Scores
-from seqblocks.kernels.attention.torch import BLOCK, _masked
+from seqblocks.kernels.attention.torch import BLOCK, masked
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
@@ -48,7 +48,7 @@ def attention_between(
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     _check(q, k, v, window)
-    _check_scores(q.shape[2], soft_cap, None, sinks)
+    check_scores(q.shape[2], soft_cap, None, sinks)
     T, past, before = k.shape[1], 0, None
     keys, values = k, v
     if state is not None:
@@ -65,7 +65,7 @@ def attention_between(
         keep = window - 1 if window is not None else keys.shape[1] if state is None else past
     length = torch.full((q.shape[0],), T, device=q.device) if before is None else before + T
     kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
-    keys, values = (_last_tokens(x, keep, own=state is not None) for x in (keys, values))
+    keys, values = (last_tokens(x, keep, own=state is not None) for x in (keys, values))
     return y, AttentionState(keys.to(kind_k), values.to(kind_v), length)
 
 
@@ -119,7 +119,7 @@ def _torch(
         key = torch.arange(first, last, device=q.device) - past
         seen = visible(torch.arange(a, b, device=q.device), key, S, new, before, window)
         none = ~seen.any(-1, keepdim=True)  # a softmax of nothing would be NaN
-        return _masked(query, k[:, first:last], v[:, first:last], seen | none, None, scores, none)
+        return masked(query, k[:, first:last], v[:, first:last], seen | none, None, scores, none)
 
     if unknown(S) or S <= BLOCK:
         return block(q, 0, S, 0, T)

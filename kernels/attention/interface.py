@@ -106,7 +106,7 @@ def attention(
     window = _narrower(window, chunk)
     _check_first(first, window, causal)
     _check(q, k, v, causal, window, rotary, state, return_state, resets, first or 0)
-    _check_scores(q.shape[2], soft_cap, slopes, sinks)
+    check_scores(q.shape[2], soft_cap, slopes, sinks)
     if bias is not None or segments is not None:
         _check_pairs(q, k, bias, segments, causal or window is not None or resets is not None)
     B, S, _, _ = q.shape
@@ -159,9 +159,9 @@ def attention(
     if kept is not None and state is not None:  # the slots are not the last tokens
         keys, values = (x[:, kept.first :] for x in (keys, values))
         over = None if over is None else over[:, kept.first :]
-    keys, values = (_last_tokens(x, keep, own=state is not None) for x in (keys, values))
+    keys, values = (last_tokens(x, keep, own=state is not None) for x in (keys, values))
     if several and over is not None:
-        over = _last_tokens(over, keep)
+        over = last_tokens(over, keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
     last = AttentionState(keys.to(kind_k), values.to(kind_v), length)
     return y, last if first is None else _with_slots(last, state, k, v, first)
@@ -177,9 +177,9 @@ def attention_state(
     k = k if rotary is None else turned(k, index, rotary)
     keys, values = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
     sequence = _sequences(state.length, state.k.shape[1], index, resets, chunk)
-    keys, values = _last_tokens(keys, keep), _last_tokens(values, keep)
+    keys, values = last_tokens(keys, keep), last_tokens(values, keep)
     if resets is not None and sequence is not None and S:
-        over = _last_tokens(sequence != sequence[:, -1:], keep)
+        over = last_tokens(sequence != sequence[:, -1:], keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
     last = AttentionState(keys, values, length)
     return _with_slots(last, state, k, v, state.first_k.shape[1]) if isinstance(state, FirstState) else last
@@ -265,7 +265,7 @@ def _narrower(window: int | None, chunk: int | None) -> int | None:
     return min(window, chunk)
 
 
-def _last_tokens(x: Tensor, keep: int, own: bool = True) -> Tensor:
+def last_tokens(x: Tensor, keep: int, own: bool = True) -> Tensor:
     """Return the last `keep` tokens of x [B, T, ...], padded in front with zeros.
 
     A view only if x is our own and has fewer than twice as many: it keeps the whole of x alive.
@@ -315,7 +315,7 @@ def check_state(state: State, k: Tensor, v: Tensor, window: int | None, first: i
         raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
 
 
-def _check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> None:
+def check_scores(heads: int, soft_cap: float | None, slopes: Tensor | None, sinks: Tensor | None) -> None:
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"attention: soft_cap must be positive; got {soft_cap}")
     for name, values in (("slopes", slopes), ("sinks", sinks)):

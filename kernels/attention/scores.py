@@ -5,10 +5,13 @@ H query heads, S queries, T keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from seqblocks.kernels.dispatch.compiled import watched
+from seqblocks.kernels.numerics import SLOW_KINDS, autocast_dtype, without_autocast
 
 NOTHING = -1e30  # log of the sum of no exponentials: finite, so that differences of two are no NaN
 
@@ -96,11 +99,51 @@ class Scores(NamedTuple):
         if self.sinks is not None:
             sink = self.sinks.to(scores.dtype)[..., None, None]
             total = torch.logaddexp(total, sink)
-        y = (torch.exp(scores - total).to(values.dtype) @ values).to(scores.dtype)
+        y = product(torch.exp(scores - total).to(values.dtype), values, rounds=True).to(scores.dtype)
         if none is not None:
             y = y.masked_fill(none, 0.0)
             total = total.masked_fill(none, NOTHING) if sink is None else torch.where(none, sink, total)
         return torch.cat([y, total], -1)
+
+
+def product(a: Tensor, b: Tensor, rounds: bool = False) -> Tensor:
+    """Return a @ b, for 16 bits on a CPU as float32: rounded scores would change weights by more than their rounding.
+
+    rounds: whether the caller rounds the result, so that it is float32 only where that is faster.
+    """
+    kind = autocast_dtype(a.device.type)
+    if kind is not None and a.dtype is torch.float32:
+        a, b = a.to(kind), b.to(kind)
+    kinds = SLOW_KINDS if rounds else (torch.bfloat16, torch.float16)
+    if not a.is_cpu or a.dtype != b.dtype or a.dtype not in kinds:
+        return a @ b
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not watched():
+        y: Tensor = _Product.apply(a, b)
+        return y
+    with without_autocast("cpu"):
+        return a.float() @ b.float()
+
+
+class _Product(torch.autograd.Function):
+    """a @ b in float32 for operands of 16 bits, which are kept as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        with without_autocast("cpu"):
+            return a.float() @ b.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        kind = torch.float32 if a.dtype in SLOW_KINDS else a.dtype
+        grad = grad.to(kind)
+        for_a, for_b = ctx.needs_input_grad
+        with without_autocast("cpu"):
+            return (
+                (grad @ b.to(kind).mT).to(b.dtype) if for_a else None,
+                (a.to(kind).mT @ grad).to(a.dtype) if for_b else None,
+            )
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.between import visible
-from seqblocks.kernels.attention.interface import _check_scores, _last_tokens
+from seqblocks.kernels.attention.interface import check_scores, last_tokens
 from seqblocks.kernels.attention.scores import Scores
-from seqblocks.kernels.attention.torch import BLOCK, _masked
+from seqblocks.kernels.attention.torch import BLOCK, masked
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.numerics import empty_with_gradients, without_autocast
 
@@ -73,7 +73,9 @@ def selected_attention(
     Returns y [B, S, H, DV or DV + 1], 0 for queries that read no key, and with return_state the next state.
     """
     _check(q, k, v, index_q, index_k, choice)
-    _check_scores(q.shape[2], soft_cap, None, sinks)
+    check_scores(q.shape[2], soft_cap, None, sinks)
+    if state is not None:
+        _check_state(state, k, v, index_k, choice.block)
     new, past, before = k.shape[1], 0, None
     keys, values, index = k, v, index_k
     if state is not None:
@@ -88,7 +90,7 @@ def selected_attention(
     length = torch.full((q.shape[0],), new, device=q.device) if before is None else before + new
     kinds = [x.dtype for x in (state[:3] if state is not None else (k, v, index_k))]
     sizes = keep * choice.block, keep * choice.block, keep
-    kept = [_last_tokens(x, size, own=state is not None) for x, size in zip((keys, values, index), sizes, strict=True)]
+    kept = [last_tokens(x, size, own=state is not None) for x, size in zip((keys, values, index), sizes, strict=True)]
     last_k, last_v, blocks = (x.to(kind) for x, kind in zip(kept, kinds, strict=True))
     return y, SelectedState(last_k, last_v, blocks, length)
 
@@ -117,7 +119,7 @@ def _attend(
             shared = _heads_of(k.shape[2], group, choice.groups)
             none = ~seen[:, group].any(-1, keepdim=True)
             own = scores if scores.sinks is None else scores._replace(sinks=scores.sinks[heads])
-            parts.append(_masked(
+            parts.append(masked(
                 query[:, :, heads], k[:, :, shared], v[:, :, shared], seen[:, group] | none, None, own, none
             ))  # fmt: skip
         return torch.cat(parts, 2)
@@ -182,3 +184,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, ch
         )
     if not unknown(k.shape[1]) and k.shape[1] != index_k.shape[1] * choice.block:
         raise ValueError(f"selected_attention: {k.shape[1]} keys are not {index_k.shape[1]} blocks of {choice.block}")
+
+
+def _check_state(
+    state: SelectedState | tuple[Tensor, ...], k: Tensor, v: Tensor, index_k: Tensor, block: int
+) -> None:
+    """Raise ValueError unless a state has the shapes for new keys."""
+    blocks = state[2].shape[1]
+    caches = ((k, blocks * block), (v, blocks * block), (index_k, blocks))
+    shapes = [*((x.shape[0], size, *x.shape[2:]) for x, size in caches), k.shape[:1]]
+    if [tuple(t.shape) for t in state] != [tuple(shape) for shape in shapes]:
+        expected, found = (", ".join(str(list(x)) for x in each) for each in (shapes, (t.shape for t in state)))
+        raise ValueError(f"selected_attention expects a state of shapes {expected}; got {found}")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.kept import Kept
 from seqblocks.kernels.attention.reference import later, sees
-from seqblocks.kernels.attention.scores import Scores
+from seqblocks.kernels.attention.scores import Scores, product
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import forward_mode, unknown, watched
 from seqblocks.kernels.numerics import empty_with_gradients, in_float32, no_second_derivative
@@ -46,13 +46,13 @@ def run(
     if unknown(S) or S <= BLOCK:
         at = torch.arange(T - S, T, device=q.device)  # a memory may have fewer keys than queries
         mask = sees(at, place, sequence, causal, window)
-        return _masked(q, k, v, mask, _distance(at, place, scores), scores)
+        return masked(q, k, v, mask, _distance(at, place, scores), scores)
 
     def block(query: Tensor, a: int, b: int, first: int, last: int) -> Tensor:
         at, keys = torch.arange(a, b, device=q.device), place[first:last]
         mask = sees(at, keys, sequence, causal, window)
         some = scores.of(a - (T - S), b - (T - S))
-        return _masked(query, k[:, first:last], v[:, first:last], mask, _distance(at, keys, scores), some)
+        return masked(query, k[:, first:last], v[:, first:last], mask, _distance(at, keys, scores), some)
 
     parts = []
     for a in range(T - S, T, BLOCK):
@@ -76,7 +76,7 @@ def _with_first(
         some_k, some_v = (k, v) if keys is None else (k[:, keys], v[:, keys])
         keys = torch.arange(T, device=q.device) if keys is None else keys
         mask = sees(at, keys, sequence, True, window, kept)
-        return _masked(query, some_k, some_v, mask, _distance(at, keys, scores, kept), scores)
+        return masked(query, some_k, some_v, mask, _distance(at, keys, scores, kept), scores)
 
     place = torch.arange(T - S, T, device=q.device)
     if unknown(S) or S <= BLOCK:
@@ -96,7 +96,7 @@ def _distance(query: Tensor, key: Tensor, scores: Scores, kept: Kept | None = No
     return None if scores.slopes is None else later(query, key, kept).abs()
 
 
-def _masked(
+def masked(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor | None, scores: Scores, none: Tensor | None = None
 ) -> Tensor:
     """Attend with a mask [B or 1, S, T].
@@ -117,10 +117,10 @@ def _masked(
     scores = scores.with_heads(H, 1)
     # no names for products of queries and keys: they would stay alive
     if scores.logsumexp:
-        visible = scores.visible(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
+        visible = scores.visible(rest * product(queries, keys.transpose(2, 3)).to(wide), seen, distance)
         return scores.with_logsumexp(visible, values, none).movedim(0, 2)
-    p = scores.weights(rest * (queries @ keys.transpose(2, 3)).to(wide), seen, distance)
-    y = (p.to(v.dtype) @ values).movedim(0, 2).to(v.dtype)
+    p = scores.weights(rest * product(queries, keys.transpose(2, 3)).to(wide), seen, distance)
+    y = product(p.to(v.dtype), values, rounds=True).movedim(0, 2).to(v.dtype)
     return y if none is None else y.masked_fill(none.unsqueeze(-1), 0.0)
 
 
@@ -204,7 +204,7 @@ def _windowed(
     near = sees(place[block : 2 * block], place, None, causal, window)
     seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
     # Padding of the last block sees padding, so that no row of the mask is empty.
-    y = _masked(
+    y = masked(
         queries(q).flatten(0, 1),
         cut(k).flatten(0, 1),
         cut(v).flatten(0, 1),

@@ -52,9 +52,10 @@ def causal_conv(
     mixing = _check(x, weight, bias, activation, state, resets)
     K = weight.shape[-1]
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
+    inputs = {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets}
     run = dispatch.choose(
-        "causal_conv", backend, {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets},
-        {"batch": x.shape[0], "length": x.shape[1], "width": x.shape[2]},
+        "causal_conv", backend, inputs, {"batch": x.shape[0], "length": x.shape[1], "width": x.shape[2]},
+        may_be_complex=inputs if x.is_complex() else (),
         dtype=torch.promote_types(x.dtype, weight.dtype), taps=K, width=x.shape[2], mixing=mixing,
         activation=activation, resets=resets is not None, reverse=reverse,
     )
@@ -203,7 +204,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> T
 
 
 class _Depthwise(torch.autograd.Function):
-    """Depthwise convolution and activation, a part of the sequence at a time, in half the time of the built-in ones.
+    """Depthwise convolution and activation, a chunk of the sequence at a time, in half the time of the built-in ones.
 
     The backward pass computes the windows again, and of long sequences the values before the activation too.
     """
@@ -215,14 +216,14 @@ class _Depthwise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs, and the values before the activation if they are saved."""
         with numerics.without_autocast(x.device.type):
-            parts = _parts(x)
-            if len(parts) == 1:
-                before = _depthwise_part(x, state, weight, bias, reverse, parts[0])
+            chunks = _chunks(x)
+            if len(chunks) == 1:
+                before = _depthwise_chunk(x, state, weight, bias, reverse, chunks[0])
                 return (F.silu(before), before) if save else (_silu(before, activation), None)
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
             saved = torch.empty_like(y) if save else None
-            for a, b in parts:
-                before = _depthwise_part(x, state, weight, bias, reverse, (a, b))
+            for a, b in chunks:
+                before = _depthwise_chunk(x, state, weight, bias, reverse, (a, b))
                 if saved is not None:
                     saved[:, a:b] = before
                 y[:, a:b] = _silu(before, activation)
@@ -252,14 +253,14 @@ def _gradients(
     if torch.is_grad_enabled() or is_batch(dy):
         needed = ctx.needs_input_grad[:4]
         return _from_reference(dy, needed, x, state, weight, bias, ctx.activation, ctx.reverse)
-    S, later, parts = x.shape[1], state.shape[1], _parts(x)
-    dwindow = x.new_empty(x.shape[0], S + later, x.shape[2]) if len(parts) > 1 else None
-    before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a part, and after the last one
+    S, later, chunks = x.shape[1], state.shape[1], _chunks(x)
+    dwindow = x.new_empty(x.shape[0], S + later, x.shape[2]) if len(chunks) > 1 else None
+    before = zeros = torch.zeros_like(state)  # the gradients of the outputs before a chunk, and after the last one
     of_weight, of_bias = _WeightGradient(x, later + 1), x.new_zeros(())
-    for a, b in parts:
+    for a, b in chunks:
         grad = dy[:, a:b]
         if ctx.activation == "silu":
-            y = _depthwise_part(x, state, weight, bias, ctx.reverse, (a, b)) if saved is None else saved[:, a:b]
+            y = _depthwise_chunk(x, state, weight, bias, ctx.reverse, (a, b)) if saved is None else saved[:, a:b]
             grad = torch.ops.aten.silu_backward(grad, y)
         if ctx.needs_input_grad[2]:
             of_weight.add(_window_of(x, state, ctx.reverse, a, b), grad)
@@ -285,7 +286,7 @@ def _from_reference(
 ) -> list[Tensor | None]:
     """Return the needed gradients of x, state, weight, bias as functions that torch can differentiate or batch.
 
-    It can do neither with writes into one tensor for all parts, nor differentiate the derivative of the SiLU.
+    It can do neither with writes into one tensor for all chunks, nor differentiate the derivative of the SiLU.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -302,8 +303,8 @@ def _silu(y: Tensor, activation: str | None) -> Tensor:
     return F.silu(y, inplace=True) if activation == "silu" else y
 
 
-def _parts(x: Tensor) -> list[tuple[int, int]]:
-    """Return the parts (first, end) of the tokens of x [B, S, D] that are convolved at a time."""
+def _chunks(x: Tensor) -> list[tuple[int, int]]:
+    """Return the chunks (first, end) of the tokens of x [B, S, D] that are convolved at a time."""
     rows = _rows(x.shape[0])
     size = max(rows, PART_ELEMENTS // (x.shape[0] * x.shape[2]) // rows * rows)
     return [(a, min(a + size, x.shape[1])) for a in range(0, x.shape[1], size)]
@@ -318,11 +319,11 @@ def _window_of(x: Tensor, state: Tensor, reverse: bool, a: int, b: int) -> Tenso
     return x[:, a : b + earlier] if missing <= 0 else torch.cat([x[:, a:], state.flip(1)[:, :missing]], 1)
 
 
-def _depthwise_part(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, part: tuple[int, int]
+def _depthwise_chunk(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, chunk: tuple[int, int]
 ) -> Tensor:
     """Return the convolution for some tokens, before the activation."""
-    y = _convolve(_window_of(x, state, reverse, *part).contiguous(), weight, None, 0)
+    y = _convolve(_window_of(x, state, reverse, *chunk).contiguous(), weight, None, 0)
     return y if bias is None else y.add_(bias)
 
 

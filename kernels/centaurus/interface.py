@@ -57,6 +57,10 @@ def centaurus(
     _check(x, A_real, A_imag, dt, B, C, E, mode, hold)
     double = any(t is not None and t.dtype == torch.float64 for t in (x, A_real, A_imag, dt, B, C, E))
     real = torch.float64 if double else torch.float32
+    inputs = {
+        "x": x, "A_real": A_real, "A_imag": A_imag, "dt": dt, "B": B, "C": C, "E": E, "state": state, "resets": resets,
+    }
+    dispatch.check_real("centaurus", inputs)
     with numerics.without_autocast(x.device.type):
         A_real, A_imag, dt, B, C = (t.to(real) for t in (A_real, A_imag, dt, B, C))
         bank = discretised(A_real, A_imag, dt, B, C, None if E is None else E.to(real), mode, hold)
@@ -65,9 +69,7 @@ def centaurus(
             raise ValueError(f"centaurus expects a state {list(shape)}; got {list(state.shape)}")
         check_resets("centaurus", resets, x.shape[:2])
         run = dispatch.choose(
-            "centaurus", backend,
-            {"x": x, "A_real": A_real, "A_imag": A_imag, "dt": dt, "B": B, "C": C, "E": E, "state": state,
-             "resets": resets},
+            "centaurus", backend, inputs,
             {"batch": x.shape[0], "length": x.shape[1], "channels": bank.decay.shape[0]},
             dtype=torch.float64 if double else x.dtype, mode=mode,
             channels=bank.decay.shape[0], substates=bank.decay.shape[1], features=x.shape[2],

@@ -265,11 +265,11 @@ def _toeplitz(kernel: Tensor, reverse: bool) -> Tensor:
     return windows if reverse else windows.transpose(1, 2)
 
 
-def _spans(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
+def _runs(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
     """Return (first, end, chunk) of the full chunks and of the remainder, in scan order."""
     full = S // T * T
-    spans = [(a, b, min(T, b - a)) for a, b in ((0, full), (full, S)) if a < b]
-    return spans[::-1] if reverse else spans
+    runs = [(a, b, min(T, b - a)) for a, b in ((0, full), (full, S)) if a < b]
+    return runs[::-1] if reverse else runs
 
 
 def _chunk_by_chunk(
@@ -284,27 +284,27 @@ def _chunk_by_chunk(
         u = u.masked_fill(bad, 0.0)
         if not (u.is_cuda and torch.cuda.is_current_stream_capturing()) and not u.is_meta and not bad.any():
             bad = None
-    for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
+    for a, b, T in _runs(u.shape[2], chunk.within.shape[1], reverse):
         one = _shortened(chunk, T, reverse)
         marks = None if resets is None else resets[:, a:b]
-        span = Chunks.of(u[:, :, a:b], marks, T, reverse)
-        given = span.given(one)
+        chunks = Chunks.of(u[:, :, a:b], marks, T, reverse)
+        given = chunks.given(one)
         nonfinite = None if bad is None else Chunks.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
         if nonfinite is not None:
             reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
             given = given.masked_fill(reaches_state, torch.nan)
-        before, now = _between(given, now, one.through, span.is_carried, reverse)
-        if span.piece is None:  # added in place: for a long sequence, allocating memory costs as much as the sum
-            v = torch.baddbmm(span.tokens @ one.within, span.flat(before), one.out_of)
+        before, now = _between(given, now, one.through, chunks.is_carried, reverse)
+        if chunks.segment is None:  # added in place: for a long sequence, allocating memory costs as much as the sum
+            v = torch.baddbmm(chunks.tokens @ one.within, chunks.flat(before), one.out_of)
             parts.append(v.view(*u.shape[:2], b - a))
             continue
-        v = _Within.apply(span.tokens, one.within, span.piece)
+        v = _Within.apply(chunks.tokens, one.within, chunks.segment)
         if nonfinite is not None:
-            assert nonfinite.piece is not None
+            assert nonfinite.segment is not None
             order = torch.ones_like(one.within)
             order = order.tril() if reverse else order.triu()
-            v = v.masked_fill(_within(nonfinite.tokens, order, nonfinite.piece) > 0, torch.nan)
-        v = v + span.where_seen(span.flat(before) @ one.out_of, resets is not None and finite(before))
+            v = v.masked_fill(_within(nonfinite.tokens, order, nonfinite.segment) > 0, torch.nan)
+        v = v + chunks.where_seen(chunks.flat(before) @ one.out_of, resets is not None and finite(before))
         parts.append(v.view(*u.shape[:2], b - a))
     v = torch.cat(parts[::-1] if reverse else parts, -1) if len(parts) > 1 else parts[0]
     return v, now.permute(1, 0, 3, 2)
@@ -315,7 +315,7 @@ class Chunks(NamedTuple):
 
     tokens: Tensor  # [N, R, T]
     shape: tuple[int, int, int]  # N, B, chunks
-    piece: Tensor | None  # [R, T]: number of resets in the chunk up to each token
+    segment: Tensor | None  # [R, T]: number of resets in the chunk up to each token
     last: Tensor | None  # [R, 1]: number of resets in the whole chunk
 
     @classmethod
@@ -324,9 +324,9 @@ class Chunks(NamedTuple):
         tokens, shape = u.reshape(N, -1, T), (N, B, length // T)
         if resets is None:
             return cls(tokens, shape, None, None)
-        piece = resets.reshape(-1, T)
-        piece = (piece.flip(-1).cumsum(-1).flip(-1) if reverse else piece.cumsum(-1)).to(torch.int32)
-        return cls(tokens, shape, piece, piece[:, :1] if reverse else piece[:, -1:])
+        segment = resets.reshape(-1, T)
+        segment = (segment.flip(-1).cumsum(-1).flip(-1) if reverse else segment.cumsum(-1)).to(torch.int32)
+        return cls(tokens, shape, segment, segment[:, :1] if reverse else segment[:, -1:])
 
     @property
     def is_carried(self) -> Tensor | None:
@@ -343,11 +343,11 @@ class Chunks(NamedTuple):
 
     def where_kept(self, x: Tensor) -> Tensor:
         """Return x [N, R, T], which is finite, with 0 for tokens that a reset in the chunk follows."""
-        return x if self.piece is None else x * (self.piece == self.last)
+        return x if self.segment is None else x * (self.segment == self.last)
 
     def where_seen(self, x: Tensor, known: bool = False) -> Tensor:
         """Return x [N, R, T] with 0 for tokens after a reset in the chunk. known: x is known to be finite."""
-        return x if self.piece is None else where_true(self.piece == 0, x, known)
+        return x if self.segment is None else where_true(self.segment == 0, x, known)
 
 
 def _between(
@@ -368,23 +368,23 @@ def _between(
     return before, now
 
 
-def _groups(W: Tensor, piece: Tensor, *sequences: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _groups(W: Tensor, segment: Tensor, *sequences: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield groups of chunks of sequences [N, K, T], and a mask [chunks, T, T] of pairs of tokens of one sequence."""
     rows = max(1, WORKING_SET // max(1, W.numel()))
-    for some, *parts in zip(piece.split(rows), *(x.split(rows, 1) for x in sequences), strict=True):
+    for some, *parts in zip(segment.split(rows), *(x.split(rows, 1) for x in sequences), strict=True):
         yield *parts, (some.unsqueeze(2) == some.unsqueeze(1)).to(W.dtype)
 
 
-def _within(u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
-    """Return v[n, k, t] = sum_s u[n, k, s] W[n, s, t] over the s with piece[k, s] == piece[k, t]."""
-    parts = [(x.unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for x, same in _groups(W, piece, u)]
+def _within(u: Tensor, W: Tensor, segment: Tensor) -> Tensor:
+    """Return v[n, k, t] = sum_s u[n, k, s] W[n, s, t] over the s with segment[k, s] == segment[k, t]."""
+    parts = [(x.unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for x, same in _groups(W, segment, u)]
     return torch.cat(parts, 1)
 
 
-def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, piece: Tensor) -> Tensor:
+def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, segment: Tensor) -> Tensor:
     """Return the gradient of W."""
     total = torch.zeros_like(W)
-    for x, dx, same in _groups(W, piece, u, dv):
+    for x, dx, same in _groups(W, segment, u, dv):
         total = total + (x.unsqueeze(-1) * dx.unsqueeze(-2) * same).sum(1)
     return total
 
@@ -393,15 +393,15 @@ class _Within(torch.autograd.Function):
     """`_within`, without storing the triple product for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
-        ctx.save_for_backward(u, W, piece)
-        return _within(u, W, piece)
+    def forward(ctx: Any, u: Tensor, W: Tensor, segment: Tensor) -> Tensor:
+        ctx.save_for_backward(u, W, segment)
+        return _within(u, W, segment)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        u, W, piece = ctx.saved_tensors
+        u, W, segment = ctx.saved_tensors
         (dv,) = grads
-        return _Within.apply(dv, W.transpose(1, 2), piece), _within_gradient(u, dv, W, piece), None
+        return _Within.apply(dv, W.transpose(1, 2), segment), _within_gradient(u, dv, W, segment), None
 
 
 # The same as one op, so that compiled code does not depend on the number of chunks. It has first derivatives only.
@@ -438,33 +438,33 @@ def _scan_backward(
     with without_autocast(u.device.type):
         done = []
         now = state.permute(1, 0, 3, 2)
-        for a, b, T in _spans(u.shape[2], within.shape[1], reverse):
+        for a, b, T in _runs(u.shape[2], within.shape[1], reverse):
             one = _shortened(chunk, T, reverse)
-            span = Chunks.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
-            before, now = _between(span.given(one), now, one.through, span.is_carried, reverse)
-            done.append((a, b, T, one, span, before))
+            chunks = Chunks.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
+            before, now = _between(chunks.given(one), now, one.through, chunks.is_carried, reverse)
+            done.append((a, b, T, one, chunks, before))
         dnow = dlast.permute(1, 0, 3, 2)
-        for a, b, T, one, span, before in reversed(done):
+        for a, b, T, one, chunks, before in reversed(done):
             grads = _shortened(total, T, reverse)
-            upstream = dv[:, :, a:b].reshape(span.tokens.shape)
-            seen = span.where_seen(upstream)
-            grads.out_of.add_(span.flat(before).transpose(1, 2) @ seen)
+            upstream = dv[:, :, a:b].reshape(chunks.tokens.shape)
+            seen = chunks.where_seen(upstream)
+            grads.out_of.add_(chunks.flat(before).transpose(1, 2) @ seen)
             dbefore = (seen @ one.out_of.transpose(1, 2)).view(before.shape)
             back = one.through * one.through.new_tensor([1.0, -1.0]).unsqueeze(-1)
-            dgiven, dnow = _between(dbefore, dnow, back, span.is_carried, not reverse)
-            if span.is_carried is not None:
-                before = before.masked_fill(~span.is_carried[:, :, None, None], 0.0)
+            dgiven, dnow = _between(dbefore, dnow, back, chunks.is_carried, not reverse)
+            if chunks.is_carried is not None:
+                before = before.masked_fill(~chunks.is_carried[:, :, None, None], 0.0)
             (re, im), (g_re, g_im) = before.unbind(3), dgiven.unbind(3)
             grads.through.add_(torch.stack([re * g_re + im * g_im, re * g_im - im * g_re], 1).sum((2, 3)))
-            dgiven = span.flat(dgiven)
-            grads.into.add_(span.where_kept(span.tokens).transpose(1, 2) @ dgiven)
-            dtokens = span.where_kept(dgiven @ one.into.transpose(1, 2))
-            if span.piece is None:
-                grads.within.add_(span.tokens.transpose(1, 2) @ upstream)
+            dgiven = chunks.flat(dgiven)
+            grads.into.add_(chunks.where_kept(chunks.tokens).transpose(1, 2) @ dgiven)
+            dtokens = chunks.where_kept(dgiven @ one.into.transpose(1, 2))
+            if chunks.segment is None:
+                grads.within.add_(chunks.tokens.transpose(1, 2) @ upstream)
                 dtokens += upstream @ one.within.transpose(1, 2)
             else:
-                grads.within.add_(_within_gradient(span.tokens, upstream, one.within, span.piece))
-                dtokens += _within(upstream, one.within.transpose(1, 2), span.piece)
+                grads.within.add_(_within_gradient(chunks.tokens, upstream, one.within, chunks.segment))
+                dtokens += _within(upstream, one.within.transpose(1, 2), chunks.segment)
             du[:, :, a:b] = dtokens.view(*u.shape[:2], b - a)
     return du, dnow.permute(1, 0, 3, 2).contiguous(), *total
 

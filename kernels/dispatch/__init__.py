@@ -4,6 +4,7 @@ from seqblocks.kernels.dispatch.choice import (
     BACKENDS,
     VARIABLE,
     Verdict,
+    check_real,
     choose,
     fallbacks,
     requested,
@@ -16,7 +17,7 @@ from seqblocks.kernels.dispatch.compiled import transformed
 from seqblocks.kernels.dispatch.registry import IMPLEMENTATIONS, always, implementation, load_implementations, register
 
 __all__ = [
-    "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "choose", "fallbacks", "implementation",
-    "load_implementations", "register", "requested", "same_backend", "saves_launches", "transformed", "use_backend",
-    "why",
+    "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "check_real", "choose", "fallbacks",
+    "implementation", "load_implementations", "register", "requested", "same_backend", "saves_launches", "transformed",
+    "use_backend", "why",
 ]  # fmt: skip

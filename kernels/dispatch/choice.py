@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +43,21 @@ _fallbacks: dict[str, dict[str, str]] = {}
 
 def choose(
     op: str, backend: str | None = None, inputs: Mapping[str, Tensor | None] | None = None,
-    sizes: Mapping[str, int] | None = None, **facts: Any,
+    sizes: Mapping[str, int] | None = None, *, may_be_complex: Collection[str] = (), **facts: Any,
 ) -> Callable[..., Any]:
     """Return the function to run for a call.
 
     inputs: the op's tensors by name, in the order of its arguments.
-    sizes: those of "batch", "length" and "rows" that launches depend on.
+    sizes: those of "batch", "length" and "rows" that launches depend on. may_be_complex: names of inputs.
     facts: the keyword arguments of `can`, `tiles` and `example`; device and index are taken from the inputs.
 
-    Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
+    Raises RunError if the inputs are on several devices or others are complex, BackendError if the requested
+    implementation cannot run.
     """
     name, dtypes = requested(backend), None
     facts["requested_backend"] = name
     if inputs is not None:
+        check_real(op, inputs, may_be_complex)
         device = _common_device(op, inputs)
         facts["device"], facts["index"] = device.type, device.index
         if device.type == self_check.DEVICE:
@@ -71,6 +73,12 @@ def choose(
     if name != "auto":
         raise BackendError(f"backend {name!r} cannot run {op}: {reasons[name]}")
     raise BackendError(f"no implementation of {op} can run: " + "; ".join(f"{key}: {x}" for key, x in reasons.items()))
+
+
+def check_real(op: str, inputs: Mapping[str, Tensor | None], but: Collection[str] = ()) -> None:
+    """Raise RunError for complex inputs other than `but`: conversions to float32 would drop their imaginary parts."""
+    if found := [name for name, x in inputs.items() if x is not None and x.dtype.is_complex and name not in but]:
+        raise RunError(f"{op} computes with real numbers; got complex {', '.join(found)}")
 
 
 def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:

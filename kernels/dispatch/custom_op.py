@@ -93,12 +93,15 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_seen(args: tuple[Any, ...]) -> bool:
     """Return whether anything intercepts ops, or an argument is not a plain tensor.
 
-    Other tensors are a meta tensor, an instance of a Tensor subclass, or a batch of gradients (`is_grads_batched`).
+    Other tensors are a meta tensor, a nested one, an instance of a Tensor subclass, or a batch of gradients
+    (`is_grads_batched`).
     """
     return (
         watched()
         or torch._C._is_torch_function_mode_enabled()
         or any(
-            isinstance(x, Tensor) and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or is_batch(x)) for x in args
+            isinstance(x, Tensor)
+            and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_nested or is_batch(x))
+            for x in args
         )
     )

@@ -32,12 +32,12 @@ def _block_length(x: Tensor) -> int:
     return S if x.device.type == "cpu" and B * E >= TOKEN_MIN_ELEMENTS else max(1, math.isqrt(S))
 
 
-def _spans(x: Tensor, reverse: bool) -> list[slice]:
+def _chunks(x: Tensor, reverse: bool) -> list[slice]:
     """Return slices of tokens that are computed at a time, in scan order: on a CPU, as many as fit into its cache."""
     B, S, E = x.shape
-    span = S if x.device.type != "cpu" else max(1, PART_ELEMENTS // (B * E))
-    spans = [slice(at, min(at + span, S)) for at in range(0, S, span)]
-    return [slice(S - x.stop, S - x.start) for x in spans] if reverse else spans
+    chunk = S if x.device.type != "cpu" else max(1, PART_ELEMENTS // (B * E))
+    chunks = [slice(at, min(at + chunk, S)) for at in range(0, S, chunk)]
+    return [slice(S - x.stop, S - x.start) for x in chunks] if reverse else chunks
 
 
 def _scan(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
@@ -114,22 +114,22 @@ def _later(x: Tensor, end: Tensor, reverse: bool) -> Tensor:
     return torch.cat([end, x[:, :-1]] if reverse else [x[:, 1:], end], 1)
 
 
-def _earlier(y: Tensor, span: slice, state: Tensor, reverse: bool) -> Tensor:
-    """Return the states before the tokens of a span."""
+def _earlier(y: Tensor, chunk: slice, state: Tensor, reverse: bool) -> Tensor:
+    """Return the states before the tokens of a chunk."""
     if reverse:
-        end = y[:, span.stop : span.stop + 1] if span.stop < y.shape[1] else state.unsqueeze(1)
-        return torch.cat([y[:, span.start + 1 : span.stop], end], 1)
-    first = y[:, span.start - 1 : span.start] if span.start else state.unsqueeze(1)
-    return torch.cat([first, y[:, span.start : span.stop - 1]], 1)
+        end = y[:, chunk.stop : chunk.stop + 1] if chunk.stop < y.shape[1] else state.unsqueeze(1)
+        return torch.cat([y[:, chunk.start + 1 : chunk.stop], end], 1)
+    first = y[:, chunk.start - 1 : chunk.start] if chunk.start else state.unsqueeze(1)
+    return torch.cat([first, y[:, chunk.start : chunk.stop - 1]], 1)
 
 
 @custom_op("seqblocks::gated_recurrence")
 def _op(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     with without_autocast(x.device.type):
         y, h = x.new_empty(x.shape), state
-        for span in _spans(x, reverse):
-            marks = None if resets is None else resets[:, span]
-            h = _scan(_factors(decay[:, span], marks), x[:, span], y[:, span], h, marks, reverse)
+        for chunk in _chunks(x, reverse):
+            marks = None if resets is None else resets[:, chunk]
+            h = _scan(_factors(decay[:, chunk], marks), x[:, chunk], y[:, chunk], h, marks, reverse)
         return y, h.clone()
 
 
@@ -148,20 +148,20 @@ def _op_backward(
         dead = dead_tokens([dy], [dlast], resets, reverse)
         begins, later = dead | resets, _later(resets, torch.zeros_like(resets[:, :1]), reverse)
 
-    def part(marks: Tensor | None, span: slice) -> Tensor | None:
-        return None if marks is None else marks[:, span]
+    def of_chunk(marks: Tensor | None, chunk: slice) -> Tensor | None:
+        return None if marks is None else marks[:, chunk]
 
     with without_autocast(y.device.type):
         d, ddecay = dy.new_empty(dy.shape), decay.new_empty(decay.shape)
         carry, end = dlast, torch.ones_like(decay[:, :1])
-        for span in _spans(y, not reverse):
-            factor, past = _factors(decay[:, span], part(resets, span)), _earlier(y, span, state, reverse)
+        for chunk in _chunks(y, not reverse):
+            factor, past = _factors(decay[:, chunk], of_chunk(resets, chunk)), _earlier(y, chunk, state, reverse)
             if dead is not None and begins is not None:
-                factor.masked_fill_(dead[:, span].unsqueeze(-1), 0.0)
-                past.masked_fill_(begins[:, span].unsqueeze(-1), 0.0)
+                factor.masked_fill_(dead[:, chunk].unsqueeze(-1), 0.0)
+                past.masked_fill_(begins[:, chunk].unsqueeze(-1), 0.0)
             next_factor = _later(factor, end, reverse)
-            carry = _scan(next_factor, dy[:, span], d[:, span], carry, part(later, span), not reverse)
-            torch.mul(past.mul_(factor), d[:, span], out=ddecay[:, span])
+            carry = _scan(next_factor, dy[:, chunk], d[:, chunk], carry, of_chunk(later, chunk), not reverse)
+            torch.mul(past.mul_(factor), d[:, chunk], out=ddecay[:, chunk])
             end = factor[:, -1:] if reverse else factor[:, :1]
         return d, ddecay, end[:, 0] * d[:, -1 if reverse else 0]
 

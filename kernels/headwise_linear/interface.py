@@ -33,9 +33,10 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     narrow = None if dtype == torch.float64 else numerics.autocast_dtype(x.device.type)
     if narrow is not None and x.is_cuda:  # Like autocast; `choose` then checks the dtype of the launch.
         x, weight = x.to(narrow), weight.to(narrow)
+    inputs = {"x": x, "weight": weight, "bias": bias}
     run = dispatch.choose(
-        "headwise_linear", backend, {"x": x, "weight": weight, "bias": bias},
-        {"rows": x.numel() // max(1, x.shape[-1])}, dtype=narrow or dtype, block=tuple(weight.shape),
+        "headwise_linear", backend, inputs, {"rows": x.numel() // max(1, x.shape[-1])},
+        may_be_complex=inputs if x.is_complex() else (), dtype=narrow or dtype, block=tuple(weight.shape),
     )
     y = run(x, weight)
     return y if bias is None else y + bias.to(y.dtype)  # Under autocast, y has a lower dtype.

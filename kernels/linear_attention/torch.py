@@ -312,11 +312,11 @@ class _Group(NamedTuple):
         return None if x is None else x[self.batch, :, self.values if of_values else self.heads]
 
 
-def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
-    """Return the groups; a single one on devices other than the CPU, where span is 0."""
+def _groups(q: Tensor, v: Tensor, segment: int) -> list[_Group]:
+    """Return the groups; a single one on devices other than the CPU, where segment is 0."""
     B, S, H, HV = *q.shape[:3], v.shape[2]
     everything = slice(None)
-    room = max(1, PART_ELEMENTS // (min(span, S) * max(q.shape[3], v.shape[3]))) if span else B * HV
+    room = max(1, PART_ELEMENTS // (min(segment, S) * max(q.shape[3], v.shape[3]))) if segment else B * HV
     if room >= B * HV:
         return [_Group(everything, everything, everything)]
     if room >= HV:
@@ -328,23 +328,23 @@ def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
     ]  # fmt: skip
 
 
-def _parts(tensors: Sequence[Maybe], group: _Group) -> list[Maybe]:
+def _of_group(tensors: Sequence[Maybe], group: _Group) -> list[Maybe]:
     """Return the group's parts of q, k, v, decay, beta, a, b, bonus and state."""
     *sequences, bonus, state = tensors
     parts = [group.of(x, at >= 2) for at, x in enumerate(sequences)]
     return [*parts, None if bonus is None else bonus[group.heads], state[group.batch, group.values]]  # type: ignore[index]
 
 
-def _spans(S: int, span: int, reverse: bool) -> list[slice]:
+def _segments(S: int, segment: int, reverse: bool) -> list[slice]:
     """Return slices of tokens that are computed at a time, in scan order."""
-    span = span or S
-    found = [slice(at, min(at + span, S)) for at in range(0, S, span)]
+    segment = segment or S
+    found = [slice(at, min(at + segment, S)) for at in range(0, S, segment)]
     return [slice(max(0, S - x.stop), S - x.start) for x in found] if reverse else found
 
 
-def _room(S: int, span: int) -> int:
-    """Return an upper bound on the number of spans, at least 2: exporters treat sizes 0 and 1 as constants."""
-    return S // span + 2 if span else 2
+def _most_segments(S: int, segment: int) -> int:
+    """Return an upper bound on the number of segments, at least 2: exporters treat sizes 0 and 1 as constants."""
+    return S // segment + 2 if segment else 2
 
 
 def _of_tokens(parts: Sequence[Maybe], tokens: slice) -> list[Maybe]:
@@ -355,19 +355,19 @@ def _of_tokens(parts: Sequence[Maybe], tokens: slice) -> list[Maybe]:
 @custom_op("seqblocks::linear_attention")
 def _op(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
-    state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int, span: int,
+    state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int, segment: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o, the last state, and for the gradient the states before each span [spans or more, B, HV, K, V]."""
+    """Return o, the last state, and for the gradient the states before each segment [segments or more, B, HV, K, V]."""
     (q, k, v, decay, beta, a, b, state), found = separate.cleaned((q, k, v, decay, beta, a, b, state), resets, reverse)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     y, last = v.new_empty(v.shape), state.new_empty(state.shape)
-    spans = _spans(v.shape[1], span, reverse)
-    starts = state.new_zeros(_room(v.shape[1], span), *state.shape)
+    segments = _segments(v.shape[1], segment, reverse)
+    starts = state.new_zeros(_most_segments(v.shape[1], segment), *state.shape)
     with without_autocast(q.device.type):
-        for group in _groups(q, v, span):
-            parts, marks = _parts(tensors, group), None if resets is None else resets[group.batch]
+        for group in _groups(q, v, segment):
+            parts, marks = _of_group(tensors, group), None if resets is None else resets[group.batch]
             now: Any = parts[-1]
-            for start, tokens in zip(starts, spans, strict=False):
+            for start, tokens in zip(starts, segments, strict=False):
                 start[group.batch, group.values] = now
                 here, begin = (*_of_tokens(parts, tokens), now), None if marks is None else marks[:, tokens]
                 out, now = _chunked(here, begin, reverse, scale, chunk_size, tracked=False)
@@ -389,15 +389,16 @@ def _usable(*results: Tensor) -> bool:
 
 
 @_op.register_fake
-def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, chunk_size, span):  # type: ignore[no-untyped-def]
-    starts = state.new_empty(_room(v.shape[1], span), *state.shape)
+def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, chunk_size, segment):  # type: ignore[no-untyped-def]
+    starts = state.new_empty(_most_segments(v.shape[1], segment), *state.shape)
     return v.new_empty(v.shape), state.new_empty(state.shape), starts
 
 
 @custom_op("seqblocks::linear_attention_backward", outputs=9)
 def _op_backward(
     dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe,
-    bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
+    bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int,
+    segment: int,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, decay, beta, a, b, bonus and the state; empty for those that are absent."""
     sequences = (q, k, v, decay, beta, a, b, state)
@@ -408,7 +409,7 @@ def _op_backward(
             dy, dlast = found.clean_outputs(dy, dlast)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     with without_autocast(q.device.type):
-        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span)
+        grads = _by_segments(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, segment)
         if grads is None:
             tokens = partial(reference.scan, resets=resets, reverse=reverse, scale=scale)
             grads = _pulled_back(tokens, tensors, (dy, dlast))[1]
@@ -418,21 +419,21 @@ def _op_backward(
     return [q.new_empty(0) if x is None else x.contiguous() for x in grads]
 
 
-def _by_spans(
+def _by_segments(
     dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
-    chunk_size: int, span: int,
+    chunk_size: int, segment: int,
 ) -> list[Maybe] | None:
-    """Return gradients, computed from the last span to the first, None for absent tensors.
+    """Return gradients, computed from the last segment to the first, None for absent tensors.
 
     Returns None instead of the list if chunks may not be used.
     """
     grads = [None if x is None else torch.zeros_like(x) if x is tensors[7] else torch.empty_like(x) for x in tensors]
-    spans = _spans(dy.shape[1], span, reverse)
-    for group in _groups(tensors[0], tensors[2], span):
-        parts, of_parts = _parts(tensors, group), _parts(grads, group)
+    segments = _segments(dy.shape[1], segment, reverse)
+    for group in _groups(tensors[0], tensors[2], segment):
+        parts, of_parts = _of_group(tensors, group), _of_group(grads, group)
         dstate: Maybe
         marks, dstate = None if resets is None else resets[group.batch], dlast[group.batch, group.values]
-        for start, tokens in [*zip(starts, spans, strict=False)][::-1]:
+        for start, tokens in [*zip(starts, segments, strict=False)][::-1]:
             chunks = partial(
                 _chunked, resets=None if marks is None else marks[:, tokens], reverse=reverse, scale=scale,
                 chunk_size=chunk_size, tracked=True,
@@ -469,21 +470,21 @@ def _pulled_back(
 
 @_op_backward.register_fake
 def _op_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, q, k, v, decay, beta, a, b, bonus, state, resets, starts, reverse, scale, chunk_size, span
+    dy, dlast, q, k, v, decay, beta, a, b, bonus, state, resets, starts, reverse, scale, chunk_size, segment
 ):
     of = (q, k, v, decay, beta, a, b, bonus, state)
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span = inputs
+    *tensors, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.segment = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*tensors, output[2])
 
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
-    grads = _op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span)
+    grads = _op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.segment)
     present = [None if x is None else g for x, g in zip(tensors, grads, strict=True)]
     return *present, None, None, None, None, None
 
@@ -504,10 +505,10 @@ def run(
     on_cpu = q.device.type == "cpu"
     corrected = beta is not None or a is not None  # these rules need more products within a chunk
     size = chunk_size or (64 if not on_cpu else 16 if corrected else 32)
-    span = max(PART_TOKENS, 1 << (size.bit_length() - 1)) if on_cpu else 0
+    segment = max(PART_TOKENS, 1 << (size.bit_length() - 1)) if on_cpu else 0
 
     def whole(*x: Maybe) -> tuple[Tensor, Tensor]:
-        y, last, _ = _op(*x, resets, reverse, scale, size, span)
+        y, last, _ = _op(*x, resets, reverse, scale, size, segment)
         return reference.read_out((y, last), normalize)
 
     unread = None if bonus is None else decay  # with a bonus, a token's output does not depend on its own decay

@@ -39,8 +39,7 @@ def selective_scan(
 
     u, dt, z [B, S, E]; A [E, N], real (negative) or complex; D, dt_bias [E].
     B, C: [E, N] constant, [B, S, N] per token, or [B, S, G, N] per token and group. If their numbers of groups differ,
-    one must divide the other.
-    state [B, E, N]: zeros if not given.
+    one must divide the other. state [B, E, N]: zeros if not given. B, C and the state may be complex if A is.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
     reverse: scan from right to left.
 
@@ -58,6 +57,7 @@ def selective_scan(
     run = dispatch.choose(
         "selective_scan", backend, inputs,
         {"batch": u.shape[0], "length": u.shape[1], "groups": groups, "width": width},
+        may_be_complex=("A", "B", "C", "state") if A.is_complex() else (),
         dtype=torch.float64 if double else u.dtype, states=A.shape[1], width=width, groups=groups,
         constant=(B.dim() == 2, C.dim() == 2), softplus=dt_softplus,
         complex=any(x.is_complex() for x in (A, B, C)), resets=resets is not None, reverse=reverse,

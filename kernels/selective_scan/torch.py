@@ -45,11 +45,11 @@ def _length(u: Tensor, N: int, for_backward: bool) -> int:
     return max(least, min(128, WORKING_SET // per_token))
 
 
-def _spans(u: Tensor, N: int, reverse: bool, for_backward: bool) -> list[tuple[int, int]]:
+def _chunks(u: Tensor, N: int, reverse: bool, for_backward: bool) -> list[tuple[int, int]]:
     """Return the chunks (first, end) in the order of the scan."""
     S, L = u.shape[1], _length(u, N, for_backward)
-    spans = [(a, min(a + L, S)) for a in range(0, S, L)]
-    return spans[::-1] if reverse else spans
+    chunks = [(a, min(a + L, S)) for a in range(0, S, L)]
+    return chunks[::-1] if reverse else chunks
 
 
 class _Chunk(NamedTuple):
@@ -77,11 +77,11 @@ class _Tokens:
         self._softplus, self._steps, self._outputs = softplus, steps, outputs
         self._exponents = self.A * math.log2(math.e)
         self._resets, self._reverse, self._begins = resets, reverse, reset_times(resets, u.shape[1])
-        self.spans = _spans(u, A.shape[-1], reverse, for_backward)
+        self.chunks = _chunks(u, A.shape[-1], reverse, for_backward)
         L = min(_length(u, A.shape[-1], for_backward), u.shape[1])
         self.memory = A.new_empty(buffers, L, u.shape[0], *self.A.shape)
 
-    def part(self, a: int, b: int) -> _Chunk:
+    def chunk(self, a: int, b: int) -> _Chunk:
         """Return the inputs of tokens a to b."""
         u, raw = (x[a:b].to(self.A.dtype) for x in (self.u, self.dt))
         raw = raw if self._bias is None else raw + self._bias
@@ -93,16 +93,16 @@ class _Tokens:
         """Return the gates of tokens a to b before the SiLU."""
         return None if self.z is None else self.z[a:b].to(self.A.dtype)
 
-    def through_softplus(self, grad: Tensor, part: _Chunk) -> Tensor:
+    def through_softplus(self, grad: Tensor, chunk: _Chunk) -> Tensor:
         """Return the gradient of the steps before the softplus."""
-        return torch.ops.aten.softplus_backward(grad, part.raw, 1, 20) if self._softplus else grad
+        return torch.ops.aten.softplus_backward(grad, chunk.raw, 1, 20) if self._softplus else grad
 
-    def outputs(self, states: Tensor, part: _Chunk, a: int, b: int) -> Tensor:
+    def outputs(self, states: Tensor, chunk: _Chunk, a: int, b: int) -> Tensor:
         """Return the outputs [L, B, G, E] of tokens a to b, before the gate."""
         if self._outputs is not None:
             return self._outputs[a:b]
         y = _over_states(self.C[a:b], states)
-        return y if self.D is None else y.addcmul_(self.D, part.u)
+        return y if self.D is None else y.addcmul_(self.D, chunk.u)
 
     def begins(self, t: int) -> Tensor | None:
         """Return a mask [B, 1, 1, 1], true where a sequence begins at token t, or None if none does."""
@@ -116,13 +116,13 @@ class _Tokens:
             return None
         return self._resets[:, a:b].t()[..., None, None, None]
 
-    def run(self, h: Tensor, part: _Chunk, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, h: Tensor, chunk: _Chunk, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the decays and states [L, B, G, N, E] of a chunk, and dt u [L, B, G, E].
 
         h [B, G, N, E]: the state before the chunk.
         """
-        step, (decay, states) = part.step, self.memory[:2, : b - a]
-        scaled = step * part.u
+        step, (decay, states) = chunk.step, self.memory[:2, : b - a]
+        scaled = step * chunk.u
         torch.mul(step.unsqueeze(-2), self._exponents, out=decay).exp2_()
         torch.mul(scaled.unsqueeze(-2), self.B[a:b].unsqueeze(-1), out=states)
         tokens = list(zip(range(a, b), decay.unbind(0), states.unbind(0), strict=True))
@@ -197,14 +197,14 @@ def _run(
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 2, for_backward=for_backward)
         h = h0.transpose(2, 3).contiguous()
-        y, between = torch.empty_like(u), h.new_empty(len(scan.spans) if for_backward else 1, *h.shape)
-        for at, (a, b) in enumerate(scan.spans):
+        y, between = torch.empty_like(u), h.new_empty(len(scan.chunks) if for_backward else 1, *h.shape)
+        for at, (a, b) in enumerate(scan.chunks):
             before = between[at if for_backward else 0].copy_(h)
-            part = scan.part(a, b)
-            _, states, _ = scan.run(before, part, a, b)
-            out, gate = scan.outputs(states, part, a, b), scan.gate(a, b)
+            chunk = scan.chunk(a, b)
+            _, states, _ = scan.run(before, chunk, a, b)
+            out, gate = scan.outputs(states, chunk, a, b), scan.gate(a, b)
             if steps is not None:
-                steps[a:b] = part.step
+                steps[a:b] = chunk.step
             if outputs is not None:
                 outputs[a:b] = out
             y[:, a:b] = (out if gate is None else out.mul_(F.silu(gate))).flatten(2).transpose(0, 1)
@@ -215,7 +215,7 @@ def _run(
 
 @_scan.register_fake
 def _scan_fake(u, dt, A, B, C, D, z, dt_bias, h0, resets, softplus, reverse, for_backward):  # type: ignore[no-untyped-def]
-    # computed without `_spans`, because the length may be symbolic
+    # computed without `_chunks`, because the length may be symbolic
     chunks = -(-u.shape[1] // _length(u, A.shape[-1], True)) if for_backward else 0
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
@@ -234,15 +234,15 @@ def _scan_backward(
         scan = _Tokens(u, dt, A, B, C, D, z, dt_bias, resets, softplus, reverse, 4, steps, outputs)
         du, ddt, dB, dC, dz = (_like(x, A) for x in (u, dt, B, C, z))
         carry = dlast.transpose(2, 3).clone(memory_format=torch.contiguous_format)
-        dA, between = torch.zeros_like(scan.A), between.view(len(scan.spans), *carry.shape)
+        dA, between = torch.zeros_like(scan.A), between.view(len(scan.chunks), *carry.shape)
         dD, dbias = (_like(x, A).zero_() for x in (D, dt_bias))
         dy = dy.transpose(0, 1).unflatten(-1, A.shape[:2])
-        for before, (a, b) in zip(reversed(between.unbind(0)), reversed(scan.spans), strict=True):
-            part = scan.part(a, b)
-            decay, states, scaled = scan.run(before, part, a, b)
+        for before, (a, b) in zip(reversed(between.unbind(0)), reversed(scan.chunks), strict=True):
+            chunk = scan.chunk(a, b)
+            decay, states, scaled = scan.run(before, chunk, a, b)
             dout, gate = dy[a:b].to(A.dtype), scan.gate(a, b)
             if gate is not None:
-                out = scan.outputs(states, part, a, b) * dout
+                out = scan.outputs(states, chunk, a, b) * dout
                 dz[:, a:b] = torch.ops.aten.silu_backward(out, gate).flatten(2).transpose(0, 1)
                 dout = dout * F.silu(gate)
             grads, memory = scan.memory[2:, : b - a]
@@ -251,18 +251,18 @@ def _scan_backward(
             dC[:, a:b] = _over_channels(states, dout, memory).transpose(0, 1)
             dB[:, a:b] = _over_channels(grads, scaled, memory).transpose(0, 1)
             through = _over_states(scan.B[a:b], grads)
-            of_u = through * part.step
+            of_u = through * chunk.step
             if D is not None:
-                dD += torch.mul(dout, part.u).sum((0, 1)).flatten()
+                dD += torch.mul(dout, chunk.u).sum((0, 1)).flatten()
                 of_u.addcmul_(D.view(A.shape[:2]), dout)
             du[:, a:b] = of_u.flatten(2).transpose(0, 1)
             p = scan.through_decays(grads, decay, states, before, a)
             summed = torch.mul(p, scan.A, out=memory).sum(-2)
-            of_dt = scan.through_softplus(summed.addcmul_(through, part.u), part)
+            of_dt = scan.through_softplus(summed.addcmul_(through, chunk.u), chunk)
             ddt[:, a:b] = of_dt.flatten(2).transpose(0, 1)
             if dt_bias is not None:
                 dbias += of_dt.sum((0, 1)).flatten()
-            dA += torch.mul(p, part.step.unsqueeze(-2), out=memory).sum((0, 1))
+            dA += torch.mul(p, chunk.step.unsqueeze(-2), out=memory).sum((0, 1))
         return (
             du, ddt, dA.transpose(1, 2).contiguous(), dB, dC, dD, dz, dbias, carry.transpose(2, 3).contiguous()
         )

@@ -265,7 +265,7 @@ def _import_bundled(reader: Reader, file: SpecFile, root: document.Mapping) -> N
     unknown = (verb for verb in sorted(verbs_in(root)) if not (is_builtin(verb) or verb in file.visible))
     for verb in unknown:
         used = file_of(verb) if verb.isidentifier() else None
-        other = reader._used(used, root.span, "") if used else None
+        other = reader.used_file(used, root.span, "") if used else None
         if other:
             file.visible[verb] = other.blocks[verb]
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.bench.floors import clock_of, moved, wait
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, Node, OpNode
+from seqblocks.kernels.joined import Matrix
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.primitive import is_primitive
 from seqblocks.runtime.torch_modules import all_primitives
 from seqblocks.streaming.maps import Reader
 from seqblocks.streaming.plan import TokenPlan, plan_tokens
 from seqblocks.streaming.source import Path
-from seqblocks.streaming.together import Together
 from seqblocks.streaming.writer import Names, PlanWriter
 
 Mark = tuple[tuple[str, ...], float]  # names of steps, and when they were done
@@ -149,7 +149,7 @@ class Marks:
     def of(cls, model: SequenceModel, hooks: Hooks) -> Marks | None:
         """Return a clock of a model's tokens, None if its modules run them. hooks: learns what each step moves."""
         hooks.run()
-        if model._token_plan is None:
+        if model.token_plan is None:
             return None
         with hooks.observing() as observe:
             observe()
@@ -160,11 +160,11 @@ class Marks:
 
     @contextmanager
     def observing(self) -> Iterator[Callable[[], Observed]]:
-        before, self.model._token_plan = self.model._token_plan, self.planned
+        before, self.model.token_plan = self.model.token_plan, self.planned
         try:
             yield self._observed
         finally:
-            self.model._token_plan = before
+            self.model.token_plan = before
 
     def _observed(self) -> Observed:
         marks, steps = self.marks, dict[tuple[str, ...], float]()
@@ -194,13 +194,17 @@ class _MarkedWriter(PlanWriter):
             self._mark(())
         return super().body(module, body, inputs, path)
 
-    def _with_others(self, module: nn.Module, node: Node, together: Together, values: Names, path: Path) -> Names:
-        made = super()._with_others(module, node, together, values, path)
-        done = [together.nodes[value].name for value in made if value in together.nodes]
-        self._mark(tuple(".".join((*path, name)) for name in done) if node.op else ())
+    def write_one(self, module: nn.Module, node: Node, values: Names, path: Path) -> Names:
+        made = super().write_one(module, node, values, path)
+        self._mark((".".join((*path, node.name)),) if node.op else ())
         return made
 
-    def _reader(self, module: nn.Module, reader: Reader, run: str, values: Names, path: Path) -> Names:
-        made = super()._reader(module, reader, run, values, path)
+    def write_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
+        made = super().write_product(module, found, values, path)
+        self._mark(tuple(".".join((*path, node.name)) for node, _ in found))
+        return made
+
+    def write_reader(self, module: nn.Module, reader: Reader, run: str, values: Names, path: Path) -> Names:
+        made = super().write_reader(module, reader, run, values, path)
         self._mark(tuple(".".join((*path, node.name)) for node in (*reader.maps, reader.node)))
         return made

@@ -32,7 +32,7 @@ from seqblocks.graph import ModelSpec
 
 TYPES = ("f32", "f16", "q8_0")
 ELEMENTS = {"F32": torch.float32, "F16": torch.float16, "Q8_0": torch.uint8}  # of the arrays that gguf writes
-LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0}  # scales of blocks are float16
+MAX_MAGNITUDE = {"F16": 65504.0, "Q8_0": 127 * 65504.0}  # scales of blocks are float16
 BLOCK = 32  # consecutive values of a row that share a scale in q8_0
 # Tensors that are not factors of a matrix product, or that llama.cpp never stores in fewer bits: routers, and the
 # matrices of low rank of RWKV, which determine its decays.
@@ -144,8 +144,8 @@ def _write(library: Any, writer: Any, tensors: _Tensors, kind: str) -> None:
 
 def _check_range(name: str, values: Tensor, kind: str) -> None:
     """Raise RunError if a type cannot hold the values of a tensor."""
-    if kind in LARGEST and values.numel() and not (largest := float(values.abs().max())) <= LARGEST[kind]:
-        what = f"{name} has values up to {largest:g}, and {kind.lower()} holds up to {LARGEST[kind]:g}"
+    if kind in MAX_MAGNITUDE and values.numel() and not (largest := float(values.abs().max())) <= MAX_MAGNITUDE[kind]:
+        what = f"{name} has values up to {largest:g}, and {kind.lower()} holds up to {MAX_MAGNITUDE[kind]:g}"
         raise RunError(f"{what}: use f32")
 
 

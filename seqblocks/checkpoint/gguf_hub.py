@@ -36,7 +36,7 @@ Described = tuple[dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]], Metad
 """The tensors of a file with their shapes and functions for their values, its metadata, and its architecture."""
 
 
-class Part(NamedTuple):
+class Source(NamedTuple):
     """An official tensor that becomes a tensor of llama.cpp, or one of those stacked in it (`at`, by their numbers)."""
 
     source: str
@@ -108,18 +108,24 @@ def _text(config: Mapping[str, Any]) -> str:
 
 def _reasons(family: Family, found: Found) -> Iterator[str]:
     for op in found.ops("rotary"):
-        if op.scaling is not None and (why := scaling_obstacle(op.scaling, family.scaling)):
-            yield why
+        if op.scaling is not None and not _is_released(family, op.scaling):
+            yield from filter(None, [scaling_obstacle(op.scaling, family.scaling)])
         if op.features is not None and "partial_rotary_factor" not in family.computes:
             yield f"it rotates all features, not {op.features}"
     yield from family.refuse(found)
 
 
-def _parts(library: Any, family: Family, found: Found, weights: Weights) -> dict[str, list[Part]]:
+def _is_released(family: Family, scaling: Any) -> bool:
+    """Return whether the positions are scaled as in all releases of a family that llama.cpp only approximates."""
+    pairs = family.released.items()
+    return bool(pairs) and all(getattr(scaling, name) == value for name, value in pairs)
+
+
+def _parts(library: Any, family: Family, found: Found, weights: Weights) -> dict[str, list[Source]]:
     """Return the tensors of llama.cpp with the official tensors that they are made of."""
     architecture = next(key for key, name in library.MODEL_ARCH_NAMES.items() if name == family.name)
     names = library.TensorNameMap(architecture, len(found.nodes))
-    made: dict[str, list[Part]] = {}
+    made: dict[str, list[Source]] = {}
     for official in weights.headers:
         for name, part in _targets(names, family, official):
             made.setdefault(name, []).append(part)
@@ -128,10 +134,10 @@ def _parts(library: Any, family: Family, found: Found, weights: Weights) -> dict
     return {name: sorted(some, key=lambda part: part.at) for name, some in made.items()}
 
 
-def _targets(names: Any, family: Family, official: str) -> Iterator[tuple[str, Part]]:
+def _targets(names: Any, family: Family, official: str) -> Iterator[tuple[str, Source]]:
     if match := re.search(r"\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight$", official):
         layer, at, part = match.groups()
-        yield f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight", Part(official, None, int(at))
+        yield f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight", Source(official, None, int(at))
         return
     matching = (entry for entry in family.pieces if re.search(entry[0], official))
     pattern, pieces = next(matching, ("^", (("", None),)))
@@ -140,10 +146,10 @@ def _targets(names: Any, family: Family, official: str) -> Iterator[tuple[str, P
         found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise RunError(f"llama.cpp's {family.name} has no tensor for {official}")
-        yield found, Part(official, change)
+        yield found, Source(official, change)
 
 
-def _value(family: Family, found: Found, name: str, parts: list[Part], read: Callable[[str], Tensor]) -> Tensor:
+def _value(family: Family, found: Found, name: str, parts: list[Source], read: Callable[[str], Tensor]) -> Tensor:
     """Return a tensor of llama.cpp. read: returns an official tensor."""
     match = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
     layer, short = (int(match[1]), match[2]) if match else (0, name)

@@ -25,6 +25,7 @@ class Family(NamedTuple):
 
     name: of llama.cpp's architecture. computes: the entries of config.json that its graph computes, beside COMMON.
     fixed: what it assumes of others; without one, the default of transformers. scaling: kinds of scaled positions.
+    released: the scaling of all releases, accepted although llama.cpp computes other angles, as docs/models.md says.
     pieces: patterns of official names. changes: patterns of tensors without `blk.N.`. more: further metadata. refuse:
     yields reasons why a model does not fit. layout: of the `checkpoint:` map, with the official names. head: whether
     the file must have a head even if it is tied.
@@ -34,6 +35,7 @@ class Family(NamedTuple):
     computes: str = ""
     fixed: Mapping[str, Any] = {}
     scaling: str = "linear yarn"
+    released: Mapping[str, Any] = {}
     pieces: tuple[tuple[str, Pieces], ...] = ()
     changes: tuple[tuple[str, Change], ...] = ()
     more: Callable[[Found], Metadata] = lambda found: {}
@@ -76,11 +78,14 @@ def _half(at: int) -> Change:
 
 
 def _interleaved(shared: bool) -> Change:
-    """Order the rows of each head for rotations of adjacent pairs; in transformers, halves rotate."""
+    """Order the rows of each head that rotate for rotations of adjacent pairs; in transformers, halves rotate."""
 
     def change(x: Tensor, found: Found, layer: int) -> Tensor:
-        op = found.op("attention", layer)
-        return x.unflatten(0, (op.shared if shared else op.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        op, rotary = found.op("attention", layer), found.op("rotary", layer)
+        rows = x.unflatten(0, (op.shared if shared else op.heads, -1))
+        count = (rotary and rotary.features) or rows.shape[1]
+        turned = rows[:, :count].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([turned, rows[:, count:]], 1).flatten(0, 1)
 
     return change
 
@@ -120,6 +125,17 @@ MAMBA2 = (*MAMBA, (r"ssm_[ad]", _column), (r"ssm_norm\.weight", _grouped))
 DT_BIAS: tuple[str, Pieces] = (r"\.dt_bias$", ((".dt_proj.bias", None),))
 ONE_PLUS = ((r".*norm\.weight", _one_plus),)
 CORRECTION: tuple[str, Pieces] = (r"\.e_score_correction_bias$", ((".e_score_correction.bias", None),))
+
+
+def _hybrid(verb: str, what: str) -> Callable[[Found], Iterator[str]]:
+    """Return a function that refuses models without attention, or without layers of the other kind."""
+
+    def refuse(found: Found) -> Iterator[str]:
+        for each, kind in (("attention", "attention"), (verb, what)):
+            if found.op(each) is None:
+                yield f"no layer is {kind}"
+
+    return refuse
 
 
 # --- families with rules of their own --------------------------------------------------------------------------------
@@ -195,6 +211,7 @@ def _granite(found: Found) -> Family:
         pieces=pieces,
         changes=(*INTERLEAVED, *MAMBA2),
         more=_granite_metadata,
+        refuse=_hybrid("time_step", "Mamba-2") if name == "granitehybrid" else lambda found: iter(()),
     )
 
 
@@ -205,6 +222,10 @@ def _granite_metadata(found: Found) -> Metadata:
     }  # fmt: skip
     factors: Metadata = {ours: float(found.config.get(theirs) or 1.0) for ours, theirs in names.items()}
     return {**factors, "rope.scaling.finetuned": found.op("rotary") is not None}  # whether positions rotate
+
+
+def _bamba(found: Found) -> Metadata:
+    return {"rope.scaling.finetuned": True}  # granitehybrid then rotates queries and keys
 
 
 def _qwen3_next(found: Found) -> Metadata:
@@ -222,9 +243,8 @@ def _qwen3_next(found: Found) -> Metadata:
 
 
 def _qwen3_next_refuses(found: Found) -> Iterator[str]:
-    if found.op("linear_attention") is None:
-        yield "no layer is linear_attention"
-    elif found.config.get("linear_key_head_dim", 128) != found.config.get("linear_value_head_dim", 128):
+    yield from _hybrid("linear_attention", "linear_attention")(found)
+    if found.config.get("linear_key_head_dim", 128) != found.config.get("linear_value_head_dim", 128):
         yield "linear_key_head_dim and linear_value_head_dim differ"
 
 
@@ -310,8 +330,7 @@ def _nemotron_metadata(found: Found) -> Metadata:
 
 
 def _nemotron_refuses(found: Found) -> Iterator[str]:
-    if found.op("time_step") is None:
-        yield "no layer is Mamba-2"
+    yield from _hybrid("time_step", "Mamba-2")(found)
     if found.experts and found.config.get("mlp_bias"):
         yield "mlp_bias is true, but its experts have none"
     if found.experts and any(found.has("ffn_down.weight")):
@@ -322,11 +341,6 @@ def _lfm2(found: Found) -> Metadata:
     return {"shortconv.l_cache": found.op("causal_conv").kernel}
 
 
-def _lfm2_refuses(found: Found) -> Iterator[str]:
-    if found.op("causal_conv") is None:
-        yield "no layer is a convolution"
-
-
 def _neox(found: Found) -> Metadata:
     return {"use_parallel_residual": any(isinstance(node, ParallelNode) for node in found.nodes[0])}
 
@@ -334,6 +348,33 @@ def _neox(found: Found) -> Metadata:
 def _neox_refuses(found: Found) -> Iterator[str]:
     if found.op("relu") or found.op("silu"):
         yield f"hidden_act is {found.config['hidden_act']}, but it computes gelu"
+
+
+def _experts_part(at: int | None) -> Change:
+    """Transpose the matrices of all experts; at: of rows in turn for gates (0) and values (1), or None for all."""
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        part = x if at is None else x[..., at::2]
+        return part.transpose(1, 2) if part.dim() == 3 else part
+
+    return change
+
+
+GPT_OSS_ANGLES = {
+    "type": "yarn", "factor": 32.0, "original_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+GPT_OSS_PIECES: tuple[tuple[str, Pieces], ...] = (
+    *(
+        (
+            rf"^.*\.(\d+)\.mlp\.experts\.gate_up_proj{official}$",
+            tuple((rf"blk.\1.ffn_{part}_exps.{kind}", _experts_part(at)) for at, part in enumerate(("gate", "up"))),
+        )
+        for official, kind in (("", "weight"), ("_bias", "bias"))
+    ),
+    (r"^.*\.(\d+)\.mlp\.experts\.down_proj$", ((r"blk.\1.ffn_down_exps.weight", _experts_part(None)),)),
+    (r"^.*\.(\d+)\.mlp\.experts\.down_proj_bias$", ((r"blk.\1.ffn_down_exps.bias", None),)),
+    (r"\.sinks$", ((".sinks.weight", None),)),
+)
 
 
 FALCON_CHANGES = (
@@ -392,12 +433,30 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         refuse=_neox_refuses,
         head=True,
     ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "head_dim sliding_window num_local_experts num_experts_per_tok",
+        released=GPT_OSS_ANGLES,
+        pieces=GPT_OSS_PIECES,
+        head=True,
+    ),
     "jamba": Family(
         "jamba",
         "mamba_d_state mamba_d_conv mamba_dt_rank attn_layer_period attn_layer_offset expert_layer_period "
         "expert_layer_offset num_experts num_experts_per_tok",
         changes=MAMBA,
         more=_no_experts,
+        refuse=_hybrid("ssm", "Mamba"),
+    ),
+    "bamba": Family(
+        "granitehybrid",
+        "attn_layer_indices attn_rotary_emb partial_rotary_factor attention_bias mlp_bias mamba_n_heads mamba_d_head "
+        "mamba_d_state mamba_n_groups mamba_d_conv",
+        scaling="",
+        pieces=(DT_BIAS,),
+        changes=(*INTERLEAVED, *MAMBA2),
+        more=_bamba,
+        refuse=_hybrid("time_step", "Mamba-2"),
     ),
     "falcon_h1": Family(
         "falcon-h1",
@@ -454,7 +513,7 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         "block_multiple_of",
         changes=((r"shortconv\.conv\.weight", _squeezed),),
         more=_lfm2,
-        refuse=_lfm2_refuses,
+        refuse=_hybrid("causal_conv", "a convolution"),
     ),
     "lfm2_moe": Family(
         "lfm2moe",
@@ -463,6 +522,6 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         pieces=((r"\.expert_bias$", ((".expert_bias.bias", None),)),),
         changes=((r"shortconv\.conv\.weight", _squeezed),),
         more=_lfm2,
-        refuse=_lfm2_refuses,
+        refuse=_hybrid("causal_conv", "a convolution"),
     ),
 }

@@ -20,6 +20,7 @@ from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.runtime.agreement import check_weights
+from seqblocks.runtime.owner import reduce_gradients
 from seqblocks.runtime.primitive import is_primitive
 from seqblocks.runtime.torch_modules import as_primitive
 
@@ -101,15 +102,11 @@ def _check(model: Any, reduce: str) -> None:
 def _check_apart(model: SequenceModel | Stage, mesh: Any) -> None:
     """Raise UsageError if ranks of the mesh hold different parts of the model. On "meta", no weights would show it."""
     shards = getattr(model, "tensor_shards", None)
-    if not shards:
-        return
-    parts = {*torch.distributed.get_process_group_ranks(shards.group)}
-    for group in mesh.get_all_groups():
-        if len(parts.intersection(torch.distributed.get_process_group_ranks(group))) > 1:
-            raise UsageError(
-                "ranks of the mesh hold different parts of the model (tensor_parallel), which cannot be shards of one: "
-                'pass an axis of the mesh with other ranks, such as mesh["data"]'
-            )
+    if shards and any(shards.are_in(group) for group in mesh.get_all_groups()):
+        raise UsageError(
+            "ranks of the mesh hold different parts of the model (tensor_parallel), which cannot be shards of one: "
+            'pass an axis of the mesh with other ranks, such as mesh["data"]'
+        )
 
 
 def check_group(what: str) -> None:
@@ -152,7 +149,7 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
     if replicated:
         for module in model.modules():
             if is_primitive(module):
-                as_primitive(module)._reduction = op
+                reduce_gradients(as_primitive(module), op)
     return set(replicated.values())
 
 

@@ -49,6 +49,11 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
         if group.ndim != 1:
             raise UsageError(f"the mesh has {group.ndim} dimensions, but a sequence is split along one")
         group = group.get_group()
+    if inner.tensor_shards and inner.tensor_shards.are_in(group):
+        raise UsageError(
+            "ranks of the group hold different parts of the model (tensor_parallel), but each must hold the same: pass "
+            'an axis of the mesh with other ranks, such as mesh["sequence"]'
+        )
     check_weights(inner, [group])
     return SequenceParallel(model, inner, Link(group), summaries)
 

@@ -48,18 +48,19 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     with torch.device("meta"):
         local = SequenceModel(plan.part)
     local.tensor_shards = TensorShards(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.shardings, plan.whole)
-    _exchange(local, plan, mesh.get_group())
+    _exchange(local, plan)
     _take_weights(local, model)
     take_modes(local, model)
     return local
 
 
-def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:
+def _exchange(model: SequenceModel, plan: Plan) -> None:
+    assert model.tensor_shards
     for module in model.modules():
         if is_primitive(module) and (exchange := plan.exchanges.get(id(module.op))):
             module.__class__ = Exchanging
             assert isinstance(module, Exchanging)
-            module._exchange, module._group = exchange, group
+            module._exchange, module._shards = exchange, model.tensor_shards
 
 
 def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
@@ -79,8 +80,12 @@ class Exchanging(Primitive):
     """A step split over ranks, with the communication before and after it."""
 
     _exchange: Exchange
-    _group: Any
+    _shards: TensorShards
     _takes_wires = True  # each is exchanged by itself
+
+    @property
+    def _group(self) -> Any:
+        return self._shards.group
 
     def _compute(self, *tensors: Any, call: Call) -> tuple[Tensor, States]:
         exchange = self._exchange

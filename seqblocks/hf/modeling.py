@@ -337,7 +337,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return y, after
 
     def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Any, States]:
-        if x.shape[1] == 1 and state is not None and not self.model._keeps_routing:
+        if x.shape[1] == 1 and state is not None and not self.model.keeps_routing:
             y, state = self.model.step(x[:, 0], state, resets=None if resets is None else resets[:, 0])
             y = self._output(y)
             if isinstance(y, Tensor):

@@ -50,11 +50,11 @@ class MoeImageClassifierOutput(ImageClassifierOutput):
 @contextlib.contextmanager
 def recording(model: SequenceModel, records: bool) -> Iterator[None]:
     """If `records`, make a model keep the choices of its routers in any mode, as it does in training mode."""
-    model._keeps_routing = records
+    model.keeps_routing = records
     try:
         yield
     finally:
-        model._keeps_routing = False
+        model.keeps_routing = False
 
 
 def results(model: SequenceModel, config: Any, mask: Any, shows_logits: bool) -> tuple[dict[str, Any], Tensor | None]:

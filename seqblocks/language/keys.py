@@ -28,8 +28,9 @@ ATTRIBUTES = frozenset(
         "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
         "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
         "tensor_shards", "to", "to_empty", "train", "training", "type", "whole_spec", "xpu", "zero_grad",
-        "declared_state", "has_experts", "latest_routing", "latest_stream", "own_dtype", "resets_obstacle",
-        "sequence_relay", "some_tensor", "streaming_obstacle", "token_outputs", "unguarded_step",
+        "declared_state", "has_experts", "keeps_routing", "latest_routing", "latest_stream", "own_dtype",
+        "resets_obstacle", "sequence_relay", "some_tensor", "streaming_obstacle", "token_outputs", "token_plan",
+        "traced_plan", "unguarded_step",
     )
 )  # fmt: skip
 

@@ -207,7 +207,7 @@ class Reader:
                 self.report.fault(fault, item.span)
                 file.incomplete = True
                 continue
-            other = self._used(item.value, item.span, folder)
+            other = self.used_file(item.value, item.span, folder)
             file.incomplete |= other is None or other.incomplete
             for name, block in (other.blocks if other else {}).items():
                 clash = file.visible.get(name)
@@ -241,7 +241,7 @@ class Reader:
                 self.report.fault(Fault("E329", message, hint=_plugin_hint(name)), item.span)
                 file.incomplete = True
 
-    def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
+    def used_file(self, name: str, span: Span, folder: str) -> SpecFile | None:
         """Return a file in `use:`, read at its first use, or report an error and return None."""
         found = self._find(name, span, folder)
         if found is None:

@@ -59,7 +59,7 @@ class SequenceModel(Body):
 
     tensor_shards: TensorShards | None = None  # set if each rank computes a part of the model (`tensor_parallel`)
     latest_routing: dict[str, list[Routed]] | None = None  # of the latest call in training mode, by step
-    _keeps_routing = False  # whether calls keep these choices in any mode
+    keeps_routing = False  # whether calls keep these choices in any mode
     sequence_relay: Relay | None = None  # set during a call on a part of a sequence that ranks share
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -91,8 +91,8 @@ class SequenceModel(Body):
         self.has_experts = any(isinstance(node, graph.ExpertsNode) for node in graph.walk(spec.graph))
         self._step_axes = ["batch", str(self.frame_size)] if self.takes_frames else ["batch"]
         self.latest_stream = object()  # identifies it, so that a plan of an earlier one is not used
-        self._token_plan: TokenPlan | None = None
-        self._traced: TokenPlan | None = None  # the plan for compiled code
+        self.token_plan: TokenPlan | None = None
+        self.traced_plan: TokenPlan | None = None  # the plan for compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -126,7 +126,7 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
-        keeps = self.has_experts and (self.training or self._keeps_routing)
+        keeps = self.has_experts and (self.training or self.keeps_routing)
         routed: dict[str, list[Routed]] | None = {} if keeps else None
         if self.has_experts:
             self.latest_routing = routed
@@ -237,6 +237,9 @@ class SequenceModel(Body):
         except RuntimeError as error:
             for x in inputs:
                 self._check_device(x)
+            if reason := arguments.converted_step(self._plain_dtypes(), error):
+                raise RunError(reason) from error
+            for x in inputs:
                 if reason := arguments.dtype_mismatch(x, self.own_dtype(), error):
                     raise RunError(reason) from error
             raise
@@ -332,7 +335,7 @@ class SequenceModel(Body):
             return None
         found: TokenPlan | None
         if torch.compiler.is_compiling():
-            found = self._traced if is_traceable(self) and x.numel() else None
+            found = self.traced_plan if is_traceable(self) and x.numel() else None
         else:
             found = self._current_plan() if x.numel() else None  # planned functions take a token or more
         if found is None or (x.is_floating_point() and x.dtype != found.dtype):
@@ -342,14 +345,14 @@ class SequenceModel(Body):
     def _current_plan(self) -> TokenPlan | None:
         if dispatch.transformed():
             return None
-        found, stream = self._token_plan, self.latest_stream
+        found, stream = self.token_plan, self.latest_stream
         if found is not None and found.holds():
             if found.is_current(stream):
                 return found
             found = found.renewed(stream)
         else:
             found = None
-        self._token_plan = found = found or self._new_plan(stream)
+        self.token_plan = found = found or self._new_plan(stream)
         return found
 
     def _new_plan(self, stream: object) -> TokenPlan | None:
@@ -372,7 +375,7 @@ class SequenceModel(Body):
 
         The plan is deleted, so that it does not keep the old parameters in memory.
         """
-        self._token_plan = None
+        self.token_plan = None
         tied = tied_names(self, self.graph)
         super()._apply(fn, recurse)
         tie_names(self, tied)
@@ -389,7 +392,7 @@ class SequenceModel(Body):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without plans and results of the latest call, which cannot be copied."""
-        return {**self.__dict__, "_token_plan": None, "_traced": None, "latest_routing": None}
+        return {**self.__dict__, "token_plan": None, "traced_plan": None, "latest_routing": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
@@ -482,6 +485,11 @@ class SequenceModel(Body):
         """Return the dtype that the model was built in."""
         like = self._buffers.get("_like")
         return smallest_dtype(self._stored()) or (torch.float32 if like is None else like.dtype)
+
+    def _plain_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of parameters by name, without those that are float32 in a 16-bit model."""
+        full = {item.name for item in graph.parameters(self.graph) if item.parameter.full_precision}
+        return {name: p.dtype for name, p in self.named_parameters() if name not in full and p.is_floating_point()}
 
     def _stored(self) -> Iterator[Tensor]:
         """Yield the parameters, and the scales of those that are stored in 8 bits."""

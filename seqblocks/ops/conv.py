@@ -32,7 +32,6 @@ class CausalConv(Op):
 
     reads = "past"
     reversible = True
-    joins_features = True
     kernel: int = argument(4, "number of taps, K", ge=1, le=4096)
     activation: Activation = argument("none", "applied to the result")
     mixing: bool = argument(False, "mix the features (full convolution) instead of depthwise")

@@ -21,7 +21,7 @@ ActivationName = Literal[
     "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one", "exp",
 ]  # fmt: skip
 
-GELU_MAX_NUMBERS = 1 << 13  # up to which gelu takes longer in oneDNN
+GELU_MAX_ELEMENTS = 1 << 13  # up to which gelu takes longer in oneDNN
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -84,15 +84,15 @@ def activation_of_token(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _gelu_of_token(x: Tensor) -> Tensor:
-    """Return gelu(x) for any x, in a third of the time if x is small.
+    """Return gelu(x) for any x, 1.5 to 1.9 times as fast for up to 1,024 elements (AMD Zen 4).
 
-    For contiguous float32 on a CPU, torch calls oneDNN, which takes 6 us to begin. The same numbers with other strides
-    do not go there, and are read in the same order.
+    For contiguous float32 on a CPU, torch calls oneDNN, which takes 3 us or more to begin. The same elements with other
+    strides do not go there, and are read in the same order.
     """
     from torch.nn.functional import gelu
 
     count = x.numel()
-    if count > GELU_MAX_NUMBERS or count % 2 or not x.is_contiguous():
+    if count > GELU_MAX_ELEMENTS or count % 2 or not x.is_contiguous():
         return gelu(x)
     half = count // 2
     return gelu(x.as_strided((half, 2), (1, half))).as_strided(x.shape, x.stride())

@@ -35,7 +35,7 @@ class Phase(Op):
         return Facts(0.0, 2 * math.pi)
 
     def state(self, x: Wire) -> dict[str, State]:
-        return {"sum": State((x.features,))}
+        return {"sum": State((x.features,), period=2 * math.pi)}
 
     def prepare_token(self, p: Mapping[str, Tensor]) -> TokenFunction | None:
         def step(before: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,11 +156,30 @@ def _check_bounds(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> None:
 
 def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | None:
     """Return a hint for a torch error caused by an input with another dtype than the model's, or None."""
-    if not x.is_floating_point() or x.dtype == own:
-        return None
-    if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
+    if not x.is_floating_point() or x.dtype == own or not _is_about_dtypes(error):
         return None
     return _of_another_dtype(x, own)
+
+
+def converted_step(dtypes: dict[str, torch.dtype], error: RuntimeError) -> str | None:
+    """Return a hint for a torch error caused by a parameter with another dtype than most of the model, or None.
+
+    dtypes: of the parameters that were built in the dtype of the model, by name.
+    """
+    kinds = [*dtypes.values()]
+    most = max(dict.fromkeys(kinds), key=kinds.count, default=None)
+    other = next((name for name, kind in dtypes.items() if kind != most), None)
+    if other is None or not _is_about_dtypes(error):
+        return None
+    step, expected = other.rpartition(".")[0], str(most).removeprefix("torch.")
+    return (
+        f"{other} is {str(dtypes[other]).removeprefix('torch.')} and the model {expected}: convert the step with "
+        f"model.get_submodule('{step}').to(torch.{expected}), or its inputs and output in hooks"
+    )
+
+
+def _is_about_dtypes(error: RuntimeError) -> bool:
+    return bool(re.search("dtype|scalar type|input type", str(error), re.IGNORECASE))
 
 
 def too_wide(x: Tensor, own: torch.dtype) -> str | None:

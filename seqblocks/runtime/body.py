@@ -114,6 +114,11 @@ def first_of_tail(plan: list[Group]) -> str | None:
     return first
 
 
+def tail_of(module: nn.Module) -> str | None:
+    """Return the name of the first of a model's steps that compute only the last token of a prompt."""
+    return getattr(module, "_first_of_tail", None)
+
+
 def _last_token(x: Any) -> Any:
     return x if x is None else residual_sums.added_up(x)[:, -1:]
 

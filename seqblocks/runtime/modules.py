@@ -280,9 +280,19 @@ def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
     return wide
 
 
+def type_of(step: StepModule) -> Wire | None:
+    """Return the type of a step's output, from the analysis."""
+    return step._type
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Return whether a module draws random numbers while it is in training mode."""
+    return getattr(module, "_draws", False)
+
+
 def draws_now(module: nn.Module) -> bool:
     """Return whether some step within a module draws random numbers in its present mode."""
-    return any(each.training and getattr(each, "_draws", False) for each in module.modules())
+    return any(each.training and may_draw(each) for each in module.modules())
 
 
 def drops_samples_now(module: nn.Module) -> str:

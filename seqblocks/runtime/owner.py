@@ -53,3 +53,8 @@ class Owner(Holder):
         if missing := next((name for name in self._elsewhere if name not in found), None):
             raise RunError(f"{self._path} has a {missing} for each direction of its scan: call the scan")
         return found
+
+
+def reduce_gradients(step: Owner, how: str) -> None:
+    """Let the gradients of a step's replicated parameters be reduced in this way over the ranks of a sharded model."""
+    step._reduction = how

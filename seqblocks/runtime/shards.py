@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from seqblocks.graph import ModelSpec
@@ -63,6 +63,17 @@ class TensorShards(NamedTuple):
     ranks: int
     shardings: dict[str, Sharding]
     spec: ModelSpec
+
+    def __deepcopy__(self, memo: object) -> TensorShards:
+        return self  # a copied model is on the same ranks: a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        raise UsageError("the model is split over several ranks and cannot be pickled: save it by `seqblocks.save`")
+
+    def are_in(self, group: Any) -> bool:
+        """Return whether the ranks of a group hold different parts of the model."""
+        ranks = torch.distributed.get_process_group_ranks
+        return len({*ranks(self.group)}.intersection(ranks(group or torch.distributed.group.WORLD))) > 1
 
     def take(self, name: str, whole: Tensor) -> Tensor:
         """Return the rank's shard of a parameter, or all of it if it is not sharded."""

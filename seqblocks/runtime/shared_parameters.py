@@ -28,6 +28,11 @@ class Holder(nn.Module):
     _owners: Mapping[str, tuple[nn.Module, str]] = NONE  # by parameter: its owner, and its name there
 
 
+def owners_of(module: nn.Module) -> Mapping[str, tuple[nn.Module, str]]:
+    """Return the modules that own parameters which a module reads, with the names there, by the names here."""
+    return getattr(module, "_owners", NONE)
+
+
 def shared_parameters(holder: Holder) -> dict[str, Any]:
     """Return the parameters of a module that other modules own."""
     return {name: getattr(owner, original) for name, (owner, original) in holder._owners.items()}

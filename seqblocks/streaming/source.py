@@ -192,32 +192,20 @@ class PlanSource:
 
         several: how several tokens of each sequence are computed (default: as those of several sequences).
         """
-        return self.call_joined(run, [inputs], [path], state, several)[0]
-
-    def call_joined(
-        self, run: str, inputs: Sequence[Sequence[str]], paths: Sequence[Path], state: Sequence[str],
-        several: Several | None,
-    ) -> list[str]:
-        """Call a function of `prepare_joined_steps` for the steps at some paths; return the variables of the outputs.
-
-        inputs: those of each step. several: as in `call`.
-        """
-        parts = [(*path, part) for part in state for path in paths]
-        outputs, made = [self.variable() for _ in paths], [self.variable() for _ in parts]
-        states, by_port = [self._given[part] for part in parts], [x for port in zip(*inputs, strict=True) for x in port]
+        parts, made, y = [(*path, part) for part in state], [self.variable() for _ in state], self.variable()
+        states = [self._given[part] for part in parts]
         self._made |= zip(parts, made, strict=True)
-        results, given = ", ".join([*outputs, *made]), ", ".join([*states, *by_port])
+        results, given = ", ".join([y, *made]), ", ".join([*states, *inputs])
         call = f"{run}.one({given})"
         if several and several.together:
             call = f"{run}.several(batch, {given})"
         elif several:
-            arguments = f"{run}.one, batch, {len(outputs)}, [{', '.join(states)}], [{', '.join(by_port)}]"
-            call = f"{self.constant(over_tokens)}({arguments})"
+            call = f"{self.constant(over_tokens)}({run}.one, batch, [{', '.join(states)}], [{', '.join(inputs)}])"
         if several and several.whole and several.when != "True":
             whole = f"{several.whole}(batch, {given})"
             call = f"{call} if {several.when} else {whole}" if several.when else whole
         self.add(f"{results} = {run}.one({given})", f"{results} = {call}")
-        return outputs
+        return y
 
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the parts of a state that a step has returned."""

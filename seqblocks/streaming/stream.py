@@ -24,6 +24,8 @@ class Streams(Protocol):
         self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None, **others: Any
     ) -> tuple[Any, States]: ...
 
+    def _get_name(self) -> str: ...  # torch's
+
 
 class Stream:
     """Run a model over `batch_size` sequences as their tokens arrive, without gradients.
@@ -42,7 +44,7 @@ class Stream:
         size = sum(x.numel() * x.element_size() for x in tensors)
         sequences = f"{tensors[0].shape[0]} sequences, " if tensors else ""
         place = f" on {tensors[0].device}" if tensors else ""
-        return f"<Stream of {getattr(self._model, '_label', 'a model')}: {sequences}{size:,} bytes of state{place}>"
+        return f"<Stream of {self._model._get_name()}: {sequences}{size:,} bytes of state{place}>"
 
     @property
     def state(self) -> States:

@@ -68,16 +68,14 @@ def on_sequences(run: Callable[..., Sequence[Any]], timed: Sequence[bool], made:
 
 
 def over_tokens(
-    run: Callable[..., Sequence[Tensor]], batch: int, outputs: int, state: Sequence[Tensor],
-    inputs: Sequence[Tensor | None],
+    run: Callable[..., Sequence[Tensor]], batch: int, state: Sequence[Tensor], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Call a function of one token for each of several, and return the outputs of all and the last state.
+    """Call a function of one token for each of several, and return the output of all and the last state.
 
-    run(*state, *inputs [batch, ...]) returns that many outputs and then the state; inputs [seq * batch, ...].
+    run(*state, *inputs [batch, ...]) returns the output and then the state; inputs [seq * batch, ...].
     """
-    outputs_of = []
+    outputs = []
     for now in zip(*(repeat(None) if x is None else x.split(batch) for x in inputs), strict=False):
-        done = run(*state, *now)
-        outputs_of.append(done[:outputs])
-        state = done[outputs:]
-    return *(torch.cat(each) for each in zip(*outputs_of, strict=True)), *state
+        y, *state = run(*state, *now)
+        outputs.append(y)
+    return torch.cat(outputs), *state

@@ -49,7 +49,7 @@ class TracedWriter(PlanWriter):
         """Leave the token to the modules once a step is in training mode. A compiler guards the mode that is read."""
         self.source.add(f"if {self.source.constant(module.__dict__)}['training']: return None")
 
-    def _one_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
+    def write_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
         """Compute them one after another, as concatenating the matrices would copy them for each token.
 
         Their outputs are concatenated instead, which copies nothing in compiled code. A compiler calls a library for
@@ -73,9 +73,6 @@ class TracedWriter(PlanWriter):
 
     def _with_maps(self, *_: Any) -> Iterator[Any]:
         return iter(())  # it would copy their weights
-
-    def _joins(self, *_: Any) -> None:
-        """Concatenating other parameters would copy them too."""
 
     def parameter(self, module: Cell, name: str) -> str:
         self._note_parameters(module, derived=False)
@@ -107,19 +104,19 @@ class Traceable(Protocol):
     spec: ModelSpec
     declared_state: States
     has_experts: bool
-    _traced: TokenPlan | None
+    traced_plan: TokenPlan | None
 
 
 @constant
 def is_traceable(model: Traceable) -> bool:
-    """Return whether a compiled step of this model can use a plan, which is then `model._traced`."""
+    """Return whether a compiled step of this model can use a plan, which is then `model.traced_plan`."""
     if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
     if model.has_experts:  # they break the graph
         return False
-    if model._traced is None or not model._traced.holds():
-        model._traced = plan_tokens(model, model.spec, model.declared_state, kind=TracedWriter)  # type: ignore[arg-type]
-    return model._traced is not None
+    if model.traced_plan is None or not model.traced_plan.holds():
+        model.traced_plan = plan_tokens(model, model.spec, model.declared_state, kind=TracedWriter)  # type: ignore[arg-type]
+    return model.traced_plan is not None
 
 
 def _runs_code_of_users(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ Short prompts and frames are read by a second function, made of the same calls: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,21 +23,19 @@ from seqblocks.kernels.int8 import Int8Matrix, scales
 from seqblocks.kernels.joined import COPY_MAX_ELEMENTS, Matrix, prepare_joined
 from seqblocks.kernels.stored import StoredMatrix
 from seqblocks.op import Op
-from seqblocks.runtime.body import Body
+from seqblocks.runtime.body import Body, tail_of
 from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.cell import Cell
-from seqblocks.runtime.modules import call_child, is_hooked, take_exports
+from seqblocks.runtime.modules import call_child, is_hooked, may_draw, take_exports
 from seqblocks.runtime.primitive import Primitive, checked, is_primitive, parameters_of, takes_plain_tokens
-from seqblocks.runtime.shared_parameters import NONE
+from seqblocks.runtime.shared_parameters import owners_of
 from seqblocks.runtime.torch_modules import is_built
 from seqblocks.state import States, dtype_of
 from seqblocks.streaming.frames import Frames
 from seqblocks.streaming.guard import Guard
 from seqblocks.streaming.half import keeps_cache, to_half, token_parameters
-from seqblocks.streaming.joined_steps import in_turn, prepare_joined_steps
 from seqblocks.streaming.maps import Reader, readers
 from seqblocks.streaming.source import Path, PlanSource
-from seqblocks.streaming.together import Together
 from seqblocks.streaming.token_rows import as_sequences, has_tokens, on_sequences
 from seqblocks.token_function import TokenFunction
 
@@ -106,11 +105,11 @@ class PlanWriter:
         for table, name in holders(module).values():
             self.guard.note_entry(table, name)
             if isinstance(x := table[name], Int8Matrix):
-                for part, numbers in x.named_buffers():
+                for part, values in x.named_buffers():
                     self.guard.note_entry(x._buffers, part)
-                    self.guard.note_numbers(numbers)
+                    self.guard.note_values(values)
             elif derived:
-                self.guard.note_numbers(x)
+                self.guard.note_values(x)
 
     def _note_evaluation(self, module: nn.Module) -> None:
         self.guard.note_evaluation(module)
@@ -125,20 +124,21 @@ class PlanWriter:
         with_maps = dict(self._with_maps(module, body, nodes))
         replaced = {node.outputs[0] for reader, _ in with_maps.values() for node in reader.maps}
         nodes = [node for node in nodes if node.outputs[0] not in replaced]
-        together = Together(nodes, values, partial(self._matrix, module), partial(self._joins, module))
+        matrices = _of_one_input(nodes, partial(self._matrix, module))
+        products = {found[0][0].outputs[0]: found for found in matrices}
         for at, node in enumerate(nodes):
-            if not self.frames.have_several_tokens and node.name == getattr(module, "_first_of_tail", None):
+            if not self.frames.have_several_tokens and node.name == tail_of(module):
                 later = {*body.results, *(value for other in nodes[at:] for value in other.reads)}
                 self.source.continue_with_last(values[value] for value in later & values.keys())
             if node.outputs[0] in values:  # already computed in one product with an earlier step
                 continue
-            if found := with_maps.get(node.outputs[0]):
-                made = self._reader(module, *found, values, path)
+            if reader := with_maps.get(node.outputs[0]):
+                values |= self.write_reader(module, *reader, values, path)
+            elif found := products.get(node.outputs[0]):
+                values |= self.write_product(module, found, values, path)
             else:
-                made = self._with_others(module, node, together, values, path)
-            made |= {here: self.exports[inside] for here, inside in node.exports.items()}
-            values |= made
-            together.note(made)
+                values |= self.write_one(module, node, values, path)
+            values |= {here: self.exports[inside] for here, inside in node.exports.items()}
         self.exports |= {value: values[value] for value in body.exports}
         for name, value in body.carried.items():  # memory of its own: it may be the input, or a part of another value
             self.source.keep((*path, name), f"{values[value]}.clone()")
@@ -164,15 +164,8 @@ class PlanWriter:
             made |= {value: self.source.carry_over((*path, part)) for part, value in node.kept_exports.items()}
         return made
 
-    def _with_others(self, module: nn.Module, node: Node, together: Together, values: Names, path: Path) -> Names:
-        """Compute a node, and later ones if one call computes them too."""
-        if found := together.products.get(node.outputs[0]):
-            return self._one_product(module, found, values, path)
-        steps = together.joined(node)
-        if len(steps) > 1:
-            if made := self._joined_steps(module, steps, values, path):
-                return made
-            together.cannot_join(node)
+    def write_one(self, module: nn.Module, node: Node, values: Names, path: Path) -> Names:
+        """Compute one step."""
         read = [values[value] for value in node.reads]
         return self._parts(node, self.node(self.child(module, node.name), node, read, (*path, node.name)))
 
@@ -189,7 +182,7 @@ class PlanWriter:
             inputs = [self.source.assign(f"{x}.repeat({many}, 1)") if v in node.vectors else x for v, x in pairs]
         return self.source.at_ports(node, inputs)
 
-    def _one_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
+    def write_product(self, module: nn.Module, found: list[tuple[OpNode, Matrix]], values: Names, path: Path) -> Names:
         """Compute linear maps of the same input in one product."""
         nodes, given = [node for node, _ in found], self.given
         children = self._bypassed(module, nodes)
@@ -226,37 +219,12 @@ class PlanWriter:
                 self._bypassed(module, [reader.node, *reader.maps])
                 yield reader.node.outputs[0], (reader, run)
 
-    def _reader(self, module: nn.Module, reader: Reader, run: str, values: Names, path: Path) -> Names:
+    def write_reader(self, module: nn.Module, reader: Reader, run: str, values: Names, path: Path) -> Names:
         """Call the function of a step that computes its inputs."""
         node, inputs = reader.node, [values[value] for value in reader.sources]
         whole = self._whole(module, [node, *reader.maps], reader.of_several)
         several = self.frames.several(node, self.source.values[run], whole)
         return {node.outputs[0]: self.source.call(run, inputs, (*path, node.name), [*node.state], several=several)}
-
-    def _joined_steps(self, module: nn.Module, found: list[OpNode], values: Names, path: Path) -> Names | None:
-        """Compute steps of the same op, whose inputs are known, as one step if possible."""
-        first, op, given = found[0], found[0].op, self.given
-        steps: list[Any] = [module._modules[node.name] for node in found]
-        widths = [node.type.features for node in found if node.type]
-
-        def prepare() -> TokenFunction | None:
-            return prepare_joined_steps(op, [given(step) for step in steps], widths)
-
-        joined = prepare()
-        run = self.source.prepared(prepare, joined) if self.frames.runs(first, joined) else None
-        if joined is None or run is None:
-            return None
-        self._bypassed(module, found)
-        inputs = [self._at_ports(node, [values[value] for value in node.reads]) for node in found]
-        several = self.frames.several(first, joined, self._whole(module, found, in_turn))
-        made = self.source.call_joined(run, inputs, [(*path, node.name) for node in found], [*first.state], several)
-        return {node.outputs[0]: y for node, y in zip(found, made, strict=True)}
-
-    def _joins(self, module: nn.Module, node: OpNode) -> Hashable | None:
-        """Return what steps have in common that can run as one, None if a step cannot."""
-        if len(node.inputs) < len(node.op.ports) or not is_plain(module._modules[node.name], node):
-            return None
-        return type(node.op), repr(node.op), frozenset(self.frames.tokens(node))
 
     def _whole(self, module: nn.Module, nodes: Sequence[OpNode], join: Callable[[list[Any]], Any]) -> str:
         """Return the name of what `join` makes of the steps' functions of several tokens, or "" if one has none."""
@@ -264,7 +232,7 @@ class PlanWriter:
         return self.source.constant(join([each.several for each in found if each])) if all(found) else ""
 
     def node(self, module: Any, node: Node, inputs: Sequence[str], path: Path) -> str:
-        draws, y = getattr(module, "_draws", False), None
+        draws, y = may_draw(module), None
         if not is_hooked(module) and not (draws and module.training):
             if isinstance(node, OpNode):
                 y = self._op(module, node, inputs, path) if is_plain(module, node) else None
@@ -352,6 +320,20 @@ class PlanWriter:
         return on_sequences(run, [*untimed, *timed], [has_tokens(node.type), *untimed])
 
 
+def _of_one_input(
+    nodes: Sequence[Node], matrix: Callable[[OpNode], Matrix | None]
+) -> Iterator[list[tuple[OpNode, Matrix]]]:
+    """Yield the steps that multiply the same input by a matrix, with their matrices."""
+    readers = defaultdict[tuple[int, ...], list[OpNode]](list)
+    for node in nodes:
+        if isinstance(node, OpNode) and not node.split:
+            readers[node.reads].append(node)
+    for several in readers.values():
+        found = [(node, made) for node in several if (made := matrix(node))] if len(several) > 1 else []
+        if len(found) > 1:
+            yield found
+
+
 def is_plain(module: nn.Module | None, node: Node) -> bool:
     """Return whether a module is the declared primitive, with plain parameters, owned or shared, and no hooks."""
     if not is_built(module) or is_hooked(module) or module.__dict__.get("op") != node.op:
@@ -392,7 +374,7 @@ def holders(module: Primitive | Cell) -> dict[str, tuple[Any, str]]:
     """Return, for each parameter, the dict that holds it and its name there."""
     found: dict[str, tuple[Any, str]] = {name: (module._parameters, name) for name in module._parameters}
     found |= {name: (module._modules, name) for name, each in module._modules.items() if isinstance(each, Int8Matrix)}
-    for name, (owner, original) in getattr(module, "_owners", NONE).items():
+    for name, (owner, original) in owners_of(module).items():
         found[name] = owner._parameters if original in owner._parameters else owner._modules, original
     return found
 

@@ -141,6 +141,8 @@ SELECTIVE_SCAN = Kernel(
         (lambda x: {"z": x["z"][:, :1]}, r"selective_scan expects z \[2, 9, 4\]; got \[2, 1, 4\]"),
         (lambda x: {"dt_bias": x["dt_bias"][:1]}, "selective_scan expects dt_bias"),
         (lambda x: {"state": x["state"][:1]}, "selective_scan expects a state"),
+        (lambda x: {"B": x["B"].cfloat(), "C": x["C"].cfloat()}, "real numbers; got complex B, C"),
+        (lambda x: {"A": x["A"].cfloat(), "z": x["z"].cfloat()}, "real numbers; got complex z"),
         (lambda x: {"resets": torch.zeros(2, 3)}, r"selective_scan expects resets \[B, S\] = \[2, 9\]"),
         (
             lambda x: {
@@ -329,6 +331,7 @@ CENTAURUS = Kernel(
         (lambda x: {"mode": "dws"}, r"mode dws, expects B and C \[3\]"),
         (lambda x: {"mode": "pointwise"}, "expects no E"),
         (lambda x: {"state": torch.zeros(2, 4, 3)}, "expects a state"),
+        (lambda x: {"B": x["B"].cfloat()}, "real numbers; got complex B"),
         (lambda x: {"resets": torch.zeros(2, 8, dtype=torch.bool)}, "expects resets"),
         (lambda x: {"plan": "project"}, "supports neither states nor resets"),
         (lambda x: {"plan": "fft"}, "no plan 'fft'"),

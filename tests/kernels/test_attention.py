@@ -194,6 +194,28 @@ def test_first_tokens_do_not_square_the_length() -> None:
     assert found[8192] <= max(2 * 512 * (512 + 64 + 4), 8192 * 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{"soft_cap": 50.0}, {"sinks": torch.zeros(4)}, {"logsumexp": True}])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scores_are_not_rounded_to_16_bits(dtype: torch.dtype, options: dict[str, Any], autocast: bool) -> None:
+    """Rounding scores, of up to 60 here, would change gradients by 2.4 to 4 eps.
+
+    Weights, gradients of scores and results are rounded, each by at most eps / 2, on average by half of that.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = [(amp * torch.randn(1, 64, 4, 64, generator=generator)).to(dtype) for amp in (4, 4, 1)]
+    exact = [each.double().requires_grad_() for each in x]
+    given = [each.float() if autocast else each for each in x]
+    given = [each.requires_grad_() for each in given]
+    results = []
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        for leaves, backend in ((exact, "reference"), (given, "torch")):
+            y = attention(*leaves, **options, backend=backend)
+            results.append([y, *torch.autograd.grad((y[..., :64].double() * torch.arange(64)).sum(), leaves)])
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() < 0.6 * torch.finfo(dtype).eps * expected.norm()
+
+
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12])
 def test_the_slopes_of_alibi(heads: int) -> None:
     """As in the paper: 1/2, 1/4, … for 8 heads, whose ratio is the first slope; for 6 heads, 2 of those of 8 follow."""

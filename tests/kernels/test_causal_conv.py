@@ -156,8 +156,8 @@ def test_nothing_of_full_length_is_saved_but_the_input(limit: int, monkeypatch: 
 
 @pytest.mark.parametrize("limit", [0, numerics.SAVED_MAX_BYTES])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 tokens are convolved in 5 parts. Values are the same bits; sums over tokens differ by rounding."""
+def test_chunks_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 tokens are convolved in 5 chunks. Values are the same bits; sums over tokens differ by rounding."""
     inputs = [torch.randn(*shape) for shape in ((2, 150, 16), (16, 1, 4), (16,), (2, 3, 16))]
 
     def run() -> list[Tensor]:
@@ -169,7 +169,7 @@ def test_parts_of_a_sequence_equal_the_whole(reverse: bool, limit: int, monkeypa
     whole = run()
     monkeypatch.setattr(interface, "PART_ELEMENTS", 1)
     monkeypatch.setattr(numerics, "SAVED_MAX_BYTES", limit)
-    assert len(interface._parts(inputs[0])) == 5
+    assert len(interface._chunks(inputs[0])) == 5
     y, dx, dstate, *sums = run()
     assert torch.equal(y, whole[0])
     assert torch.equal(dx, whole[1])
@@ -198,6 +198,6 @@ def test_several_tokens_are_single_tokens(seq: int, B: int, K: int, activation: 
     weight, bias, window, x = (torch.randn(size, dtype=torch.float64) for size in sizes)
     step = token_of_conv.prepare(weight, bias if biased else None, activation)
     found = step.several(B, window, x)
-    torch.testing.assert_close([*found], [*over_tokens(step.one, B, 1, [window], [x])])
+    torch.testing.assert_close([*found], [*over_tokens(step.one, B, [window], [x])])
     assert found[1].is_contiguous()
     assert found[1].untyped_storage().nbytes() == window.untyped_storage().nbytes()

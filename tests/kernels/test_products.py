@@ -260,6 +260,16 @@ def test_without_a_gradient_parameters_have_none(tokens: int, onednn: list[torch
 
 
 @pytest.mark.usefixtures("onednn")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nested_tensors_are_left_to_torch(dtype: torch.dtype) -> None:
+    x = torch.nested.nested_tensor([torch.randn(20, 8), torch.randn(3, 8)], dtype=dtype, requires_grad=True)
+    weight = torch.randn(6, 8, dtype=dtype)
+    y = products.linear(x, weight)
+    for found, expected in zip(y.unbind(), linear(x, weight).unbind(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_errors_are_those_of_torch() -> None:
     x, weight = drawn((12, 9), (8, 10), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -341,8 +351,8 @@ def test_slow_dtypes_are_multiplied_in_float32(
 def test_calls_that_stay_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn((32, 20), (6, 20), dtype=torch.bfloat16)
     converted = []
-    run = products._in_float32
-    monkeypatch.setattr(products, "_in_float32", lambda *given: converted.append(1) or run(*given))
+    run = products._by_function
+    monkeypatch.setattr(products, "_by_function", lambda *given, **how: converted.append(1) or run(*given, **how))
     products.linear(x[: products.MIN_CONVERTED - 1], weight)
     torch.func.vmap(products.linear, (0, None))(x[:, None].expand(32, 16, 20), weight)
     with torch.autocast("cpu", torch.bfloat16):

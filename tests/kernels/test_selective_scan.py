@@ -50,7 +50,7 @@ def bare(**sizes: Any) -> Tensors:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_many_chunks_are_one_scan(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective_scan_torch, "WORKING_SET", 1)
-    assert len(selective_scan_torch._spans(torch.empty(2, 45, 4), 3, reverse, True)) == 6
+    assert len(selective_scan_torch._chunks(torch.empty(2, 45, 4), 3, reverse, True)) == 6
     check(TORCH, TORCH.inputs(S=45), precision=Precision(torch.float64), reverse=reverse)
 
 
@@ -62,8 +62,8 @@ def test_chunks_of_a_large_batch_are_short_without_gradients(monkeypatch: pytest
     expected = selective_scan(x, dt, -A.abs(), B, C, dt_softplus=True, backend="torch")
     monkeypatch.setattr(selective_scan_torch, "MAX_CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(selective_scan_torch, "WORKING_SET", 2 * 4 * 6 * 3)
-    assert selective_scan_torch._spans(x, 3, False, False) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
-    assert selective_scan_torch._spans(x, 3, False, True) == [(0, 8), (8, 9)]
+    assert selective_scan_torch._chunks(x, 3, False, False) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
+    assert selective_scan_torch._chunks(x, 3, False, True) == [(0, 8), (8, 9)]
     found = selective_scan(x, dt, -A.abs(), B, C, dt_softplus=True, backend="torch")
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -427,7 +427,7 @@ def test_single_tokens_are_the_recurrence(dtype: torch.dtype, B: int, N: int, so
     step = token_of_scan.prepare(A.log().to(dtype), D.to(dtype), softplus)
     rows = [each.to(dtype).transpose(0, 1).flatten(0, 1) for each in (x, dt, *of_states, x)]
     found = step.several(B, h.to(dtype), *rows)
-    one_by_one = over_tokens(step.one, B, 1, [h.to(dtype)], rows)
+    one_by_one = over_tokens(step.one, B, [h.to(dtype)], rows)
     exact = expected[0].transpose(0, 1).flatten(0, 1), expected[1]
     margin = 1e-5 if dtype is torch.float32 else 1e-12
     for each in (found, one_by_one):

@@ -19,7 +19,7 @@ from tests.ptx.parse import Listing, parse
 
 FAMILIES = (access, arithmetic, asynchronous, bits, control, exchange, tensor_cores)  # imported for their instructions
 SHARED = {"sm_80": 166_912, "sm_90": 232_448}  # bytes available to a program; 101,376 elsewhere
-MOST_STEPS = 2_000_000  # of a warp between two barriers
+MAX_INSTRUCTIONS = 2_000_000  # of a warp between two barriers
 POISON = {"r": 0x7FC0BEEF}  # registers before their first write: NaN
 
 
@@ -148,7 +148,7 @@ class Warp:
     def run(self) -> str:
         """Run up to a barrier or the end. Return which of them."""
         code = self.program.code
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_INSTRUCTIONS):
             if self.pcs is None and self.pc in code.runs:
                 stop, functions = code.runs[self.pc]
                 for function in functions:
@@ -172,7 +172,7 @@ class Warp:
                 except Fault as fault:
                     raise Fault(f"{fault} at {code.listing.where(self.at)}") from None
             self._advance(active, self.pc + 1)
-        raise Fault(f"{MOST_STEPS} steps without a barrier or an end at {code.listing.where(self.at)}")
+        raise Fault(f"{MAX_INSTRUCTIONS} steps without a barrier or an end at {code.listing.where(self.at)}")
 
     def _active(self) -> Mask:
         """Return the lanes that run next, those at the lowest statement, or None for all."""

@@ -91,3 +91,9 @@ def test_what_an_argument_is_about_is_shown() -> None:
     assert file.blocks["ffn"].args["hidden"].meaning() == "inner width; at least 1"
     properties = str(schema(file))
     assert "inner width; at least 1" in properties
+
+
+def test_heads_of_rwkv7_have_a_width() -> None:
+    with pytest.raises(SpecError) as error:
+        seqblocks.load_model("rwkv7_0_4b", set={"head": 0})
+    assert error.value.diagnostics[0].message == "'head' of block rwkv7_mixer is out of bounds"

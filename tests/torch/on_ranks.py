@@ -257,6 +257,7 @@ def disagreements(rank: int, folder: Path) -> Any:
         "one is frozen": lambda: shard(frozen()),
         "another model": lambda: shard(built(text=FEATURES if rank else FEATURES.replace("linear: 4", "layer_norm"))),
         "sharded over the ranks of its parts": lambda: shard(tensor_parallel(meta)),
+        "parts of a sequence for parts of a model": lambda: sequence_parallel(split),
         "stage of a part": lambda: pipeline_stage(split, 0, 2),
         "stage of a shard": lambda: pipeline_stage(shard(built()), 0, 1),
         "seed": lambda: _sharded(FEATURES, "float32").reset_parameters(rank),

@@ -157,7 +157,7 @@ def test_steps_that_a_stream_computes_together_have_one_row() -> None:
     joined = token.steps[0]
     assert (joined.step, joined.count) == ("layers.*.q, k", 2)
     assert joined.floor_seconds == pytest.approx(q + k)
-    assert model._token_plan is None or not hasattr(model._token_plan, "marks")
+    assert model.token_plan is None or not hasattr(model.token_plan, "marks")
 
 
 def test_a_stream_begins_again_when_a_cache_is_full() -> None:

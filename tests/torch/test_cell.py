@@ -166,8 +166,8 @@ def test_a_stream_is_planned(name: str) -> None:
         for t in range(4):
             y, state = model.step(x[:, t], state)
             torch.testing.assert_close(y, expected[:, t], rtol=1e-11, atol=1e-12)
-        assert model._token_plan is not None
-        assert not model._token_plan.calls_modules
+        assert model.token_plan is not None
+        assert not model.token_plan.calls_modules
     for name, part in last["cell"].items():
         torch.testing.assert_close(state["cell"][name], part, rtol=1e-11, atol=1e-12)
 
@@ -257,7 +257,7 @@ def test_a_stream_begins_with_the_start_of_another_cell(dtype: torch.dtype, comp
         two = [start / 2 + one[0], start / 4 + one[0] / 2 + one[1], start / 8 + one[0] / 4 + one[1] / 2 + one[2]]
         assert [float(y[0, 0]) for y in made] == two
         assert torch.equal(torch.stack(made, 1), model(x))
-        assert (model._traced if compiles else model._token_plan) is not None
+        assert (model.traced_plan if compiles else model.token_plan) is not None
 
     assert_equal_steps(1.0)
     model.one.start_s.fill_(4.0)

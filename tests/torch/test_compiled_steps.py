@@ -38,7 +38,7 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
     model = build(SMALL)
     step = compiled(model)
     assert_compiled_follows(model, step)
-    assert isinstance(model._traced, TokenPlan)
+    assert isinstance(model.traced_plan, TokenPlan)
     for change in (add_to_all, set_data, load_others, assign_others, set_op, parametrize_last, replace_last):
         change(model)
         assert_compiled_follows(model, step)
@@ -131,7 +131,7 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
         compiled(model)(x, state)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         compiled(model)(x, state)
-    assert model._traced is None
+    assert model.traced_plan is None
 
 
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("hybrid_small", "slstm")]

@@ -17,6 +17,22 @@ def test_composed_specs(part: int) -> None:
     assert accepted >= 36  # of 40
 
 
+GROWING = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - cell: {state: {s: {features: 4}}, steps: [{calc: {s: 2.5 * s + 1 + 0 * x}}]}
+    - calc: exp(x)
+"""
+
+
+def test_numbers_that_overflow_in_long_sequences_are_not_compared() -> None:
+    """The state of token n is about 2.5^n / 1.5: 162 after 6 tokens, and 1016 after 8, whose exponential overflows."""
+    assert judge(GROWING, 0, length=6)
+    assert judge(GROWING, 0, length=12)
+
+
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_specs(part: int) -> None:
     """One part of a spec is replaced: the result is rejected, or has all properties of a valid spec."""

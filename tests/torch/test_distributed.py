@@ -109,7 +109,8 @@ def test_weights_and_inputs_that_differ_between_ranks_are_errors_on_all(results)
     assert "3 of 3 parameters, such as linear.bias" in errors["8 bits"]  # bias, values and scale
     assert "linear.bias is float32 [4] on one and float32 [4] without gradients on another" in errors["one is frozen"]
     assert "layer_norm.weight is float32 [4] on one and missing on another" in errors["another model"]
-    assert "hold different parts of the model" in errors["sharded over the ranks of its parts"]
+    for name in ("sharded over the ranks of its parts", "parts of a sequence for parts of a model"):
+        assert "hold different parts of the model (tensor_parallel)" in errors[name]
     assert "cut it into stages first" in errors["stage of a part"]
     assert "cut it into stages first" in errors["stage of a shard"]
     assert "pass the same seed on all ranks" in errors["seed"]

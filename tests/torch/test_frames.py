@@ -118,7 +118,7 @@ def test_frames_are_the_whole_sequence(steps: list[str], batch: int) -> None:
     model = build(steps)
     assert model.frame_size > 1
     assert_follows(model, batch)
-    assert isinstance(model._token_plan, TokenPlan)
+    assert isinstance(model.token_plan, TokenPlan)
 
 
 def test_a_long_frame_is_convolved_by_torch() -> None:
@@ -137,8 +137,8 @@ def test_windows_of_tokens_are_read_by_all_tokens_of_a_frame(monkeypatch: pytest
     layers = ["shift: 5", "token_shift", "attention_layer: {dim: 8, heads: 2, window: 7}", "causal_conv: {kernel: 3}"]
     model = build([*layers, "downsample: 4"])
     assert_follows(model)
-    assert model._token_plan is not None
-    assert model._token_plan.suits(torch.zeros(100, 4, 8))
+    assert model.token_plan is not None
+    assert model.token_plan.suits(torch.zeros(100, 4, 8))
 
 
 def test_corrections_of_a_token_write_to_one_new_state() -> None:
@@ -255,7 +255,7 @@ model:
     with torch.no_grad():
         expected = model(x, by=by)
         found, _ = frames(model, x, model.init_state(2, by=by))
-    assert isinstance(model._token_plan, TokenPlan)
+    assert isinstance(model.token_plan, TokenPlan)
     for name in ("scaled", "raised"):
         parts = [each[name] for each in found]
         assert all(part.is_contiguous() for part in parts)
@@ -293,7 +293,7 @@ def test_context(hooked: bool) -> None:
     with torch.no_grad():
         expected, last = model(x, memory=memory, by=by, return_state=True)
         found, state = frames(model, x, model.init_state(3, memory=memory, by=by))
-    assert isinstance(model._token_plan, TokenPlan)
+    assert isinstance(model.token_plan, TokenPlan)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
 
@@ -303,7 +303,7 @@ def test_token_ids() -> None:
     model = drawn(seqblocks.build_text(text, dtype=DOUBLE, seed=0))
     x = torch.randint(9, (3, 8), generator=torch.Generator().manual_seed(0))
     found, _ = frames(model, x)
-    assert isinstance(model._token_plan, TokenPlan)
+    assert isinstance(model.token_plan, TokenPlan)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(found, 1), model(x), rtol=0, atol=1e-12)
 
@@ -400,7 +400,7 @@ def test_a_captured_stream_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = model.stream(2)
     stream.capture()
     found = [stream.step(part) for part in x[:, :16].split(4, 1)]
-    assert isinstance(model._token_plan, TokenPlan)
+    assert isinstance(model.token_plan, TokenPlan)
     found.append(stream.read(x[:, 16:20]))
     found.append(stream.step(x[:, 20:]))
     with torch.no_grad():
@@ -477,8 +477,8 @@ def test_a_plug_in_computes_several_tokens(
         Average.called.clear()
         y, after = run()
         assert Average.called == calls
-        assert isinstance(model._token_plan, TokenPlan)
-        assert model._token_plan.calls_modules
+        assert isinstance(model.token_plan, TokenPlan)
+        assert model.token_plan.calls_modules
     torch.testing.assert_close(y, expected[0][:, -1:], rtol=0, atol=1e-12)
     torch.testing.assert_close(after, expected[1], rtol=0, atol=1e-12)
 
@@ -584,7 +584,7 @@ def test_a_hooked_step_reads_all_tokens_of_a_prompt() -> None:
     ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         y, _ = model._read(ids, model.init_state(2), None)
-        assert isinstance(model._token_plan, TokenPlan)
+        assert isinstance(model.token_plan, TokenPlan)
         torch.testing.assert_close(y, model(ids)[:, -1:], rtol=0, atol=1e-12)
     assert seen == [(2, 5, 8)] * 2
 

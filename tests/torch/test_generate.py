@@ -469,8 +469,8 @@ def test_weights_that_another_thread_loads_are_used_within_a_few_tokens(monkeypa
 def test_moving_a_model_frees_its_old_weights() -> None:
     model = build("mamba_small")
     seqblocks.generate(model, prompt(), 3)
-    assert model._token_plan is not None
-    assert model.float()._token_plan is None
+    assert model.token_plan is not None
+    assert model.float().token_plan is None
 
 
 # --- recorded steps, as on a CUDA device ------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ NAMES = {
     "block_sparse_moe.up_proj",
     "ffn_down": "mlp.down_proj feed_forward.down_proj feed_forward.w2 mlp.dense_4h_to_h mixer.down_proj "
     "block_sparse_moe.down_proj",
-    "ffn_gate_inp": "mlp.gate feed_forward.router feed_forward.gate block_sparse_moe.gate mixer.gate "
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.gate mlp.router feed_forward.router feed_forward.gate block_sparse_moe.gate mixer.gate "
     "block_sparse_moe.router.layer",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj block_sparse_moe.shared_experts.gate_proj",
@@ -73,7 +74,8 @@ NAMES = {
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
 OURS = {official: name for names in (OUTSIDE, NAMES) for name, some in names.items() for official in some.split()}
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "qwen3_next")  # where post_attention_layernorm is just that
+# Where post_attention_layernorm is just that.
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "qwen3_next")
 EXPERT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -117,6 +119,11 @@ def restored(case: str, name: str, x: dict[str, Tensor], config: Any) -> tuple[T
     shorts = next((some for end, some in several.items() if part.endswith(end)), ())
     used = [f"blk.{layer}.{short.format('_exps' if 'block_sparse' in part else sparse)}" for short in shorts]
     parts = [x[each] for each in used]
+    if match := re.search(r"experts\.(gate_up|down)_proj(_bias)?$", name):
+        kind = "bias" if match[2] else "weight"
+        used = [f"blk.{layer}.ffn_{one}_exps.{kind}" for one in match[1].split("_")]
+        joined = torch.stack([x[each] for each in used], 2).flatten(1, 2)  # rows of both in turn
+        return joined if match[2] else joined.mT, used
     if match := re.search(r"experts\.(\d+)\.(\w+)\.weight", name):
         used = [f"blk.{layer}.ffn_{EXPERT[match[2]]}_exps.weight"]
         return x[used[0]][int(match[1])], used
@@ -134,9 +141,10 @@ def restored(case: str, name: str, x: dict[str, Tensor], config: Any) -> tuple[T
 
 def undone(case: str, name: str, x: Tensor, config: Any) -> Tensor:
     """Return a tensor of transformers that is a single one in llama.cpp."""
-    if case.startswith(("llama", "mistral", "mixtral", "smollm3", "granite")) and re.search(r"[qk]_proj", name):
-        count = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        return torch.stack([x.unflatten(0, (count, -1, 2))[:, :, at] for at in (0, 1)], 1).flatten(0, 2)
+    if case.startswith(("llama", "mistral", "mixtral", "smollm3", "granite", "bamba")) and re.search("[qk]_proj", name):
+        heads = x.unflatten(0, (config.num_attention_heads if "q_proj" in name else config.num_key_value_heads, -1))
+        turned = int(heads.shape[1] * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).flatten(0, 1)
     if "query_key_value" in name:
         return torch.stack([each.unflatten(0, (config.num_attention_heads, -1)) for each in x.chunk(3)], 1)
     if name.endswith("A_log"):
@@ -247,10 +255,18 @@ def compare(file: Path, text: str, update: bool) -> None:
         ("llama", {"rope_parameters": {**YARN, "beta_fast": 16.0}}, "yarn has beta_fast 32.0, not 16.0"),
         ("qwen2", {"rope_parameters": CASES["llama"].config["rope_parameters"]}, "no rope_type 'llama3'"),
         ("llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "rotates all features, not 16"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
+        ("gpt_oss", {"swiglu_limit": 3.0}, r"swiglu_limit is 3\.0"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "layer_types is"),
+        ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}, "yarn has truncate True, not False"),
         ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("jamba", {"mamba_expand": 3}, "mamba_expand is 3"),
+        ("bamba", {"mamba_proj_bias": True}, "granitehybrid computes another model: mamba_proj_bias is True"),
+        ("bamba", {"attn_layer_indices": []}, "no layer is attention"),
+        ("bamba", {"attn_layer_indices": [0, 1, 2, 3]}, "no layer is Mamba-2"),
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is true, but it gates before the norm"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias is True"),
+        ("granite", {"layer_types": ["mamba"] * 4}, "no layer is attention"),
         ("granite", {"time_step_limit": (0.1, 0.5)}, "time_step_limit"),
         ("qwen3_next", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8"),
@@ -284,6 +300,15 @@ def test_the_number_of_positions_is_a_whole_number(tmp_path: Path, given: Any) -
         return
     with pytest.raises(UsageError, match=f"max_position_embeddings must be a whole number.*, not {given!r}"):
         to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+
+
+def test_the_angles_of_gpt_oss_releases_are_accepted(tmp_path: Path) -> None:
+    """llama.cpp rounds the range of YaRN, where all releases do not."""
+    released = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    angles = {**released, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+    saved(tmp_path / "model", "gpt_oss", rope_parameters=angles)
+    to_gguf(tmp_path / "model", tmp_path / "x.gguf")
+    assert tensors_of(tmp_path / "x.gguf")[0]["gpt-oss.rope.scaling.factor"] == 32
 
 
 def test_a_folder_that_seqblocks_saved(tmp_path: Path) -> None:

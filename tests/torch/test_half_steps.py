@@ -81,7 +81,7 @@ def test_steps_round_less_than_a_whole_pass(
     monkeypatch.setattr("seqblocks.streaming.half.MIN_ELEMENTS", smallest)
     model = seqblocks.build_text(text, seed=0, dtype=dtype).eval()
     assert_more_exact(model, torch.randint(0, 11, (3, 9), generator=torch.Generator().manual_seed(1)), {})
-    assert model._token_plan is not None
+    assert model.token_plan is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +91,7 @@ def test_quantized_models_of_16_bits(dtype: torch.dtype) -> None:
     model = seqblocks.quantize(seqblocks.build_text(CACHE, seed=0, dtype=dtype).eval(), smallest=1)
     x = torch.randint(0, 11, (3, 9), generator=torch.Generator().manual_seed(1))
     found, _ = in_steps(model, x, {})
-    plan = model._token_plan
+    plan = model.token_plan
     expected = model(x)
     assert plan is not None
     assert found.dtype == expected.dtype == dtype
@@ -183,7 +183,7 @@ def test_token_ids_as_an_output() -> None:
     assert y["ids"].tolist() == [257, 999]
     assert y["ids"].dtype == torch.int64
     assert y["logits"].dtype == torch.bfloat16
-    assert model._token_plan is not None
+    assert model.token_plan is not None
 
 
 @torch.no_grad()
@@ -212,4 +212,4 @@ def test_hooked_and_replaced_steps_run_in_16_bits() -> None:
     model.layer_norm.register_forward_hook(lambda _module, given, y: seen.append((given[0].dtype, y.dtype)))
     in_steps(model, torch.zeros(1, 2, dtype=torch.long), {})
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
-    assert model._token_plan is None
+    assert model.token_plan is None

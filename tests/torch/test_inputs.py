@@ -131,7 +131,7 @@ def test_planned_steps_are_those_of_the_whole_sequence(text: str) -> None:
                 for name, found in (y.items() if isinstance(y, dict) else [("", y)]):
                     expected = whole[name] if name else whole
                     torch.testing.assert_close(found, expected[:, t] if name != "value" else expected)
-    assert model._token_plan is not None
+    assert model.token_plan is not None
 
 
 def test_several_outputs_by_name() -> None:

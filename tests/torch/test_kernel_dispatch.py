@@ -143,6 +143,13 @@ def test_inputs_on_several_devices_are_an_error(toy):
     assert dispatch.choose("op", None, {"x": torch.ones(2, device="meta"), "bias": None}, n=2)() == "triton"
 
 
+def test_complex_inputs_are_an_error_where_their_imaginary_parts_would_be_lost(toy):
+    inputs = {"x": torch.ones(2), "weight": torch.ones(2, dtype=torch.complex64), "bias": None}
+    with pytest.raises(RunError, match="op computes with real numbers; got complex weight"):
+        dispatch.choose("op", None, inputs, n=2)
+    assert dispatch.choose("op", None, inputs, may_be_complex=("weight",), n=2)() == "triton"
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kernel_checks_the_devices_of_all_its_inputs(name):
     """A kernel would otherwise read weights on another GPU as if they were on the GPU of the input."""

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import seqblocks
-from seqblocks import graph
+from seqblocks import graph, testing
 from seqblocks.analysis import check
 from seqblocks.model.sequence_model import SequenceModel
 from seqblocks.state import map_state
@@ -232,6 +232,16 @@ def test_the_law_of_a_model_with_dropout_is_that_of_its_evaluation() -> None:
     with pytest.raises(seqblocks.UsageError, match=r"call model\.eval\(\) first"):
         check_law(model)
     check_law(model.eval())
+
+
+def test_an_angle_of_a_whole_turn_is_the_same_state_as_0() -> None:
+    """A sum that is rounded differently may end up at either end of the range."""
+    declared = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 2}, steps: [phase]}\n").declared_state
+    near = {"phase": {"sum": torch.tensor([[2 * math.pi - 1e-12, 1.0]], dtype=torch.float64)}}
+    start = {"phase": {"sum": torch.tensor([[0.0, 1.0]], dtype=torch.float64)}}
+    testing._assert_tree_close("state", near, start, 1e-9, declared)
+    with pytest.raises(AssertionError, match="sum: differs by 1e-05"):
+        testing._assert_tree_close("state", near, map_state(lambda x: x + 1e-5, start), 1e-9, declared)
 
 
 def test_a_call_without_tokens_keeps_a_phase_that_was_rounded_to_a_whole_turn() -> None:

@@ -151,7 +151,7 @@ def test_wires_are_read_with_each_token(name: str) -> None:
     assert torch.allclose(torch.cat(outs, 1), whole, atol=1e-12)  # 5 tokens in float64
     with torch.no_grad():
         planned, _ = layer.step(x[:, 0], **{wire: other[:, 0]})  # type: ignore[call-arg]
-    assert layer._token_plan is not None
+    assert layer.token_plan is not None
     assert torch.allclose(planned, whole[:, 0], atol=1e-12)
     assert torch.equal(layer(torch.cat([x, other], -1)), whole)
     assert not torch.equal(layer(x, **{wire: other.flip(1)}), whole)

@@ -136,6 +136,21 @@ def test_an_input_of_another_dtype(model: str, given: str, message: str) -> None
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize(("own", "head"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_step_of_another_dtype(own: str, head: str) -> None:
+    """`ssm` has float32 parameters in a model of 16 bits, which are no fault."""
+    text = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {features: 4}, steps: [{mamba_mixer: {dim: 4}}, {linear: 4}]}"
+    model = seqblocks.build_text(text, dtype=own)
+    model.linear.to(getattr(torch, head))
+    message = (
+        f"linear.weight is {head} and the model {own}: convert the step with model.get_submodule('linear')"
+        f".to(torch.{own}), or its inputs and output in hooks"
+    )
+    with pytest.raises(RunError, match=re.escape(message)) as caught:
+        model(torch.ones(1, 3, 4, dtype=getattr(torch, own)))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 STEPS = """
 seqblocks: 1
 model:

@@ -117,7 +117,7 @@ def test_a_stream_reads_changed_numbers(
 ) -> None:
     small = seqblocks.quantize(model.to(dtype), smallest=0)
     before, _ = small.step(IDS[:, 0])
-    assert small._token_plan is not None
+    assert small.token_plan is not None
     change(small.layers[0].mamba_block.residual.mixer.in_proj.weight)
     after, _ = small.step(IDS[:, 0])
     expected, _ = copy.deepcopy(small).step(IDS[:, 0])
@@ -152,7 +152,7 @@ def test_a_model_without_other_parameters(dtype: torch.dtype, tmp_path: Path) ->
         assert each.init_state(2)["shift"]["window"].dtype == dtype
         (_, state), whole = each.step(IDS[:, 0]), each(IDS[:, :2])
         y, _ = each.step(IDS[:, 1], state)
-        assert each._token_plan is not None
+        assert each.token_plan is not None
         assert y.dtype == dtype
         torch.testing.assert_close(y, whole[:, 1], rtol=0, atol=0.03 * whole.abs().max().item())
 
@@ -371,7 +371,7 @@ def test_steps_in_float64() -> None:
     model = seqblocks.build_text(text.replace("WHERE", "memory: {from: x, decay: w}"), dtype="float64", seed=0).eval()
     small = seqblocks.quantize(model, smallest=0)
     y, _ = small.step(IDS[:, 0])
-    assert small._token_plan is not None
+    assert small.token_plan is not None
     torch.testing.assert_close(y, small(IDS[:, :1])[:, 0], rtol=0, atol=0.03 * y.abs().max().item())
 
 

@@ -119,6 +119,16 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(run, inputs)
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_a_state_must_fit(part: int) -> None:
+    q, k, blocks = given(2, 4, 1, 2), given(2, 4, 1, 2), given(2, 2, 1, 2)
+    _, state = selected_attention(q, k, k, q, blocks, Choice(2, 1, 2), return_state=True)
+    wrong = [*state]
+    wrong[part] = wrong[part][:1]
+    with pytest.raises(ValueError, match=r"state of shapes \[2, 4, 1, 2\], \[2, 4, 1, 2\], \[2, 2, 1, 2\], \[2\]; got"):
+        selected_attention(q, k, k, q, blocks, Choice(2, 1, 2), state=tuple(wrong))
+
+
 BLOCKS = """
 seqblocks: 1
 model:

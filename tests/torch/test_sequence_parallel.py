@@ -5,6 +5,8 @@ float64: 1e-12 of the largest value of a tensor, some thousand roundings; gradie
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -515,9 +517,21 @@ def test_parts_of_a_model_are_not_whole_models(alone: None, tmp_path: Path) -> N
     assert clip_gradients(part, 1.0) == 0, "there should be no gradients"
     with pytest.raises(seqblocks.UsageError, match=r"split over several ranks: save it, and export"):
         seqblocks.export.pt2(part, tmp_path / "m.pt2")
+    with pytest.raises(seqblocks.UsageError, match=r"cannot be pickled: save it by `seqblocks\.save`"):
+        pickle.dumps(part)
     stage = pipeline_stage(whole, 0, 1)
     with pytest.raises(seqblocks.UsageError, match="or a rank's part of one, not Stage"):
         clip_gradients(stage, 1.0)
+
+
+def test_parts_of_a_model_can_be_copied(alone: None) -> None:
+    """The copy, such as one for averaged weights, communicates with the same ranks, and has its own weights."""
+    part, x = tensor_parallel(spec("swiglu: {hidden: 4}")), torch.randn(1, 3, 4)
+    other = copy.deepcopy(part)
+    assert torch.equal(other(x), part(x))
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    assert not torch.equal(other(x), part(x))
 
 
 def test_a_replaced_step_carries_no_state(alone: None) -> None:

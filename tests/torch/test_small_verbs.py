@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, layer_norm
 from seqblocks.analysis.check import load_text
 from seqblocks.model.builder import build_model
 from seqblocks.model.sequence_model import SequenceModel
-from seqblocks.ops.gate import GELU_MAX_NUMBERS, activation_of_token
+from seqblocks.ops.gate import GELU_MAX_ELEMENTS, activation_of_token
 from seqblocks.testing import check_law
 from tests.draws import draw
 
@@ -130,7 +130,7 @@ def test_sinusoids() -> None:
     torch.testing.assert_close(y[0], torch.cat([angle.sin(), angle.cos()], -1))
 
 
-@pytest.mark.parametrize("shape", [(1, 6), (3, 5), (2, 1), (0, 4), (1, GELU_MAX_NUMBERS), (2, GELU_MAX_NUMBERS)])
+@pytest.mark.parametrize("shape", [(1, 6), (3, 5), (2, 1), (0, 4), (1, GELU_MAX_ELEMENTS), (2, GELU_MAX_ELEMENTS)])
 def test_gelu_of_a_token(shape: tuple[int, int]) -> None:
     """Of few and many numbers, contiguous or not: the values of torch, in new memory."""
     wide = draw(shape[0], 2 * shape[1]).float()

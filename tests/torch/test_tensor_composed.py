@@ -93,7 +93,7 @@ def part_of(model: SequenceModel, plan: Plan, rank: int) -> SequenceModel:
     with torch.device("meta"):
         local = SequenceModel(plan.part)
     local.tensor_shards = TensorShards(None, rank, plan.ranks, plan.shardings, plan.whole)
-    tensor._exchange(local, plan, None)
+    tensor._exchange(local, plan)
     tensor._take_weights(local, model)
     return local.train(model.training)
 

@@ -71,7 +71,7 @@ def test_threads_that_use_a_model_for_the_first_time(spec: str, is_planned: bool
     expected, end = [stepped(model, row) for row in x], time.monotonic() + SECONDS
     works = [lambda at=at: assert_same(stepped(model, x[at]), expected[at]) for at in range(THREADS)]
     while time.monotonic() < end:
-        model._token_plan = None
+        model.token_plan = None
         if is_planned:
             with torch.no_grad():
                 model.step(x[0, :, 0])
@@ -104,7 +104,7 @@ def test_a_plan_that_a_thread_is_running_is_not_changed() -> None:
     """Neither a new stream nor an optimiser changes what a token under way reads; later tokens use another plan."""
     model, x = build(SPEC), prompts()[0]
     stepped(model, x)
-    plan = model._token_plan
+    plan = model.token_plan
     assert plan is not None
     state = model.init_state(2)
     with torch.no_grad():

@@ -364,9 +364,9 @@ def gradients(
 
 @jit
 @no_type_check
-def _sum_of_parts(parts, step, count, MOST: tl.constexpr, base, j):
+def _sum_of_parts(parts, step, count, MAX_PARTS: tl.constexpr, base, j):
     """Return the sum over `count` parts [count, BT], which are `step` elements apart."""
-    part = tl.arange(0, MOST)[:, None]
+    part = tl.arange(0, MAX_PARTS)[:, None]
     return tl.sum(tl.load(parts + part * step + base + j[None, :], part < count, 0.0), 0)
 
 
