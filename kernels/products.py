@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqblocks.kernels import numerics
+from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.stored import StoredMatrix
 
@@ -38,7 +39,8 @@ ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.
 ONEDNN_KINDS = (torch.float32,)
 ON_SLOW_MKL = ON_ONEDNN and numerics.ON_AMD  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 # For one token in bfloat16, torch's `mv` reads a matrix 1.4 to 1.65 times as fast as its `linear`, which is oneDNN's,
-# on an Intel Xeon (Emerald Rapids), and 0.66 to 0.85 times as fast on an AMD Zen 4.
+# on an Intel Xeon (Emerald Rapids), and 0.66 to 0.85 times as fast on an AMD Zen 4. In compiled code, `mv` becomes a
+# loop of its own, and `linear` a call of MKL, which takes 1.5 times as long on the Zen 4.
 ON_FAST_MV = HAS_AVX512 and numerics.ON_INTEL
 
 
@@ -60,6 +62,8 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
     """Return y [N, O] as [..., O] for x [..., I], but not as a view, like `linear`: it may be changed in place."""
+    if torch.compiler.is_compiling():
+        return y.view(*x.shape[:-1], y.shape[-1])
     if y.dim() == x.dim() and not y._is_view():
         return y
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
@@ -94,8 +98,19 @@ def chosen(elements: int, rows: int, width: int) -> str:
 
 
 def _suits_mv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these are one token and a matrix in bfloat16, for which `mv` is faster."""
+    """Return whether these are one token and a matrix for which `mv` is faster."""
+    if torch.compiler.is_compiling():
+        return ON_SLOW_MKL and _is_compiled_token(x, weight)
     return ON_FAST_MV and _is_plain(x, weight, bias, {torch.bfloat16}) and x.numel() == x.shape[-1]
+
+
+def _is_compiled_token(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a compiler traces the product of one token with a large matrix in float32."""
+    if weight.numel() < READING_MIN_ELEMENTS or type(weight) not in (Tensor, nn.Parameter) or not x.is_cpu:
+        return False
+    if any(map(unknown, x.shape)) or not x.dtype is weight.dtype is torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    return weight.dim() == 2 and x.numel() == x.shape[-1] == weight.shape[1]
 
 
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -232,8 +247,8 @@ def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) ->
     """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients, which copies nothing."""
     if isinstance(weight, StoredMatrix):
         return weight.prepare(bias)
-    if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
-        return lambda x: F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return lambda x: linear(x, weight, bias)
     size, width = weight.numel(), weight.shape[-1]
     if _suits_onednn(weight[:1], weight, bias) and chosen(width, *weight.shape) == "rows" and weight.is_contiguous():
         by_rows, most = _prepare_rows(weight, bias), min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS)
