@@ -479,6 +479,8 @@ class Tape:
         padded = self.new((tokens + extra if extra else 0, width), x.item)
         y = self._padded((*x.shape[:-1], out), x.item, extra)
         del padded
+        is_half = x.item == 2 and not self.converts
+        self.passing(_blocks_of_product(width, tokens, out, False) * is_half)
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
 
@@ -487,7 +489,6 @@ class Tape:
             assert grad
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
-            is_half = grad.item == 2 and not self.converts
             blocks = _blocks_of_product(tokens, out, width) if is_half and sizes[1] else 0
             for_weight = None if sizes[1] is None else self.new(*sizes[1])
             if not bias_given:  # autograd orders the gradients by the names of the inputs of its product
@@ -497,6 +498,7 @@ class Tape:
             del for_weight
             if found[0]:
                 found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
+                self.passing(_blocks_of_product(out, tokens, width, False) * is_half)
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
             turned = grad.numbers * (grad.numbers * width >= ONEDNN_MIN_MACS)  # oneDNN copies the first operand
@@ -641,11 +643,14 @@ def missing(tokens: int) -> int:
     return -tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
-def _blocks_of_product(rows: int, out: int, width: int) -> int:
+def _blocks_of_product(rows: int, out: int, width: int, turned: bool = True) -> int:
     """Return the bytes of the blocks in which oneDNN multiplies 16-bit matrices [out, rows] and [rows, width].
 
-    Measured on an AMD EPYC (Zen 4), for the gradient of a weight: up to 512 rows of both matrices, and sums in float32.
+    Measured on AMD EPYC (Zen 4 and 5): up to 512 rows of the second matrix, 64 columns each, up to 256 sums in float32,
+    and as many columns of the first matrix if it is turned, as for the gradient of a weight.
     """
-    part = min(rows, 512)
-    sums = 64 if rows == part else -(-width // 64) * 64
-    return 2 * 64 * part + out * (2 * part + 4 * sums + 64)
+    part = min(-(-rows // 32) * 32, 512)
+    block = -(-out // max(1, -(-out // 256)))
+    sums = -(-width // 64) * 64 if turned and rows > 512 else min(width, 64)
+    read = part + 32 * (part == 512) if turned and width > 1 else 0
+    return 2 * 64 * part + block * (2 * read + 4 * sums) + 1024
