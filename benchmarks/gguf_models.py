@@ -29,6 +29,11 @@ NEMOTRON = {
     "num_hidden_layers": None, "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
     "ssm_state_size": 16, "chunk_size": 8, "time_step_min": 1e-9,
 }  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 MIXED = ["conv", "full_attention", "conv", "full_attention"]
 NO_CAPS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 
@@ -115,6 +120,14 @@ CASES = {
         **MAMBA2, "mamba_n_heads": 8, "mamba_n_groups": 2, "attn_layer_indices": [1, 2], "attention_bias": True,
         "rope_parameters": ROPE, "tie_word_embeddings": True,
     }),
+    "deepseek_v2": Case("DeepseekV2", {
+        **DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 2, "topk_method": "greedy",
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    }),
+    "deepseek_v3": Case("DeepseekV3", {
+        **DEEPSEEK, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    }),
     "falcon_h1": Case("FalconH1", {
         **MAMBA2, "mamba_d_ssm": 96, "mamba_d_head": "auto", "mamba_n_heads": 8, "mamba_n_groups": 2,
         "mamba_rms_norm": True, "mamba_norm_before_gate": False, "lm_head_multiplier": 0.6,
@@ -150,6 +163,14 @@ CASES = {
         "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "shared_expert_intermediate_size": 64,
     }),
+    "qwen3_5_text": Case("Qwen3_5", {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "rope_parameters": {
+            **ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25,
+        },
+    }),
     "kimi_linear": Case("KimiLinear", {
         "rms_norm_eps": 1e-6,  # llama.cpp adds it to the sum of squares of a key; transformers adds 1e-6
         "num_key_value_heads": 4,
@@ -172,7 +193,7 @@ CASES = {
         **EXPERTS, "layer_types": MIXED, "num_dense_layers": 1, "use_expert_bias": True,
     }),
 }  # fmt: skip
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}  # where the name is not that of the model
 
 
 def built(case: Case, **more: Any) -> Any:

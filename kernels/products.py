@@ -10,15 +10,15 @@ float32 for each product of several tokens, and the result is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqblocks.kernels import numerics
+from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.kernels.stored import StoredMatrix
 
@@ -33,13 +33,14 @@ MIN_CONVERTED = 8  # tokens: for fewer, converting the matrix takes longer than 
 CACHED_MAX_TOKENS = 16  # up to this many, a matrix is converted in parts that stay in a cache; more take longer so
 CACHED_ELEMENTS = 1 << 18  # of such a part
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted at once for more tokens: more memory is slow to allocate
-SPLIT_MIN_ELEMENTS = 1 << 19  # elements: smaller outputs are split after one product
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 ON_ONEDNN = HAS_AVX512 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+ONEDNN_KINDS = (torch.float32,)
 ON_SLOW_MKL = ON_ONEDNN and numerics.ON_AMD  # MKL multiplies with AVX2 there, and oneDNN with AVX-512
 # For one token in bfloat16, torch's `mv` reads a matrix 1.4 to 1.65 times as fast as its `linear`, which is oneDNN's,
-# on an Intel Xeon (Emerald Rapids). No other processor was measured.
+# on an Intel Xeon (Emerald Rapids), and 0.66 to 0.85 times as fast on an AMD Zen 4. In compiled code, `mv` becomes a
+# loop of its own, and `linear` a call of MKL, which takes 1.5 times as long on the Zen 4.
 ON_FAST_MV = HAS_AVX512 and numerics.ON_INTEL
 
 
@@ -51,16 +52,18 @@ def linear(x: Tensor, weight: Tensor | StoredMatrix, bias: Tensor | None = None)
     """
     if isinstance(weight, StoredMatrix):
         return weight.product(x, bias)
-    if not _suits_onednn(x, weight, bias):
-        if _suits_mv(x, weight, bias):
-            y = torch.mv(weight, x.reshape(-1))
-            return _shaped(y if bias is None else y + bias, x)
-        return _in_float32(x, weight, bias) if _is_slow(x, weight, bias) else F.linear(x, weight, bias)
-    return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias, pads=True), x)
+    if _suits_onednn(x, weight, bias) or _is_slow(x, weight, bias):
+        return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias, pads=True), x)
+    if _suits_mv(x, weight, bias):
+        y = torch.mv(weight, x.reshape(-1))
+        return _shaped(y if bias is None else y + bias, x)
+    return F.linear(x, weight, bias)
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
     """Return y [N, O] as [..., O] for x [..., I], but not as a view, like `linear`: it may be changed in place."""
+    if torch.compiler.is_compiling():
+        return y.view(*x.shape[:-1], y.shape[-1])
     if y.dim() == x.dim() and not y._is_view():
         return y
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
@@ -73,19 +76,12 @@ def _missing(tokens: int) -> int:
 
 def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether oneDNN supports these operands and is faster. torch's function handles all others."""
-    each = (x, weight) if bias is None else (x, weight, bias)
-    if not ON_ONEDNN or torch.compiler.is_compiling() or is_seen(each):
+    if not ON_ONEDNN or torch.compiler.is_compiling() or weight.dim() != 2:
         return False
-    if not all(t.is_cpu and t.dtype is torch.float32 and t.layout is torch.strided for t in each):
+    if chosen(x.numel(), *weight.shape) == "torch" or not _is_plain(x, weight, bias, ONEDNN_KINDS):
         return False
-    if not weight.dim() == 2 <= x.dim():
-        return False
-    rows, width = weight.shape
-    if x.shape[-1] != width or (bias is not None and bias.shape != (rows,)):
-        return False
-    if chosen(x.numel(), rows, width) == "torch":
-        return False
-    return not torch.is_autocast_enabled("cpu") and torch._C._get_mkldnn_enabled()
+    enabled: bool = torch._C._get_mkldnn_enabled()
+    return enabled
 
 
 def chosen(elements: int, rows: int, width: int) -> str:
@@ -102,8 +98,19 @@ def chosen(elements: int, rows: int, width: int) -> str:
 
 
 def _suits_mv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these are one token and a matrix in bfloat16, for which `mv` is faster."""
+    """Return whether these are one token and a matrix for which `mv` is faster."""
+    if torch.compiler.is_compiling():
+        return ON_SLOW_MKL and _is_compiled_token(x, weight)
     return ON_FAST_MV and _is_plain(x, weight, bias, {torch.bfloat16}) and x.numel() == x.shape[-1]
+
+
+def _is_compiled_token(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a compiler traces the product of one token with a large matrix in float32."""
+    if weight.numel() < READING_MIN_ELEMENTS or type(weight) not in (Tensor, nn.Parameter) or not x.is_cpu:
+        return False
+    if any(map(unknown, x.shape)) or not x.dtype is weight.dtype is torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    return weight.dim() == 2 and x.numel() == x.shape[-1] == weight.shape[1]
 
 
 def _is_slow(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -116,14 +123,12 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: Collection[
     if x.dtype not in kinds or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
         return False
     each = (x, weight) if bias is None else (x, weight, bias)
-    if is_seen(each) or not all(t.is_cpu and t.dtype is x.dtype for t in each) or weight.dim() != 2:
+    if is_seen(each) or weight.dim() != 2:
+        return False
+    if not all(t.is_cpu and t.dtype is x.dtype and t.layout is torch.strided for t in each):
         return False
     is_valid = x.shape[-1] == weight.shape[1] > 0 and (bias is None or bias.shape == weight.shape[:1])
     return is_valid and not torch.is_autocast_enabled("cpu")
-
-
-def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _shaped(_by_function(x.reshape(-1, x.shape[-1]), weight, bias), x)
 
 
 def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tuple[int, str]]:
@@ -133,15 +138,11 @@ def by_tokens(rows: int, width: int, device: str, dtype: torch.dtype) -> list[tu
         return [(1, "torch"), (MIN_CONVERTED, "float32")]
     if device == "cpu" and dtype is torch.bfloat16 and ON_FAST_MV:
         return [(1, "mv"), (2, "torch")]
-    found: list[tuple[int, str]] = []
     many = -(-ONEDNN_MIN_MACS // (rows * width))
     limits = {1, READING_MAX_TOKENS + 1, max(READING_MAX_TOKENS + 1, many), max(MKL_SLOW_TOKENS.start, many)}
     limits |= {min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS) + 1, MKL_SLOW_TOKENS.stop}
-    for tokens in sorted(limits):
-        name = chosen(tokens * width, rows, width) if able else "torch"
-        if not found or found[-1][1] != name:
-            found.append((tokens, name))
-    return found
+    found = [(tokens, chosen(tokens * width, rows, width) if able else "torch") for tokens in sorted(limits)]
+    return [each for at, each in enumerate(found) if not at or each[1] != found[at - 1][1]]
 
 
 def _by_function(x: Tensor, weight: Tensor, bias: Tensor | None, pads: bool = False) -> Tensor:
@@ -246,8 +247,8 @@ def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) ->
     """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients, which copies nothing."""
     if isinstance(weight, StoredMatrix):
         return weight.prepare(bias)
-    if torch.compiler.is_compiling():  # Comparing the number of tokens would limit it in exported programs.
-        return lambda x: F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return lambda x: linear(x, weight, bias)
     size, width = weight.numel(), weight.shape[-1]
     if _suits_onednn(weight[:1], weight, bias) and chosen(width, *weight.shape) == "rows" and weight.is_contiguous():
         by_rows, most = _prepare_rows(weight, bias), min(ROWS_MAX_FEATURES // width, ROWS_MAX_TOKENS)
@@ -260,26 +261,3 @@ def prepare_linear(weight: Tensor | StoredMatrix, bias: Tensor | None = None) ->
     if size >= READING_MIN_ELEMENTS:
         return lambda x: linear(x, weight, bias)
     return lambda x: (linear if x.shape[0] * size >= ONEDNN_MIN_MACS else F.linear)(x, weight, bias)
-
-
-def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Tensor]:
-    """Return `linear(x, weight, bias)` as separate products, one for each part of the output features."""
-    biases: Iterable[Tensor | None] = repeat(None) if bias is None else bias.split_with_sizes(sizes)
-    return [linear(x, rows, part) for rows, part in zip(weight.split_with_sizes(sizes), biases, strict=False)]
-
-
-def has_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Return whether a product of x and a matrix made of parameters takes less time as one product for each part.
-
-    In a backward pass, one product needs the gradients of its parts concatenated. Separate products need their
-    gradients of x added, which takes less time if each part is at least as wide as x. In 16 bits, the sum would be
-    rounded more often.
-    """
-    if x.dtype not in (torch.float32, torch.float64):
-        return False
-    if not x.is_cpu or x.numel() * sum(sizes) < SPLIT_MIN_ELEMENTS * x.shape[-1] or min(sizes) < x.shape[-1]:
-        return False
-    inputs = (x, *parameters)
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
-        return False
-    return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))

@@ -48,8 +48,8 @@ def kv_bytes_per_token(body: Graph, dtype: str) -> float:
         caches = [state for state in node.state.values() if state.per_token]
         rate = float(node.state_rate) if isinstance(node, graph.OpNode) else 1
         tokens = len(node.type.lanes) if node.type else 0  # the axis of the tokens, after the sequences of `each`
-        numbers = ((state.numel // state.shape[tokens], state.dtype) for state in caches)
-        total += sum(count * BYTES[dtype if kind == "model" else kind] for count, kind in numbers) / rate
+        sizes = ((state.numel // state.shape[tokens], state.dtype) for state in caches)
+        total += sum(count * BYTES[dtype if kind == "model" else kind] for count, kind in sizes) / rate
     return int(total) if total.is_integer() else total
 
 

@@ -212,10 +212,13 @@ def divisors(scaling: Any, base: float, features: int) -> dict[str, Tensor]:
 
 def scaling_obstacle(scaling: Any, kinds: str) -> str | None:
     """Return why an architecture that knows some kinds of scaling cannot compute this one, or None."""
+    if scaling.type == "linear" and scaling.factor == 1:
+        return None
     if scaling.type not in kinds.split():
         return f"its graph has no rope_type {scaling.type!r}"
     if scaling.type == "yarn":
-        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
+        usual: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+        usual |= {} if "mscale" in kinds.split() else {"mscale": None, "mscale_all_dim": None}
         for name, value in usual.items():
             if getattr(scaling, name) not in (None, value):
                 return f"its yarn has {name} {value}, not {getattr(scaling, name)}"

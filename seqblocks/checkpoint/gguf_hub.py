@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.checkpoint.families import ALIASES, spec_text
+from seqblocks.checkpoint.families import ALIASES, COMPOSITE, spec_text, text_config
 from seqblocks.checkpoint.families.values import renamed
 from seqblocks.checkpoint.gguf_found import (
     Found,
@@ -46,7 +46,8 @@ class Source(NamedTuple):
 
 def known(model: ModelSpec) -> bool:
     """Return whether a model came with a config.json of a family in the table."""
-    return bool(model.source and model.source.origin and model.source.origin.get("model_type") in FAMILIES)
+    kind = model.source and model.source.origin and model.source.origin.get("model_type")
+    return kind in FAMILIES or (kind in COMPOSITE and COMPOSITE[kind].family in FAMILIES)
 
 
 def described(library: Any, model: ModelSpec, official: Callable[[str], Weights]) -> Described:
@@ -55,15 +56,15 @@ def described(library: Any, model: ModelSpec, official: Callable[[str], Weights]
     official: returns the weights in a layout. Raises RunError with the reason if llama.cpp computes another model.
     """
     origin: Any = model.source and model.source.origin
-    kind = origin["model_type"]
-    config = renamed(origin, ALIASES.get(kind, {}))
+    inner = text_config(origin, origin["text_config"]) if origin["model_type"] in COMPOSITE else origin
+    config = renamed(inner, ALIASES.get(inner["model_type"], {}))
     found = found_in(model, config)
-    entry = FAMILIES[kind]
+    entry = FAMILIES[inner["model_type"]]
     family = entry if isinstance(entry, Family) else entry(found)
     _check_computed(model, family, config)
     check_heads(found)
     weights = official(family.layout)
-    parts = _parts(library, family, found, weights)
+    parts = _parts(library, family, found, weights, _prefix(origin["model_type"]))
     made: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
     for name, some in parts.items():
         make = partial(_value, family, found, name, some)
@@ -89,21 +90,29 @@ def _check_computed(model: ModelSpec, family: Family, config: Mapping[str, Any])
         raise RunError(f"{listing(changed)} of its spec has another value than its config.json says")
     read = {*COMMON.split(), *family.computes.split()}
     known = {key: value for key, value in config.items() if key in read} | dict(family.fixed)
-    texts = [_text(known), _text(known | {"tie_word_embeddings": False})]  # `spec_of` unties heads that differ
+    assert source.origin is not None
+    text = partial(_text, source.origin["model_type"])
+    texts = [text(known), text(known | {"tie_word_embeddings": False})]  # `spec_of` unties heads that differ
     if source.text in texts:
         return
     others = [(key, value) for key, value in config.items() if key not in read]
-    wrong = [f"{key} is {value!r}" for key, value in others if _text(known | {key: value}) != texts[0]]
+    wrong = [f"{key} is {value!r}" for key, value in others if text(known | {key: value}) != texts[0]]
     wrong = wrong or [f"{key} is not {value!r}" for key, value in family.fixed.items() if config.get(key, ...) != value]
     raise RunError(f"llama.cpp's {family.name} computes another model: {listing(wrong) or 'the spec differs'}")
 
 
-def _text(config: Mapping[str, Any]) -> str:
-    """Return the spec of a config.json, empty if there is none."""
+def _text(kind: str, config: Mapping[str, Any]) -> str:
+    """Return the spec of a config.json, empty if there is none. kind: its model_type, which may read more than text."""
+    given = {"model_type": kind, "text_config": dict(config)} if kind in COMPOSITE else dict(config)
     try:
-        return spec_text(dict(config))
+        return spec_text(given)
     except UsageError:
         return ""
+
+
+def _prefix(kind: str) -> str:
+    """Return what official names of the model start with."""
+    return COMPOSITE[kind].official if kind in COMPOSITE else "model"
 
 
 def _reasons(family: Family, found: Found) -> Iterator[str]:
@@ -121,14 +130,16 @@ def _is_released(family: Family, scaling: Any) -> bool:
     return bool(pairs) and all(getattr(scaling, name) == value for name, value in pairs)
 
 
-def _parts(library: Any, family: Family, found: Found, weights: Weights) -> dict[str, list[Source]]:
+def _parts(
+    library: Any, family: Family, found: Found, weights: Weights, prefix: str
+) -> dict[str, list[Source]]:  # fmt: skip
     """Return the tensors of llama.cpp with the official tensors that they are made of."""
     architecture = next(key for key, name in library.MODEL_ARCH_NAMES.items() if name == family.name)
     names = library.TensorNameMap(architecture, len(found.nodes))
     made: dict[str, list[Source]] = {}
     for official in weights.headers:
-        for name, part in _targets(names, family, official):
-            made.setdefault(name, []).append(part)
+        for name, part in _targets(names, family, re.sub(rf"^{re.escape(prefix)}\.", "model.", official)):
+            made.setdefault(name, []).append(part._replace(source=official))
     if family.head and "output.weight" not in made:
         made["output.weight"] = made["token_embd.weight"]
     return {name: sorted(some, key=lambda part: part.at) for name, some in made.items()}

@@ -5,6 +5,7 @@ Facts about llama.cpp are those of `src/models/` and `conversion/` of ggml-org/l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ class Family(NamedTuple):
     """A model_type of transformers.
 
     name: of llama.cpp's architecture. computes: the entries of config.json that its graph computes, beside COMMON.
-    fixed: what it assumes of others; without one, the default of transformers. scaling: kinds of scaled positions.
+    fixed: what it assumes of others; without one, the default of transformers. scaling: kinds of scaled positions,
+    and `mscale` if those entries of yarn may be given.
     released: the scaling of all releases, accepted although llama.cpp computes other angles, as docs/models.md says.
     pieces: patterns of official names. changes: patterns of tensors without `blk.N.`. more: further metadata. refuse:
     yields reasons why a model does not fit. layout: of the `checkpoint:` map, with the official names. head: whether
@@ -228,6 +230,9 @@ def _bamba(found: Found) -> Metadata:
     return {"rope.scaling.finetuned": True}  # granitehybrid then rotates queries and keys
 
 
+KEY_EPSILON = 1e-6  # which Qwen3-Next adds to a key's sum of squares
+
+
 def _qwen3_next(found: Found) -> Metadata:
     op = found.op("linear_attention")
     head = found.size("ssm_norm.weight", 0)
@@ -246,6 +251,8 @@ def _qwen3_next_refuses(found: Found) -> Iterator[str]:
     yield from _hybrid("linear_attention", "linear_attention")(found)
     if found.config.get("linear_key_head_dim", 128) != found.config.get("linear_value_head_dim", 128):
         yield "linear_key_head_dim and linear_value_head_dim differ"
+    if (eps := found.config.get("rms_norm_eps", KEY_EPSILON)) != KEY_EPSILON:
+        yield f"rms_norm_eps is {eps}, but it adds the same to a key's sum of squares, where {KEY_EPSILON} is needed"
 
 
 def _qkvz(gate: bool) -> Change:
@@ -259,6 +266,37 @@ def _qkvz(gate: bool) -> Change:
         return z.flatten(0, 1) if gate else torch.cat([part.flatten(0, 1) for part in (q, k, v)])
 
     return change
+
+
+def _qwen3_5(found: Found) -> Metadata:
+    """Positions have parts in turn for time, rows and columns of images, which are all equal for text."""
+    rotary, head = found.op("rotary"), found.size("attn_q_norm.weight", 0)
+    pairs = (rotary.features or head) // 2
+    return {**_qwen3_next(found), "rope.dimension_sections": [(pairs + 2 - at) // 3 for at in range(3)] + [0]}
+
+
+def _by_turns(rows: bool) -> Change:
+    """Order heads of values by their place among those of a key: llama.cpp repeats all keys, transformers each.
+
+    rows: whether they are rows of a tensor, or its columns.
+    """
+
+    def change(x: Tensor, found: Found, layer: int) -> Tensor:
+        op = found.op("linear_attention", layer)
+        if not rows:
+            return x.unflatten(1, (op.heads, op.value_heads // op.heads, -1)).transpose(1, 2).flatten(1, 3)
+        # Queries and keys come before the values; matrices of one row per head have none.
+        keys = max(x.shape[0] - op.value_heads * int(found.config.get("linear_value_head_dim", 128)), 0)
+        heads = x[keys:].unflatten(0, (op.heads, op.value_heads // op.heads, -1)).transpose(0, 1).flatten(0, 2)
+        return torch.cat([x[:keys], heads])
+
+    return change
+
+
+QWEN35_HEADS = (
+    (r"(attn_qkv|attn_gate|ssm_conv1d|ssm_alpha|ssm_beta)\.weight|ssm_dt\.bias|ssm_a", _by_turns(True)),
+    (r"ssm_out\.weight", _by_turns(False)),
+)
 
 
 def _kimi(found: Found) -> Metadata:
@@ -294,11 +332,80 @@ def _keys_and_values(values: bool) -> Change:
     """Return the part of an expansion of latent keys and values that makes the keys, transposed, or the values."""
 
     def change(x: Tensor, found: Found, layer: int) -> Tensor:
-        rows = x.unflatten(0, (found.op("attention", layer).heads, -1))
-        head = int(found.config.get("qk_nope_head_dim", 128))
+        op = found.op("attention", layer) or found.op("latent_attention", layer)
+        rows, head = x.unflatten(0, (op.heads, -1)), int(found.config.get("qk_nope_head_dim", 128))
         return rows[:, head:] if values else rows[:, :head].transpose(1, 2)
 
     return change
+
+
+def _latent(found: Found) -> Metadata:
+    """Keys and values of latent attention are cached as one head, which all heads share."""
+    op, rank, experts = found.op("latent_attention"), found.size("attn_kv_a_norm.weight", 0), found.experts
+    common = int(found.config.get("qk_rope_head_dim", 64))
+    key = int(found.config.get("qk_nope_head_dim", 128)) + common
+    made: Metadata = {
+        "attention.head_count": op.heads,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + common,
+        "attention.value_length": rank,
+        "attention.key_length_mla": key,
+        "attention.value_length_mla": found.size("attn_v_b.weight", 1),
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": common,
+        "rope.freq_base": float(found.op("rotary").base),
+        "expert_shared_count": found.size("ffn_down_shexp.weight", 1) // found.size("ffn_down_exps.weight", -1),
+        "expert_group_count": experts.groups,
+        "expert_group_used_count": experts.top_groups,
+        "attention.q_lora_rank": found.size("attn_q_a_norm.weight", 0),
+    }
+    return made | _latent_scaling(found.op("rotary").scaling, op.scale * math.sqrt(key) if op.scale else 1.0)
+
+
+def _latent_scaling(scaling: Any, scores: float) -> Metadata:
+    """Return how angles are scaled. scores: the factor of the scores relative to the usual one.
+
+    llama.cpp multiplies cosines and sines by `attn_factor`, and scores by the square of `attn_factor` times
+    1 + `yarn_log_multiplier` * log(factor).
+    """
+    if scaling.type == "linear":  # by 1
+        return {}
+
+    def growth(scale: float) -> float:
+        return 0.1 * scale * math.log(scaling.factor) + 1.0
+
+    both = scaling.mscale and scaling.mscale_all_dim
+    usual = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1)
+    attention = scaling.attention_factor or usual
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(scaling.factor),
+        "rope.scaling.original_context_length": scaling.original_length,
+        "rope.scaling.attn_factor": float(attention),
+        "rope.scaling.yarn_log_multiplier": (math.sqrt(scores) / attention - 1) / math.log(scaling.factor),
+    }
+
+
+def _deepseek_refuses(found: Found) -> Iterator[str]:
+    if found.experts is None:
+        yield "no layer has experts"
+    scaling = found.op("rotary").scaling
+    if scaling.type == "yarn" and scaling.factor <= 1:
+        yield f"its yarn has a factor above 1, not {scaling.factor}"
+
+
+INNER_EPSILON = 1e-6  # of the norms inside latent attention, in transformers
+
+
+def _before_norm(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Scale the rows before a norm of low rank so that `rms_norm_eps`, which llama.cpp adds, does the same."""
+    return x * math.sqrt(float(found.config.get("rms_norm_eps", INNER_EPSILON)) / INNER_EPSILON)
+
+
+def _before_norm_of_keys(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Do so for the rows of keys and values, which are followed by those of the part with positions."""
+    rank = found.shape("latent_attention", "k_weight", layer)[1]
+    return torch.cat([_before_norm(x[:rank], found, layer), x[rank:]])
 
 
 def _channels(x: Tensor, found: Found, layer: int) -> Tensor:
@@ -392,6 +499,22 @@ FALCON_CHANGES = (
     (r"output\.weight", _times("lm_head_multiplier")),
 )
 
+LATENT: tuple[str, Pieces] = (
+    r"\.kv_b_proj\.weight$",
+    ((".k_b_proj.weight", _keys_and_values(False)), (".v_b_proj.weight", _keys_and_values(True))),
+)
+DEEPSEEK = Family(
+    "deepseek2",
+    "first_k_dense_replace moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok n_group "
+    "topk_group routed_scaling_factor norm_topk_prob kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+    "v_head_dim",
+    scaling="yarn mscale",
+    pieces=(LATENT, CORRECTION),
+    changes=((r"attn_q_a\.weight", _before_norm), (r"attn_kv_a_mqa\.weight", _before_norm_of_keys)),
+    more=_latent,
+    refuse=_deepseek_refuses,
+    head=True,
+)
 FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
     "llama": Family(
         "llama", "attention_bias mlp_bias head_dim", scaling="linear yarn llama3 longrope", changes=INTERLEAVED
@@ -458,6 +581,8 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         more=_bamba,
         refuse=_hybrid("time_step", "Mamba-2"),
     ),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "falcon_h1": Family(
         "falcon-h1",
         "head_dim mamba_d_ssm mamba_expand mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv "
@@ -487,19 +612,22 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
         refuse=_qwen3_next_refuses,
         layout="qwen3_next",
     ),
+    "qwen3_5_text": Family(
+        "qwen35",
+        "head_dim partial_rotary_factor layer_types full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+        "linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+        pieces=(DT_BIAS,),
+        changes=(*MAMBA, (r"(?!ssm_).*norm\.weight", _one_plus), *QWEN35_HEADS),
+        more=_qwen3_5,
+        refuse=_qwen3_next_refuses,
+        layout="qwen3_5",
+    ),
     "kimi_linear": Family(
         "kimi-linear",
         "layer_types mlp_layer_types linear_attn_config first_k_dense_replace linear_num_heads linear_head_dim "
         "linear_conv_kernel_dim kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim num_experts "
         "num_experts_per_token moe_intermediate_size num_shared_experts routed_scaling_factor",
-        pieces=(
-            (
-                r"\.kv_b_proj\.weight$",
-                ((".k_b_proj.weight", _keys_and_values(False)), (".v_b_proj.weight", _keys_and_values(True))),
-            ),
-            DT_BIAS,
-            CORRECTION,
-        ),
+        pieces=(LATENT, DT_BIAS, CORRECTION),
         changes=((r"ssm_a", _negative_exp), (r"ssm_conv1d_.\.weight", _channels)),
         more=_kimi,
         refuse=_kimi_refuses,

@@ -63,8 +63,11 @@ def parse(text: str) -> ast.expr:
 
 def names_in(tree: ast.expr) -> list[ast.Name]:
     """Return the names in a formula in the order of the text, without those of functions."""
-    functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in functions]
+    if isinstance(tree, ast.Name):
+        return [tree]
+    nodes = [*ast.walk(tree)]
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    names = [node for node in nodes if isinstance(node, ast.Name) and id(node) not in functions]
     return sorted(names, key=lambda node: (node.lineno, node.col_offset))
 
 

@@ -24,14 +24,14 @@ from seqblocks.types import Wire
 REUSED_BYTES = 1 << 25  # of a tensor that malloc reuses: the largest M_MMAP_THRESHOLD that glibc chooses by itself
 CHUNK_MULTIPLE = 64  # a chunk has a multiple of this many tokens, as kernels process this many at a time
 MIN_MULTIPLES = 4  # Up to this many times CHUNK_MULTIPLE, operations take longer in chunks than memory for all tokens.
-MIN_STATES = 8  # a chunk has at least this many times the numbers of the states, which each chunk reads and writes
+MIN_STATES = 8  # a chunk has at least this many times the elements of the states, which each chunk reads and writes
 
 
 class Chunks:
     """How a body runs in chunks.
 
-    widest: features of the widest value. states: numbers in all states of a sequence. draws: whether some step may draw
-    random numbers in training mode.
+    widest: features of the widest value. states: elements in all states of a sequence. draws: whether some step may
+    draw random numbers in training mode.
     """
 
     def __init__(self, widest: int, states: int, draws: bool) -> None:

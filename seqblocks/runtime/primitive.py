@@ -6,7 +6,8 @@ has what `Primitive.__init__` sets, such as its op, but none of the methods. So 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import Node, OpNode
 from seqblocks.kernels import dispatch, products
+from seqblocks.kernels.dispatch.custom_op import is_seen
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.roles import drops_samples, turns_length_into_width
@@ -35,6 +37,8 @@ from seqblocks.runtime.modules import (
 from seqblocks.runtime.owner import Owner
 from seqblocks.runtime.residual_sums import Sum, added_up
 from seqblocks.state import States, compact
+
+SPLIT_MIN_ELEMENTS = 1 << 19  # smaller outputs of a map are split after one product
 
 
 class Primitive(StepModule, Owner):
@@ -153,11 +157,34 @@ def compute(step: Any, tensors: Sequence[Tensor], call: Call, sizes: Sequence[in
     if not sizes:
         y: Tensor = step.op.forward(parameters, call, x)
         return y
-    if products.has_costly_split(x, [*parameters.values()], sizes):
+    if _is_costly_split(x, [*parameters.values()], sizes):
         weight, bias, *blocks = step.op.matrix(parameters) or (None, None)
         if weight is not None and weight.dtype == x.dtype and not blocks:
-            return products.split_linear(x, weight, bias, sizes)
+            return split_linear(x, weight, bias, sizes)
     return [*step.op.forward(parameters, call, x).split_with_sizes(sizes, -1)]
+
+
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Tensor]:
+    """Return `linear(x, weight, bias)` as separate products, one for each part of the output features."""
+    biases: Iterable[Tensor | None] = repeat(None) if bias is None else bias.split_with_sizes(sizes)
+    return [products.linear(x, rows, part) for rows, part in zip(weight.split_with_sizes(sizes), biases, strict=False)]
+
+
+def _is_costly_split(x: Tensor, parameters: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Return whether a product of x and a matrix made of parameters takes less time as one product for each part.
+
+    In a backward pass, one product needs the gradients of its parts concatenated. Separate products need their
+    gradients of x added, which takes less time if each part is at least as wide as x. In 16 bits, the sum would be
+    rounded more often.
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        return False
+    if not x.is_cpu or x.numel() * sum(sizes) < SPLIT_MIN_ELEMENTS * x.shape[-1] or min(sizes) < x.shape[-1]:
+        return False
+    inputs = (x, *parameters)
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
+        return False
+    return not (torch.compiler.is_compiling() or is_seen(inputs) or torch.is_autocast_enabled("cpu"))
 
 
 def bound(step: Any, call: Call) -> Callable[[Sequence[Tensor]], Tensor]:

@@ -2,7 +2,7 @@
 
 A step that treats each token by itself computes them as rows, as it does those of several sequences. One with a state
 has a function for several tokens, or computes them one after another, or runs its `forward` on them: whichever takes
-the least time. `docs/decisions/0036-a-token-is-planned-once.md` describes how the numbers here were measured.
+the least time. `docs/decisions/0036-a-token-is-planned-once.md` describes how these limits were measured.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Frames:
 
 def _most_in_order(most: float, node: Node) -> str:
     """Return an expression for the smallest of the limits that hold for a state of this size."""
-    numbers = max(sum(state.numel for state in node.state.values()), 1)
-    (large, few), (larger, fewer) = ((size // numbers, min(most, limit)) for size, limit in LARGE_STATE_MAX_TOKENS)
+    elements = max(sum(state.numel for state in node.state.values()), 1)
+    (large, few), (larger, fewer) = ((size // elements, min(most, limit)) for size, limit in LARGE_STATE_MAX_TOKENS)
     return str(most) if most == fewer else f"({most} if batch <= {large} else {few} if batch <= {larger} else {fewer})"
 
 

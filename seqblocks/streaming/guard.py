@@ -66,7 +66,7 @@ class Guard:
         """Record the identity of an entry in one of a module's dicts."""
         self._add(f"{self._constant(table)}[{name!r}] is {self._constant(table[name])}")
 
-    def note_numbers(self, x: Tensor) -> None:
+    def note_values(self, x: Tensor) -> None:
         """Record the values of a tensor by its version counter and address."""
         own = self._constant(x)
         self._add(f"{own}._version == {x._version} and {own}.data_ptr() == {x.data_ptr()}")

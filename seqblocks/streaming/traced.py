@@ -83,7 +83,7 @@ class TracedWriter(PlanWriter):
         op, source = module.op, self.source
         prepared = type(op).prepare_token is not Op.prepare_token
         prepared = prepared and op.prepare_token(parameters_of(module, self.call)) is not None
-        if not (prepared or is_pointwise(op)):
+        if not (prepared or is_pointwise(op) or is_own_matrix(op, parameters_of(module, self.call))):
             return None
         self._note_parameters(module, derived=False)
         tables = ((name, source.constant(table), key) for name, (table, key) in holders(module).items())

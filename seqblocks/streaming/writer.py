@@ -105,11 +105,11 @@ class PlanWriter:
         for table, name in holders(module).values():
             self.guard.note_entry(table, name)
             if isinstance(x := table[name], Int8Matrix):
-                for part, numbers in x.named_buffers():
+                for part, values in x.named_buffers():
                     self.guard.note_entry(x._buffers, part)
-                    self.guard.note_numbers(numbers)
+                    self.guard.note_values(values)
             elif derived:
-                self.guard.note_numbers(x)
+                self.guard.note_values(x)
 
     def _note_evaluation(self, module: nn.Module) -> None:
         self.guard.note_evaluation(module)

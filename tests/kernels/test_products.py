@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -350,8 +351,8 @@ def test_slow_dtypes_are_multiplied_in_float32(
 def test_calls_that_stay_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn((32, 20), (6, 20), dtype=torch.bfloat16)
     converted = []
-    run = products._in_float32
-    monkeypatch.setattr(products, "_in_float32", lambda *given: converted.append(1) or run(*given))
+    run = products._by_function
+    monkeypatch.setattr(products, "_by_function", lambda *given, **how: converted.append(1) or run(*given, **how))
     products.linear(x[: products.MIN_CONVERTED - 1], weight)
     torch.func.vmap(products.linear, (0, None))(x[:, None].expand(32, 16, 20), weight)
     with torch.autocast("cpu", torch.bfloat16):
@@ -411,3 +412,48 @@ def derivatives(y: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tenso
     """Return y, its gradients and second derivatives."""
     first = torch.autograd.grad((y / 8).square().sum(), inputs, create_graph=True)
     return [y, *first, *torch.autograd.grad(sum((each / 8).square().sum() for each in first), inputs)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_mv"), [((1, 8), True), ((8,), True), ((2, 8), False)]
+)
+def test_one_compiled_token_is_multiplied_by_mv(
+    shape: tuple[int, ...], is_mv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "ON_SLOW_MKL", True)
+    monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 48)
+    x, weight, bias = drawn(shape, (6, 8), (6,), dtype=torch.float32)
+    targets = traced_targets(products.linear, x, weight, bias)
+    assert (torch.mv in targets, linear in targets) == (is_mv, not is_mv)
+    assert linear in traced_targets(products.linear, x, weight[:5], bias[:5])  # a small matrix
+
+
+def test_compiled_tokens_that_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast does not convert operands of `mv`, and an exported program must not depend on the number of tokens."""
+    monkeypatch.setattr(products, "ON_SLOW_MKL", True)
+    monkeypatch.setattr(products, "READING_MIN_ELEMENTS", 48)
+    x, weight = drawn((1, 8), (6, 8), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mv not in traced_targets(products.linear, x, weight)
+    assert torch.mv not in traced_targets(products.linear, x.double(), weight.double())
+    sizes = ({0: torch.export.Dim("tokens", min=1, max=64)}, None)
+    program = torch.export.export(Product(), (x.expand(3, 8), weight), dynamic_shapes=sizes)
+    assert program.module()(x, weight).shape == (1, 6)
+
+
+class Product(torch.nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return products.linear(x, weight)
+
+
+def traced_targets(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> set[Any]:
+    """Return what a compiled function calls, after a comparison with its own result."""
+    found: set[Any] = set()
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.update(node.target for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(function, backend=keep, fullgraph=True)(*given), function(*given))
+    return found

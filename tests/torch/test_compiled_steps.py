@@ -44,6 +44,16 @@ def test_a_compiled_step_follows_a_changed_model() -> None:
         assert_compiled_follows(model, step)
 
 
+def test_a_compiled_step_calls_no_module_for_the_logits() -> None:
+    model = build("""
+seqblocks: 1
+model: {input: {tokens: 16}, steps: [{embed: {features: 8}}, {unembed: {bias: false, tie: embed}}]}
+""")
+    assert_compiled_follows(model, compiled(model))
+    assert isinstance(model.traced_plan, TokenPlan)
+    assert not model.traced_plan.calls_modules
+
+
 @pytest.mark.slow
 def test_a_compiled_step_runs_the_forward_of_a_subclass() -> None:
     model = build(SMALL)

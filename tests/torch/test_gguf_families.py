@@ -39,9 +39,12 @@ NAMES = {
     "ffn_norm": "pre_feedforward_layernorm pre_ff_layernorm ffn_norm",
     "post_ffw_norm": "post_feedforward_layernorm",
     "attn_q": "self_attn.q_proj mixer.q_proj", "attn_k": "self_attn.k_proj mixer.k_proj",
-    "attn_v": "self_attn.v_proj mixer.v_proj", "attn_qkv": "self_attn.qkv_proj attention.query_key_value",
+    "attn_v": "self_attn.v_proj mixer.v_proj",
+    "attn_qkv": "self_attn.qkv_proj attention.query_key_value linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
     "attn_output": "self_attn.o_proj self_attn.out_proj mixer.o_proj attention.dense",
     "attn_q_norm": "self_attn.q_norm self_attn.q_layernorm", "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "ffn_gate": "mlp.gate_proj feed_forward.gate_proj feed_forward.w1 block_sparse_moe.gate_proj",
     "ffn_up": "mlp.up_proj feed_forward.up_proj feed_forward.w3 mlp.gate_up_proj mlp.dense_h_to_4h mixer.up_proj "
@@ -52,13 +55,16 @@ NAMES = {
     "ffn_gate_inp": "mlp.gate mlp.router feed_forward.router feed_forward.gate block_sparse_moe.gate mixer.gate "
     "block_sparse_moe.router.layer",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj block_sparse_moe.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj block_sparse_moe.shared_experts.up_proj mixer.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj block_sparse_moe.shared_experts.down_proj "
-    "mixer.shared_experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj "
+    "block_sparse_moe.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj mlp.shared_experts.up_proj block_sparse_moe.shared_experts.up_proj "
+    "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj mlp.shared_experts.down_proj "
+    "block_sparse_moe.shared_experts.down_proj mixer.shared_experts.down_proj",
     "ffn_down_exps": "block_sparse_moe.output_linear",
     "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
-    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias mixer.gate.e_score_correction_bias "
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias block_sparse_moe.gate.e_score_correction_bias "
+    "mixer.gate.e_score_correction_bias "
     "feed_forward.expert_bias",
     "ssm_in": "mamba.in_proj mixer.in_proj", "ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj",
     "ssm_dt.bias": "mamba.dt_bias mixer.dt_bias linear_attn.dt_bias self_attn.dt_bias",
@@ -68,14 +74,14 @@ NAMES = {
     "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm", "ssm_c_norm": "mamba.c_layernorm",
     "ssm_norm": "mamba.norm mixer.norm linear_attn.norm self_attn.o_norm",
     "ssm_out": "mamba.out_proj mixer.out_proj linear_attn.out_proj",
-    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "self_attn.b_proj",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "self_attn.b_proj linear_attn.in_proj_b",
     "ssm_f_a": "self_attn.f_a_proj", "ssm_f_b": "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj",
     "ssm_g_b": "self_attn.g_b_proj",
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
 OURS = {official: name for names in (OUTSIDE, NAMES) for name, some in names.items() for official in some.split()}
 # Where post_attention_layernorm is just that.
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "qwen3_next")
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gpt_oss", "olmo2", "qwen3_5_text", "qwen3_next")
 EXPERT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -147,11 +153,27 @@ def undone(case: str, name: str, x: Tensor, config: Any) -> Tensor:
         return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).flatten(0, 1)
     if "query_key_value" in name:
         return torch.stack([each.unflatten(0, (config.num_attention_heads, -1)) for each in x.chunk(3)], 1)
+    if case.startswith("deepseek") and re.search("(q_a|kv_a)_proj", name):
+        rows = x.shape[0] if "q_a" in name else config.kv_lora_rank
+        return torch.cat([x[:rows] * (1e-6 / config.rms_norm_eps) ** 0.5, x[rows:]])
+    if case == "qwen3_5_text" and re.search(r"linear_attn\.(?!norm)", name):
+        x = heads_by_keys(name, x, config)
     if name.endswith("A_log"):
         return torch.log(-x)
-    if case in ("gemma2", "gemma3_text", "qwen3_next") and re.search(r"(?<!linear_attn\.)norm\.weight", name):
+    around_one = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_next")
+    if case in around_one and re.search(r"(?<!linear_attn\.)norm\.weight", name):
         return x - 1
     return x / factor(name, config) if case.startswith("falcon_h1") else x
+
+
+def heads_by_keys(name: str, x: Tensor, config: Any) -> Tensor:
+    """Return a tensor with the heads of values of the first key before those of the second."""
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
+    before = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    axis = int("out_proj" in name)
+    same, values = x.split([before, x.shape[axis] - before], axis)
+    heads = torch.stack(values.unflatten(axis, (count // keys, keys, -1)).unbind(axis), axis + 1)
+    return torch.cat([same, heads.flatten(axis, axis + 2)], axis)
 
 
 def factor(name: str, config: Any) -> float | Tensor:
@@ -264,11 +286,19 @@ def compare(file: Path, text: str, update: bool) -> None:
         ("bamba", {"mamba_proj_bias": True}, "granitehybrid computes another model: mamba_proj_bias is True"),
         ("bamba", {"attn_layer_indices": []}, "no layer is attention"),
         ("bamba", {"attn_layer_indices": [0, 1, 2, 3]}, "no layer is Mamba-2"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}, "topk_method is"),
+        ("deepseek_v2", {"rope_parameters": {**YARN, "factor": 1.0}}, r"yarn has a factor above 1, not 1\.0"),
+        ("deepseek_v2", {"first_k_dense_replace": 4}, "no layer has experts"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
+        ("deepseek_v3", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0}}, "no rope_type 'linear'"),
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is true, but it gates before the norm"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias is True"),
         ("granite", {"layer_types": ["mamba"] * 4}, "no layer is attention"),
         ("granite", {"time_step_limit": (0.1, 0.5)}, "time_step_limit"),
         ("qwen3_next", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
+        ("qwen3_next", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, but it adds the same to a key's sum of squares"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "no layer is attention"),
+        ("qwen3_5_text", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8"),
         ("kimi_linear", {"linear_num_heads": 2}, "must have the same number of heads"),
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "must come before"),
@@ -321,6 +351,28 @@ def test_a_folder_that_seqblocks_saved(tmp_path: Path) -> None:
     assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "direct.gguf").read_bytes()
     with pytest.raises(RunError, match=r"dim of its spec has another value than its config\.json says"):
         to_gguf(tmp_path / "changed", tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "official"),
+    [
+        ("qwen3_5_text", "qwen3_5", "model.language_model."),
+        ("gemma3_text", "gemma3", "language_model.model."),
+    ],
+)
+def test_the_language_model_of_a_model_that_reads_images(case: str, kind: str, official: str, tmp_path: Path) -> None:
+    """It gives the same file as the language model alone."""
+    saved(tmp_path / "alone", case)
+    (tmp_path / "model").mkdir()
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())
+    outside = {"model_type": kind, "tie_word_embeddings": config["tie_word_embeddings"], "text_config": config}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(outside))
+    weights = safetensors.load_file(tmp_path / "alone" / "model.safetensors")
+    renamed = {re.sub(r"^model\.", official, name): x for name, x in weights.items()}
+    safetensors.save_file(renamed, tmp_path / "model" / "model.safetensors")
+    for name in ("alone", "model"):
+        to_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
+    assert (tmp_path / "model.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
 
 
 def test_a_head_that_differs_from_the_embedding_is_written(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqblocks
-from seqblocks.kernels import products
 from seqblocks.op import PRIMITIVES, Op, Port, argument, builtin_verbs, primitive
 from seqblocks.parameters import Init, Parameter
+from seqblocks.runtime import primitive as primitive_module
 from seqblocks.testing import check_law
 from seqblocks.types import Wire
 
@@ -35,14 +35,14 @@ model:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Split maps of any length, and return a list to which each adds the sizes of its parts."""
     found: list[list[int]] = []
-    run = products.split_linear
+    run = primitive_module.split_linear
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> list[Tensor]:
         found.append([*sizes])
         return run(x, weight, bias, sizes)
 
-    monkeypatch.setattr(products, "SPLIT_MIN_ELEMENTS", 0)
-    monkeypatch.setattr(products, "split_linear", counted)
+    monkeypatch.setattr(primitive_module, "SPLIT_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(primitive_module, "split_linear", counted)
     return found
 
 
@@ -68,7 +68,7 @@ def test_values_and_derivatives_are_those_of_one_product(
     model, x = built(), drawn(2, 5, 8)
     found = derivatives(model, x)
     assert calls == [[16, 16]]
-    monkeypatch.setattr(products, "SPLIT_MIN_ELEMENTS", 1 << 60)
+    monkeypatch.setattr(primitive_module, "SPLIT_MIN_ELEMENTS", 1 << 60)
     torch.testing.assert_close(found, derivatives(model, x))
     assert len(calls) == 1
 

@@ -152,12 +152,21 @@ def spec_text(config: Any) -> str:
 def _language_model(config: dict[str, Any], kind: str) -> str:
     """Return the spec of the language model in a model that reads more than text."""
     check_not_quantized(config)
-    family, official, defaults, required = COMPOSITE[kind]
     outside = Recorded({key: value for key, value in config.items() if key != "text_config"})
-    inside = {**defaults, **mapping(config, "text_config"), "model_type": family}
-    if outside.get("tie_word_embeddings") is not None:  # the entry inside then has no effect
-        inside["tie_word_embeddings"] = outside["tie_word_embeddings"]
-    require(inside, **required)
+    inside = text_config(outside, mapping(config, "text_config"))
+    require(inside, **COMPOSITE[kind].required)
     check_all_read(outside, kind)
     steps, separator, names = spec_text(inside).partition("\ncheckpoint:\n")
-    return steps + separator + re.sub(r'(?<=[ "])model\.', f"{official}.", names)
+    return steps + separator + re.sub(r'(?<=[ "])model\.', f"{COMPOSITE[kind].official}.", names)
+
+
+def text_config(outside: Config, inside: Config) -> dict[str, Any]:
+    """Return the config.json of the language model in a model that reads more than text.
+
+    outside: the config.json of the model. inside: its `text_config`.
+    """
+    family, _, defaults, _ = COMPOSITE[outside["model_type"]]
+    found = {**defaults, **inside, "model_type": family}
+    if outside.get("tie_word_embeddings") is not None:  # the entry inside then has no effect
+        found["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    return found
