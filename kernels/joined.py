@@ -12,7 +12,7 @@ from seqblocks.kernels.products import prepare_linear
 
 COPY_MAX_ELEMENTS = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
 WHOLE_BLOCKS_MAX_TOKENS = 8  # tokens: up to this many, a block-diagonal matrix takes no longer whole than as blocks
-NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
+BLOCK_MIN_FEATURES = 16  # a matrix with narrower blocks is multiplied whole for any number of tokens.
 
 
 class Matrix(NamedTuple):
@@ -27,7 +27,8 @@ def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
     """Return f(x [N, I]) that computes several linear maps of one input and concatenates their outputs."""
     whole, blocks = _prepare_whole(matrices), matrices[0].blocks
     alike = len({matrix.weight.shape for matrix in matrices}) == 1 and all(m.blocks == blocks for m in matrices)
-    if not alike or blocks == 1 or matrices[0].weight.shape[1] < NARROW * blocks or torch.compiler.is_compiling():
+    is_narrow = matrices[0].weight.shape[1] < BLOCK_MIN_FEATURES * blocks
+    if not alike or blocks == 1 or is_narrow or torch.compiler.is_compiling():
         return whole
     by_block = _prepare_blocks(matrices, blocks)
     return lambda x: (whole if x.shape[0] <= WHOLE_BLOCKS_MAX_TOKENS else by_block)(x)

@@ -28,7 +28,7 @@ def slow_kinds(processor: dict[str, Any]) -> frozenset[torch.dtype]:
 SLOW_KINDS = slow_kinds(PROCESSOR)
 # On an x86 processor without VNNI, `torch._int_mm` takes 4 to 10 times as long as a product in float32 (AMD, Zen 3).
 SLOW_INT8 = PROCESSOR.get("architecture") == "x86_64" and not PROCESSOR.get("avx512_vnni")
-CONVERTED_MIN_ELEMENTS = 1 << 13  # of an operand with gradients: fewer are computed before they could be converted
+CONVERTED_MIN_ELEMENTS = 1 << 12  # of an operand with gradients: fewer are computed before they could be converted
 EXACT_TERMS = 1040  # so many products of integers from -127 to 127 add up to less than 2^24, exactly in float32
 
 

@@ -17,7 +17,7 @@ R = TypeVar("R")
 CONVERTED_KINDS: Collection[str] = {"float16"}  # for whose products most processors have no instructions
 CONVERTED_ELEMENTS = 1 << 23  # of a matrix that are converted to float32 at once, for a product of several tokens
 MIN_CONVERTED = 8  # tokens
-CONVERTED_MIN_ELEMENTS = 1 << 13  # of an operand with gradients: a convolution or attention of fewer is not converted
+CONVERTED_MIN_ELEMENTS = 1 << 12  # of an operand with gradients: a convolution or attention of fewer is not converted
 ONEDNN_MIN_MACS = 1 << 23  # multiply-accumulates: on AMD with AVX-512 oneDNN computes it, pads, and copies the gradient
 
 
@@ -488,7 +488,8 @@ class Tape:
                 found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
             if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
                 self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
-            if self._convert(grad.numbers, tokens * width, grad.features * width, grad):
+            turned = grad.numbers * (grad.numbers * width >= ONEDNN_MIN_MACS)  # oneDNN copies the first operand
+            if self._convert(grad.numbers, tokens * width, grad.features * width + turned, grad):
                 pass
             elif grad.item == 2 and sizes[1] is not None:
                 self.passing(_blocks_of_product(math.prod(grad.shape[:-1]), grad.features, width))

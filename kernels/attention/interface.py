@@ -112,8 +112,8 @@ def attention(
     B, S, _, _ = q.shape
     before = state[2] if state is not None else None
     index, length = running_positions(B, S, before, resets, q.device)
+    place = index[:1] if before is None and resets is None else index  # one row for the whole batch
     if rotary is not None:
-        place = index[:1] if before is None and resets is None else index  # one row of angles for the whole batch
         q, k = turned(q, place, rotary), turned(k, place, rotary)
     past = 0
     keys, values = k, v
@@ -123,7 +123,7 @@ def attention(
     sequence = _sequences(before, past, index, resets, chunk) if segments is None else segments
     kept = None
     if first:
-        kept = Kept(first, indices(before, past, first, index), resets is None)
+        kept = Kept(first, indices(before, past, first, place), resets is None)
         if state is not None and sequence is not None:
             keys, values = (torch.cat([x.to(y.dtype), y], 1) for x, y in zip(state[3:], (keys, values), strict=True))
             places = kept.places[:, :first]

@@ -34,7 +34,7 @@ def prepare(
             made[D, seen] = turn, torch.arange(seen - 1, -1, -1, device=device)
         return made[D, seen]
 
-    def step(
+    def one(
         keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
         B, K, _ = keys.shape
@@ -60,7 +60,7 @@ def prepare(
             )
         return y.flatten(1), latest, all_values, length + 1
 
-    return TokenFunction(step)
+    return TokenFunction(one)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, age: Tensor, scores: Scores) -> Tensor:

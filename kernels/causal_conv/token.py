@@ -29,7 +29,7 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Toke
     if len(before) < PRODUCT_MIN_TAPS:
         return _prepare_few(before.unbind(0), now, bias, activation)
 
-    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y = (window * before).sum(1).addcmul_(x, now)
         if bias is not None:
             y += bias
@@ -37,7 +37,7 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Toke
             y = F.silu(y, inplace=True)
         return y, torch.cat([window.narrow(1, 1, latest), x.unsqueeze(1)], 1)
 
-    return TokenFunction(step)
+    return TokenFunction(one)
 
 
 def _prepare_few(
@@ -51,7 +51,7 @@ def _prepare_few(
             y.addcmul_(each, tap)
         return F.silu(y, inplace=True) if activation == "silu" else y
 
-    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         inputs = window.unbind(1)
         return convolved(x, inputs), torch.stack([*inputs[1:], x], 1)
 
@@ -60,7 +60,7 @@ def _prepare_few(
         y = convolved(x, [inputs.narrow(0, at * batch, count) for at in range(len(before))])
         return y, torch.stack(inputs.narrow(0, count, len(before) * batch).split(batch), 1)
 
-    return TokenFunction(step, several, math.inf)
+    return TokenFunction(one, several, math.inf)
 
 
 def _prepare_to_compile(weight: Tensor, bias: Tensor | None, activation: str | None) -> TokenFunction:
@@ -71,11 +71,11 @@ def _prepare_to_compile(weight: Tensor, bias: Tensor | None, activation: str | N
     """
     first, rest = weight[:, 0, 0], weight[:, 0, 1:].t()
 
-    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         after = torch.cat([window[:, 1:], x.unsqueeze(1)], 1)
         y = (after * rest).sum(1).addcmul_(window[:, 0], first)
         if bias is not None:
             y += bias
         return F.silu(y) if activation == "silu" else y, after
 
-    return TokenFunction(step)
+    return TokenFunction(one)

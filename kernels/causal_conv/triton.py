@@ -25,8 +25,8 @@ from seqblocks.kernels.numerics import empty_with_gradients, no_second_derivativ
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.triton_common import ceil_div, exp, jit, last_contiguous, reciprocal, silu, tl
 
-TAPS = 8  # the most that are supported, because windows are held in registers
-WARPS = 2048  # the number of warps to launch at least, if runs of 8 tokens allow it: a large GPU runs as many at a time
+MAX_TAPS = 8  # because windows are held in registers
+MIN_WARPS = 2048  # of a launch, if runs of 8 tokens allow it: a large GPU runs as many at a time
 
 
 # ------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: boo
     sizes = ("length", length), ("batch", batch), ("width", width)
     length, batch, width = (launch_size(*of) for of in sizes)
     T = min(64, max(8, common.power_of_two(length)))
-    while T > 8 and batch * ceil_div(length, T) * ceil_div(width, BD) < WARPS:
+    while T > 8 and batch * ceil_div(length, T) * ceil_div(width, BD) < MIN_WARPS:
         T //= 2
     return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
 
@@ -399,8 +399,8 @@ def run(
 def _can(**facts: Any) -> str:
     if facts.get("mixing"):
         return "a convolution that mixes channels is a matrix product: torch's own is used"
-    if facts.get("taps", 1) > TAPS:
-        return f"{facts['taps']} taps; at most {TAPS}"
+    if facts.get("taps", 1) > MAX_TAPS:
+        return f"{facts['taps']} taps; at most {MAX_TAPS}"
     return ""
 
 

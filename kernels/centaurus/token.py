@@ -20,7 +20,7 @@ from seqblocks.kernels.products import prepare_linear
 from seqblocks.token_function import TokenFunction
 
 SEVERAL_MAX_TOKENS = 32  # The matrices grow with the square of the number of tokens.
-LENGTHS = 4  # numbers of tokens whose matrices are kept
+MAX_LENGTHS = 4  # numbers of tokens whose matrices are kept
 PART_MIN_CHANNELS = 1 << 16  # of all tokens: with one sub-state each, parts that stay in the cache take less time
 
 Block = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # of batch, state and inputs
@@ -44,7 +44,7 @@ def prepare(bank: Bank) -> TokenFunction:
     leave = prepare_linear(bank.C) if is_dense else None
     blocks: dict[tuple[int, bool], Block] = {}  # by number of tokens, and whether they are computed in parts
 
-    def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         s = _times(s, power)
         s.select(-1, 0).add_(enter(x).unsqueeze(-1))
         seen = s.flatten(2) * read
@@ -56,12 +56,12 @@ def prepare(bank: Bank) -> TokenFunction:
     def several(batch: int, s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0] // batch
         if tokens == 1:
-            return step(s, x)
+            return one(s, x)
         in_parts = tokens > SEVERAL_MAX_TOKENS or (M == 1 and x.shape[0] * s.shape[1] >= PART_MIN_CHANNELS)
         block = blocks.get((tokens, in_parts))
         if block is None:
             block = _prepare_block(bank, tokens, in_parts, x.shape[1])
-            if len(blocks) == LENGTHS:
+            if len(blocks) == MAX_LENGTHS:
                 blocks.clear()
             blocks[tokens, in_parts] = block
         if leave is None or in_parts:
@@ -69,16 +69,16 @@ def prepare(bank: Bank) -> TokenFunction:
         v, s = block(batch, s, enter(x))
         return leave(v), s
 
-    return TokenFunction(step, several, math.inf)
+    return TokenFunction(one, several, math.inf)
 
 
 def _prepare_real(bank: Bank, re: Tensor, im: Tensor) -> TokenFunction:
-    def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = s.unbind(-1)
         a, b = re * a - im * b + bank.enter(x).unsqueeze(-1), im * a + re * b
         return bank.leave((bank.read * a - bank.across * b).sum(-1), x.shape[1]), torch.stack([a, b], -1)
 
-    return TokenFunction(step)
+    return TokenFunction(one)
 
 
 def _times(s: Tensor, factor: Tensor) -> Tensor:

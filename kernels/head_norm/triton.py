@@ -19,8 +19,8 @@ from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, load_gain, load_row, normalised, sigmoid, tl
 
-WIDTH = 8192  # the largest width of a head
-GATED_WIDTH = 4096  # the largest width of a head with a skip or a gate
+HEAD_MAX_CHANNELS = 8192
+GATED_HEAD_MAX_CHANNELS = 4096  # with a skip or a gate
 ACTIVATIONS = ("none", "silu", "sigmoid")
 TILES = 4  # tiles of tokens per program of the backward pass, which limits the number of partial sums
 
@@ -142,7 +142,7 @@ def _op(
     R, D = x.shape[0], x.shape[1] // heads
     y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     given = _laid_out(x, weight, bias, skip, skip_weight, gate)
-    tile = common.tiles_of_rows(D, WIDTH, backward=False)
+    tile = common.tiles_of_rows(D, HEAD_MAX_CHANNELS, backward=False)
     with common.on(x):
         _norm[ceil_div(R, tile["BT"]), heads](
             *given, y, R, D, *_row_strides(given[0], given[3], given[5]), eps,
@@ -169,7 +169,7 @@ def _op_backward(
     like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     dx, _, _, dskip, _, dgate = like
     dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
-    tile = common.tiles_of_rows(D, WIDTH, backward=True)
+    tile = common.tiles_of_rows(D, HEAD_MAX_CHANNELS, backward=True)
     programs = ceil_div(R, tile["BT"] * TILES)
     parts = [
         None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
@@ -225,10 +225,10 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     head = facts.get("width", 1) // facts.get("heads", 1)
-    if head > WIDTH:
-        return f"heads of {head} channels; at most {WIDTH}"
-    if head > GATED_WIDTH and (facts.get("skip") or facts.get("gate")):
-        return f"heads of {head} channels with a skip or a gate; at most {GATED_WIDTH}"
+    if head > HEAD_MAX_CHANNELS:
+        return f"heads of {head} channels; at most {HEAD_MAX_CHANNELS}"
+    if head > GATED_HEAD_MAX_CHANNELS and (facts.get("skip") or facts.get("gate")):
+        return f"heads of {head} channels with a skip or a gate; at most {GATED_HEAD_MAX_CHANNELS}"
     if facts.get("gate") not in (None, *ACTIVATIONS):
         return f"gate activation {facts['gate']}; supported are {', '.join(ACTIVATIONS)}"
     return ""
@@ -236,7 +236,8 @@ def _can(**facts: Any) -> str:
 
 def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
     return {
-        phase: common.tiles_of_rows(width // heads, WIDTH, phase == "backward") for phase in ("forward", "backward")
+        phase: common.tiles_of_rows(width // heads, HEAD_MAX_CHANNELS, phase == "backward")
+        for phase in ("forward", "backward")
     }
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from seqblocks.kernels.joined import Matrix, prepare_joined
 from seqblocks.token_function import TokenFunction
 
-DENSE = 1 << 14  # elements of the padded matrix: up to this size, one product is faster than a batch of blocks
+DENSE_MAX_ELEMENTS = 1 << 14  # of the padded matrix: up to this size, one product is faster than a batch of blocks
 
 
 def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:
     """Return the blocks [G, O, I] as one matrix [G * O, G * I] padded with zeros, or None if it is large."""
     G, O, I = weight.shape
-    return Matrix(torch.block_diag(*weight), bias, G) if G * O * G * I <= DENSE else None
+    return Matrix(torch.block_diag(*weight), bias, G) if G * O * G * I <= DENSE_MAX_ELEMENTS else None
 
 
 def prepare(weight: Tensor, bias: Tensor | None) -> TokenFunction:
@@ -30,10 +30,10 @@ def prepare(weight: Tensor, bias: Tensor | None) -> TokenFunction:
         return TokenFunction(prepare_joined([whole]), blocks=(weight, bias))
     blocks = weight.transpose(1, 2).contiguous()
 
-    def step(x: Tensor) -> Tensor:
+    def one(x: Tensor) -> Tensor:
         return _plus(torch.bmm(x.view(-1, G, I).transpose(0, 1), blocks).transpose(0, 1).reshape(-1, G * O), bias)
 
-    return TokenFunction(step, blocks=(weight, bias))
+    return TokenFunction(one, blocks=(weight, bias))
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
     fixed_factor = None if fixed is None else fixed.exp()
     baddbmm = _baddbmm_to_compile if torch.compiler.is_compiling() else torch.baddbmm
 
-    def step(
+    def one(
         S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe = None, beta: Maybe = None, a: Maybe = None,
         b: Maybe = None, *, in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -48,7 +48,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
         o = o[..., :-1] / (o[..., -1:] + 1e-10) if normalize else o
         return o.reshape(B, -1), S.view(B, HV, K, -1)
 
-    return step
+    return one
 
 
 def _baddbmm_to_compile(x: Tensor, a: Tensor, b: Tensor, *, beta: int = 1, alpha: float = 1) -> Tensor:

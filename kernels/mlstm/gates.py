@@ -15,7 +15,7 @@ from seqblocks.kernels.mlstm.reference import largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; larger batches are processed in groups of sequences
 BLOCK_QUERIES = 64  # queries that are multiplied with keys at a time, leaving out the keys that come after all of them
-SUMMED = 512  # the most tokens over which log f is summed: addends lose precision in a large sum
+SUM_MAX_TOKENS = 512  # over which log f is summed: addends lose precision in a large sum
 LOG2E = math.log2(math.e)  # On processors without MKL's exponential, exp2 takes a quarter of the time of exp.
 # Smaller values of log f are replaced by this one, so that sums are finite. Both forget everything as long as |log i|
 # and |m| are less than a million.
@@ -73,7 +73,7 @@ def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
 def _planned(B: int, S: int, H: int, width: int, chunk_size: int, reverse: bool, block: int) -> Plan:
     # By default, chunks have equal lengths: 197 tokens are 66 + 66 + 65, not 128 + 69.
     L = min(chunk_size, S) if chunk_size else _equal(S, S if 2 * width >= S else block)
-    together = max(1, SUMMED // L)  # chunks
+    together = max(1, SUM_MAX_TOKENS // L)  # chunks
     chunks = []
     for at, a in enumerate(range(0, S, L)):
         b = min(a + L, S)

@@ -22,7 +22,7 @@ def prepare(
     """
     power = 0.5 if readout == "paper" else 1.0
 
-    def step(
+    def one(
         C: Tensor, n: Tensor, m: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
     ) -> tuple[Tensor, ...]:
         B, _, DK, DV = C.shape
@@ -42,4 +42,4 @@ def prepare(
             h /= size.add_(eps)
         return h.flatten(1), C, n, m
 
-    return TokenFunction(step, most_tokens=most_tokens)
+    return TokenFunction(one, most_tokens=most_tokens)

@@ -18,7 +18,7 @@ from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, last_contiguous, load_gain, normalised, tl
 
-WIDTH = 8192  # maximum number of features
+MAX_FEATURES = 8192
 TILES = 4  # per program of the backward pass, to limit the number of parts
 
 
@@ -97,7 +97,7 @@ def _op(
     R, D = x.shape
     y, total = _op_fake(x, residual, weight, bias, eps, centred, one_plus)
     x, added = last_contiguous(x), None if residual is None else last_contiguous(residual)
-    tile = common.tiles_of_rows(D, WIDTH, backward=False)
+    tile = common.tiles_of_rows(D, MAX_FEATURES, backward=False)
     with common.on(x):
         _norm[(ceil_div(R, tile["BT"]),)](
             x, added, _contiguous(weight), _contiguous(bias), y, None if added is None else total, R, D,
@@ -125,7 +125,7 @@ def _op_backward(
     grads = _op_backward_fake(dy, dtotal, total, weight, bias, eps, centred, one_plus)
     dy, total = last_contiguous(dy), last_contiguous(total)
     later = None if dtotal is None else last_contiguous(dtotal)
-    tile = common.tiles_of_rows(D, WIDTH, backward=True)
+    tile = common.tiles_of_rows(D, MAX_FEATURES, backward=True)
     programs = ceil_div(R, tile["BT"] * TILES)
     parts = [None if p is None else dy.new_empty(programs, D, dtype=torch.float32) for p in (weight, bias)]
     with common.on(dy):
@@ -192,11 +192,11 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     width = facts.get("width", 1)
-    return f"{width} features; at most {WIDTH}" if width > WIDTH else ""
+    return f"{width} features; at most {MAX_FEATURES}" if width > MAX_FEATURES else ""
 
 
 def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {phase: common.tiles_of_rows(width, WIDTH, phase == "backward") for phase in ("forward", "backward")}
+    return {phase: common.tiles_of_rows(width, MAX_FEATURES, phase == "backward") for phase in ("forward", "backward")}
 
 
 def _example(

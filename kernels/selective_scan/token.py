@@ -28,7 +28,7 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> TokenFunction:
             y.addcmul_(D, x)
         return y if z is None else y.mul_(F.silu(z))
 
-    def step(
+    def one(
         h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if softplus:
@@ -47,7 +47,7 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> TokenFunction:
             y.append(read(h, c))
         return finished(torch.cat(y), x, z), h
 
-    return TokenFunction(step, several, 32)
+    return TokenFunction(one, several, 32)
 
 
 def _read(h: Tensor, C: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from seqblocks.token_function import ReadMap, TokenFunction
 
 Gates = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
-PADDED = 1 << 16  # elements of the weights of a token's single product, half of them zeros: more take longer to read
+PADDED_MAX_ELEMENTS = 1 << 16  # of a token's single product, half of them zeros: more take longer to read
 
 
 def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> TokenFunction:
@@ -38,7 +38,7 @@ def _of_maps(recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[ReadMap
     biases = [bias if b is None else bias + b.view_as(bias) for bias, (_, b, _) in zip(biases, maps, strict=True)]
     parts = [_JoinedGates(recurrent, biases, maps, at) for at in dict.fromkeys(at for *_, at in maps)]
     of_parts, rows = _gates_of_parts(parts), recurrent.shape[1] + sum(part.weight.shape[1] for part in parts)
-    if rows * recurrent[:, 0].numel() > PADDED:
+    if rows * recurrent[:, 0].numel() > PADDED_MAX_ELEMENTS:
         return TokenFunction(_cell(of_parts))
     bias = torch.cat([*biases], -1).unsqueeze(1)
     of_one = _gates_of_one(_padded(recurrent, parts), bias, [part.at for part in parts])
@@ -46,9 +46,9 @@ def _of_maps(recurrent: Tensor, biases: Sequence[Tensor], maps: Sequence[ReadMap
 
 
 def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a step whose gates, with recurrence and bias, are computed from the last output and the inputs."""
+    """Return a function of one token. gates: computes these, with recurrence and bias, from output and inputs."""
 
-    def step(y: Tensor, c: Tensor, n: Tensor, m: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def one(y: Tensor, c: Tensor, n: Tensor, m: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         i, f, z, o = gates(y, inputs)
         through = F.logsigmoid(f).add_(m)
         # Before the first token, n is 0 and m has no meaning. A comparison with 0 takes twice as long.
@@ -59,7 +59,7 @@ def _cell(gates: Gates) -> Callable[..., tuple[Tensor, ...]]:
         y = o.sigmoid().mul_(c).div_(n)
         return torch.view_copy(y, (-1, y.shape[1] * y.shape[2])), y, c, n, m
 
-    return step
+    return one
 
 
 def _gates(matrix: Tensor, biases: Sequence[Tensor]) -> Gates:

@@ -158,7 +158,7 @@ class SelectedAttention(Heads):
         q, k, v = self.cut_memory(tape, q, k, v)
         scores = attention.Scores(self.soft_cap > 0, None, p.get("sinks"), None, self.logsumexp)
         shape = index_k.shape[1], self.scoring, self.choosing
-        return tape.view(attention.selected(tape, q, k, v, shape, scores), tape.out)
+        return tape.view(attention.selected(tape, q, k, v, shape, self.activation, scores), tape.out)
 
     def forward(
         self, p: Mapping[str, Tensor], call: Call, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor,

@@ -176,13 +176,24 @@ def on_routed(
     top, count = chosen.shape[1], len(experts)
     order = chosen.flatten().argsort(stable=True)
     sizes = torch.nn.functional.one_hot(chosen, count + limited).sum((0, 1)).tolist()
-    sent = [x.repeat_interleave(top, 0)[order].split(sizes) for x in flat]
     used = [at for at in range(count) if each or not order.numel() or sizes[at]]
-    results = [experts[at](*(x[at] for x in sent)) for at in used]
+    results = _results(experts, flat, order, sizes, top, used)
     if limited:
         results.append(results[0].new_zeros(sizes[count], *results[0].shape[1:]))
-    y = torch.cat(results)[order.argsort()].unflatten(0, chosen.shape)
+    joined = torch.cat(results)
+    results.clear()  # so that memory is freed that no derivative needs
+    y = joined[order.argsort()].unflatten(0, chosen.shape)
+    del joined
     return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def _results(
+    experts: Sequence[Callable[..., Tensor]], flat: list[Tensor], order: Tensor, sizes: list[int], top: int,
+    used: list[int],
+) -> list[Tensor]:
+    """Return the outputs of these experts for the tokens that they are sent."""
+    sent = [x.repeat_interleave(top, 0)[order].split(sizes) for x in flat]
+    return [experts[at](*(x[at] for x in sent)) for at in used]
 
 
 def balance(routed: list[Routed], real: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@ positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -67,35 +68,42 @@ def _fused(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None) -> Valu
     sums = tape.new((B, H, S), max(q.item, 4))
     keeps = [q, k, v, y, sums, *([] if mask is None else [mask])]
     queries = 256 if S >= 768 else 64 if S >= 192 else 32
-    tape.function([q, k, v], [y], keeps, 2 * queries * min(512, k.shape[1]) * sums.item)
+    scores, is_half = queries * min(512, k.shape[1]), q.item == 2  # scores are in float32, and read in 16 bits
+    tape.passing(scores * (sums.item + 2 * is_half) + queries * q.shape[-1] * sums.item)
+    copies = 2 * (scores + 64 * queries)  # of a product of scores and queries, by oneDNN
+    tape.function([q, k, v], [y], keeps, 2 * scores * (sums.item + 2 * is_half) + copies * is_half)
     return y if width == D else tape.slice(y, (B, S, H, width))
 
 
-def explicit(tape: Tape, q: Value, k: Value, v: Value, scores: Scores) -> Value:
-    """Record attention whose weights [H, B, S, T] are computed explicitly."""
+def explicit(tape: Tape, q: Value, k: Value, v: Value, scores: Scores, masks: int = 1) -> Value:
+    """Record attention whose weights [H, B, S, T] are computed explicitly. masks: 1, or B if sequences have others."""
     (B, S, H, _), T, width = q.shape, k.shape[1], v.shape[-1]
     queries = tape.unary(q, [])
     if k.shape[2] != H:
         k, v = (tape.copy(tape.expand(x, (B, T, H, x.shape[-1]))) for x in (k, v))
     if B > 1:  # products of matrices need heads before the batch
         queries, k, v = (tape.copy(x) for x in (queries, k, v))
-    mask = tape.new((S, T), 1)
+    seen, distance = tape.new((masks, S, T), 1), None
+    if scores.slopes is not None:
+        tape.passing(ID * seen.numbers)
+        distance = tape.new(seen.shape, ID)
     products = tape.unary(tape.cast(_products(tape, queries, k), max(q.item, 4)), [])
     if scores.logsumexp:
-        y = _with_logsumexp(tape, products, v, scores, mask)
+        y = _with_logsumexp(tape, products, v, scores, masks)
         return tape.view(y, (B, S, H, width + 1), dense=False)
-    weights = _weights(tape, products, scores, mask)
+    weights = _weights(tape, products, scores, masks)
     del products
     p = tape.cast(weights, v.item)
     del weights
     y = tape.new((H, B, S, width), v.item)
     tape.function([p, v], [y], [p, v])
+    del seen, distance
     return tape.view(y, (B, S, H, width), dense=False)
 
 
-def _with_logsumexp(tape: Tape, x: Value, v: Value, scores: Scores, mask: Value) -> Value:
+def _with_logsumexp(tape: Tape, x: Value, v: Value, scores: Scores, masks: int) -> Value:
     """Record weighted values [H, B, S, DV + 1] with the log of the sum of exponentials, like `with_logsumexp`."""
-    x = _visible(tape, x, scores, mask)
+    x = _visible(tape, x, scores, masks)
     each = (*x.shape[:-1], 1)
     tape.passing(x.bytes)
     total = tape.new(each, x.item)
@@ -118,12 +126,12 @@ def _products(tape: Tape, q: Value, k: Value) -> Value:
     return y
 
 
-def _visible(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
+def _visible(tape: Tape, x: Value, scores: Scores, masks: int) -> Value:
     """Record what the softmax of scaled scores x [H, B, S, T] reads."""
     if scores.capped:
         x = tape.unary(tape.unary(tape.unary(x, []), ["output"]), [])
     if scores.slopes is not None:
-        distance = tape.new((1, 1, *x.shape[2:]), x.item)
+        distance = tape.new((1, masks, *x.shape[2:]), x.item)
         slopes = tape.cast(tape.view(scores.slopes, (x.shape[0], 1, 1, 1)), x.item)
         x = tape.add(x, tape.multiply(slopes, distance))
     if scores.bias is not None:
@@ -131,14 +139,15 @@ def _visible(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
         part = (*scores.bias.shape[:-2], *some[2:])
         bias = scores.bias if scores.bias.shape[-2] == some[2] else tape.slice(scores.bias, part)
         x = tape.add(x, tape.cast(tape.view(bias, some, dense=False), x.item))
+    hidden = tape.new((masks, *x.shape[2:]), 1)
     y = tape.new(x.shape, x.item)
-    tape.function([x], [y], [mask])
+    tape.function([x], [y], [hidden])
     return y
 
 
-def _weights(tape: Tape, x: Value, scores: Scores, mask: Value) -> Value:
+def _weights(tape: Tape, x: Value, scores: Scores, masks: int) -> Value:
     """Record the weights of scaled scores x [H, B, S, T]."""
-    y = _visible(tape, x, scores, mask)
+    y = _visible(tape, x, scores, masks)
     del x
     if scores.sinks is None:
         return tape.unary(y, ["output"])
@@ -184,11 +193,12 @@ def with_first(tape: Tape, q: Value, k: Value, v: Value, window: int, first: int
         if S > BLOCK:
             query = tape.slice(q, (q.shape[0], b - a, *q.shape[2:]))
             keys, values = (tape.copy(tape.slice(x, (x.shape[0], count, *x.shape[2:]))) for x in (k, v))
-        pairs = q.shape[0], b - a, count
+        pairs = 1, b - a, count
         ahead = [tape.new(pairs, ID), tape.new(pairs, ID)]
         seen = tape.new(pairs, 1)
         ahead.clear()
         if not scores.plain:
+            del seen
             return explicit(tape, query, keys, values, scores)
         y = fused(tape, query, keys, values, tape.new(pairs, q.item))
         del seen
@@ -212,9 +222,10 @@ def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Score
         seen = tape.new(pairs, 1)
         if scores.plain:
             y = fused(tape, query, keys, values, tape.new(pairs, q.item))
+            del seen
         else:
+            del seen
             y = explicit(tape, query, keys, values, scores)
-        del seen
         none = tape.new((1, b - a, 1, 1), 1)
         masked = tape.new(y.shape, y.item)
         tape.function([y], [masked], [none])
@@ -224,14 +235,14 @@ def between(tape: Tape, q: Value, k: Value, v: Value, window: int, scores: Score
 
 
 def selected(
-    tape: Tape, q: Value, k: Value, v: Value, choice: tuple[int, int, int], scores: Scores
+    tape: Tape, q: Value, k: Value, v: Value, choice: tuple[int, int, int], activation: str, scores: Scores
 ) -> Value:
     """Record attention to selected keys. choice: numbers of blocks, of heads that score, and of groups that choose."""
     (B, S, H, _), T, (count, scoring, groups) = q.shape, k.shape[1], choice
 
     def block(a: int, b: int) -> Value:
         rows = b - a
-        tape.passing(B * rows * scoring * count * 4 * max(q.item, 4))  # scores of blocks, and their order
+        _choose(tape, (B, scoring, rows, count), groups, activation, max(q.item, 4))
         seen = tape.new((B, groups, rows, T), 1)
         parts = []
         for _ in range(groups):
@@ -240,15 +251,22 @@ def selected(
             if scores.plain:
                 y = fused(tape, query, keys, values, tape.new((B, rows, T), q.item))
             else:
-                y = explicit(tape, query, keys, values, scores)
+                y = explicit(tape, query, keys, values, scores, B)
             masked = tape.new(y.shape, y.item)
-            own_masks = 0 if scores.plain else (B - 1) * rows * T  # `explicit` counts one of all sequences
-            tape.function([y], [masked], [tape.new((B, rows, 1, 1), 1), own_masks])
+            tape.function([y], [masked], [tape.new((B, rows, 1, 1), 1)])
             parts.append(masked)
         del seen
         return parts[0] if groups == 1 else tape.cat(parts, 2)
 
     return _in_blocks(tape, S, block)
+
+
+def _choose(tape: Tape, shape: tuple[int, ...], groups: int, activation: str, item: int) -> None:
+    """Record the choice of blocks by scores [batch, heads, queries, blocks], which keeps nothing."""
+    each = math.prod(shape)
+    best = each // shape[1] * groups  # sums of the scores of heads; their copy is sorted with numbers of 64 bits
+    copies = 3 if activation == "softmax" else 2
+    tape.passing(max(item * copies * each, item * (each + best), (2 * item + ID) * best))
 
 
 def windowed(
@@ -274,6 +292,7 @@ def windowed(
         mask = tape.new(seen.shape, q.item)  # torch adds it to the scores
         y = fused(tape, queries, keys, values, mask)
     else:
-        y = explicit(tape, queries, keys, values, scores)
+        del seen
+        y = explicit(tape, queries, keys, values, scores, B * blocks)
     y = tape.view(y, (B, blocks * block, *y.shape[2:]))
     return y if blocks * block == S else tape.slice(y, (B, S, *y.shape[2:]))

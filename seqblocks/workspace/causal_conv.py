@@ -25,7 +25,8 @@ def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation
     whole = length == S
     y = tape.new(x.shape, x.item)
     saved = activation == "silu" and x.bytes <= SAVED_MAX_BYTES
-    tape.passing(part if whole and not saved else 2 * part)
+    numbers, converts = B * length * D, tape.converts and x.item == 2  # both operands and the result are in float32
+    tape.passing((part if whole and not saved else 2 * part) if not converts else 8 * numbers + part * (not whole))
     sums = K * B * rows * D * max(4, x.item)
     window, size = (B, S + K - 1, D), [(v.shape, v.item) if v is not None else None for v in (weight, bias)]
     given = x.tracked
@@ -33,7 +34,8 @@ def convolve(tape: Tape, x: Value, weight: Value, bias: Value | None, activation
     def backward(grads: list[Value | None]) -> list[Value | None]:
         total = None if whole else tape.new(window, x_item)
         held = tape.new((sums + (part if activation == "silu" else 0),), 1)
-        tape.passing(part if whole else 2 * part)
+        near = 0 if whole else part  # gradients with those before and after them
+        tape.passing(max(near + (8 * numbers if converts else part), 4 * numbers if x_item == 2 else 0))
         total = total or tape.new(window, x_item)
         del held
         found = [None if each is None else tape.new(*each) for each in size]

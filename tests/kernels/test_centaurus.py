@@ -248,7 +248,7 @@ def test_the_op_of_compiled_code_satisfies_opcheck() -> None:
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut few long sequences into segments, with shorter pieces than usual."""
-    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+    monkeypatch.setattr(centaurus_triton, "SEGMENT_MIN_TOKENS", 8)
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_only_few_sequences_are_cut_into_segments() -> None:
 def test_a_long_sequence_in_segments(
     warps: int, segments: int, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+    monkeypatch.setattr(centaurus_triton, "SEGMENT_MIN_TOKENS", 8)
     monkeypatch.setattr(centaurus_triton, "WARPS", warps)
     seq = 203
     plan = centaurus_triton._Plan(torch.zeros(1, seq, 3), torch.zeros(3, 3), reverse)
@@ -304,7 +304,7 @@ def test_a_long_sequence_in_segments(
     later=[(3, 33)],
 )
 def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
+    monkeypatch.setattr(centaurus_triton, "SEGMENT_MIN_TOKENS", 16)
     subject = TRITON._replace(variant="full")
     x = subject.inputs(batch=1, S=seq, G=G, H=H, M=2)
     check(subject, x, reverse=reverse, resets=reset_marks(1, seq, 20))

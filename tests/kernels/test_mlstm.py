@@ -322,7 +322,7 @@ def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatc
     marks = reset_marks(2, 130, 37) if resets else None
     results = []
     for walked in (100, 1):
-        monkeypatch.setattr(sizes, "WALKED", walked)
+        monkeypatch.setattr(sizes, "WALK_MAX_CHUNKS", walked)
         results.append(with_gradients(subject(x, resets=marks, reverse=reverse), x))
     assert_equal(*results)
 

@@ -295,7 +295,7 @@ def test_a_program_that_waits_in_vain_is_reported(monkeypatch: pytest.MonkeyPatc
     """The call returns NaN, the next call reports an error, and heads run by tiles from then on."""
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     monkeypatch.setattr(slstm_triton, "AT_ONCE", 100)
-    monkeypatch.setattr(slstm_triton, "PATIENCE", 3)
+    monkeypatch.setattr(slstm_triton, "MAX_POLLS", 3)
     x = TRITON.exact(S=4, H=1, D=32, state=False)
     y = slstm(**x, backend="triton")
     assert y[:, 0, :16].isfinite().all()

@@ -95,6 +95,7 @@ OPS: dict[str, list[str]] = {
     "each, frames": ["each: {axis: frames, size: 16, steps: [{linear: 24}]}"],
     "each, places": ["each: {axis: places, size: 16, steps: [{linear: 24}]}"],
     "attention, window": [f"{ATTENTION}, window: 16}}"],
+    "attention, first tokens": [f"{ATTENTION}, window: 16, keep_first: 2, bias: alibi}}"],
     "attention, merged keys": ["downsample: {factor: 4, as: k}", "attention: {q: x, k: k, v: k, heads: 4}"],
     "attention, merged queries": [
         "downsample: {factor: 4, as: q}", "attention: {q: q, k: x, v: x, heads: 4, window: 8, sinks: true}",

@@ -50,8 +50,8 @@ seqblocks: 1
 model: {input: {tokens: 16}, steps: [{embed: {features: 8}}, {unembed: {bias: false, tie: embed}}]}
 """)
     assert_compiled_follows(model, compiled(model))
-    assert isinstance(model._traced, TokenPlan)
-    assert not model._traced.calls_modules
+    assert isinstance(model.traced_plan, TokenPlan)
+    assert not model.traced_plan.calls_modules
 
 
 @pytest.mark.slow

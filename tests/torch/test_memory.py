@@ -48,7 +48,7 @@ SMALL_MODELS = sorted({*QUICK, *MADE_OF_OTHERS} | {
     "slstm_forecaster", "vil_segmenter", "vil_small_block",
 })  # fmt: skip
 LARGE = {"vil_segmenter", "centaurus_keywords"}  # their inputs are long
-QUICK_OPS = {"attention", "mlstm"}
+QUICK_OPS = {"attention", "attention, first tokens", "mlstm", "selected_attention"}
 SLOW_OPS = {
     "linear", "calc, functions",
     "constant, kept", "rms_norm", "ssm", "causal_conv, silu", "linear_attention, heads that share keys",
@@ -179,6 +179,12 @@ def test_arguments_of_experts(more: str) -> None:
     assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
+def test_experts_without_weights_free_what_they_are_sent() -> None:
+    model = "{input: {features: 64}, steps: [{experts: {count: 4, top: 3, steps: [{add: {with: input}}]}}]}"
+    found, real = both(seqblocks.load_text(f"seqblocks: 1\nmodel: {model}\n")[1], 4, 128)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [NESTED, NOTHING_SAVED], ids=["branches", "nothing saved"])
 def test_layers_in_layers_are_computed_again_with_the_outer_ones(text: str) -> None:
@@ -225,7 +231,7 @@ def test_each_op(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", [
-    "attention, soft cap", *map(slow, ("each, frames", "downsample", "linear")),
+    "attention, soft cap", "causal_conv, silu", *map(slow, ("attention", "each, frames", "downsample", "linear")),
 ])
 def test_ops_of_sixteen_bits(name: str, dtype: str) -> None:
     """Scores of attention and means are computed in float32, and products copy blocks or convert their operands."""
@@ -252,6 +258,26 @@ def test_wide_windows_of_tokens(step: str) -> None:
     """The gradient of the weight is a product of matrices, too, where features are next to each other."""
     found, real = both(seqblocks.load_text(text_of([step]))[1], 4, 128)
     assert found.peak_bytes == pytest.approx(real.peak, rel=0.05)
+
+
+GRID = "{features: 48, grid: [12, 12]}"
+IMAGE = "{image: {size: 24, channels: 3}}"
+
+
+@pytest.mark.parametrize(("entering", "steps", "dtype"), [
+    (GRID, "conv2d: {kernel: 5}", "bfloat16"),
+    (GRID, "conv2d: {kernel: 3, stride: 2}", "bfloat16"),
+    (GRID, "conv2d: {features: 32, kernel: 5}", "bfloat16"),
+    (IMAGE, "conv2d: {features: 36, kernel: 7, name: a}}, {conv2d: {features: 40, groups: 4}", "bfloat16"),
+    (IMAGE, "conv2d: {features: 8, name: a}}, {conv2d: {features: 16, groups: 4}", "float32"),
+    (GRID, "linear: 6}, {conv2d: {features: 48, kernel: 5, stride: 2}", "float32"),
+    ("{features: 4, grid: [16, 16]}", "linear: 4}, {conv2d: {kernel: 7}", "float16"),
+])
+def test_convolutions(entering: str, steps: str, dtype: str) -> None:
+    """Gradients of 16-bit weights are added up in float32 from transposed images, and matrices replace blocks."""
+    model = f"{{input: {entering}, steps: [{{{steps}}}]}}"
+    found, real = both(seqblocks.load_text(f"seqblocks: 1\nmodel: {model}\n")[1], 3, 0, dtype=dtype)
+    assert found.peak_bytes == pytest.approx(real.peak, rel=PEAK)
 
 
 @pytest.mark.parametrize("patch", [16, slow(8)])

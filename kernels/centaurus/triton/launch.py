@@ -17,8 +17,8 @@ from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import filled, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, last_contiguous
 
-SUBSTATES = 64  # maximum per channel
-SEGMENT = 128  # minimum number of tokens, approximately
+CHANNEL_MAX_SUBSTATES = 64
+SEGMENT_MIN_TOKENS = 128  # approximately
 CELLS = 128  # per program of `carry`: one per thread
 WARPS = 4 * 132  # one per warp scheduler of an H100 or H200; a launch with this many needs no segments
 
@@ -37,14 +37,14 @@ def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
     """Return the number of segments for each of `rows` sequences of S tokens.
 
-    It is one where that fills a device. Otherwise segments have about SEGMENT tokens, limited to eight warps per
+    It is one where that fills a device. Otherwise segments have about SEGMENT_MIN_TOKENS, limited to eight warps per
     scheduler, since the state before each segment is stored.
     """
     rows, S = launch_size("batch", rows), launch_size("length", S)
     warps = rows * ceil_div(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
-    if warps >= WARPS or S <= 2 * SEGMENT:
+    if warps >= WARPS or S <= 2 * SEGMENT_MIN_TOKENS:
         return 1
-    return min(ceil_div(S, SEGMENT), ceil_div(8 * WARPS, warps))
+    return min(ceil_div(S, SEGMENT_MIN_TOKENS), ceil_div(8 * WARPS, warps))
 
 
 class _Plan:
@@ -223,8 +223,8 @@ def run(
 
 @common.can_unless
 def _can(**facts: Any) -> str:
-    if facts.get("substates", 1) > SUBSTATES:
-        return f"{facts['substates']} sub-states per channel; at most {SUBSTATES}"
+    if facts.get("substates", 1) > CHANNEL_MAX_SUBSTATES:
+        return f"{facts['substates']} sub-states per channel; at most {CHANNEL_MAX_SUBSTATES}"
     return ""
 
 
@@ -244,7 +244,7 @@ def _example(
     from seqblocks.kernels.centaurus import centaurus
 
     N = G = H = few_of(channels, 32)
-    M, S = substates, 2 * SEGMENT + 10
+    M, S = substates, 2 * SEGMENT_MIN_TOKENS + 10
     if mode == "full":  # equally many channels per feature, and at most two
         H = few_of(features, 32)
         N = H * max(1, min(2, channels // features))

@@ -84,7 +84,7 @@ def _tiles(
         launches = {kernel: size | mlstm_sizes.tiles(kernel, *widths, narrow, arch, batch)
                     for kernel in ("states", "outputs", "state_gradients", "gradients")}
         if length is not None:
-            launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > mlstm_sizes.WALKED)}
+            launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > mlstm_sizes.WALK_MAX_CHUNKS)}
         return launches
     kernels = ["pairs", "states", "outputs", "state_gradients", "value_gradients", "weight_gradients", "key_gradients"]
     kernels += ["solve"] if rule == "delta" else []

@@ -62,7 +62,7 @@ def _tiles(
     launches = {kernel: size | sizes.tiles(kernel, *head_dims, narrow, arch, batch)
                 for kernel in ("states", "outputs", "state_gradients", "gradients")}
     if length is not None:
-        launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > sizes.WALKED)}
+        launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > sizes.WALK_MAX_CHUNKS)}
     return launches | {"step": sizes.step_tiles(*head_dims, arch)}
 
 
@@ -91,7 +91,7 @@ def _example(
     H = heads if DK * DV <= 1 << 12 else min(heads, 2 if DK * DV <= 1 << 17 else 1)  # the reference saves all states
     L = sizes.chunk(DK, DV, dtype == torch.bfloat16)["L"]
     # More chunks than one program processes, unless states are so large that the reference would save too many.
-    S = 16 + L * (sizes.WALKED if DK * DV <= 1 << 14 else 1)
+    S = 16 + L * (sizes.WALK_MAX_CHUNKS if DK * DV <= 1 << 14 else 1)
     widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
     tensors = {name: normal(1, S, H, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
     states = {"C": (DK, DV), "n": (DK,), "m": ()}

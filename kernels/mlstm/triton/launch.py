@@ -40,7 +40,7 @@ class Plan:
         self.chunk = sizes.chunk(self.DK, self.DV, narrow)
         L = self.chunk["L"]
         self.chunks = ceil_div(self.S, L)
-        self.each = ceil_div(launch_size("length", self.S), L) > sizes.WALKED
+        self.each = ceil_div(launch_size("length", self.S), L) > sizes.WALK_MAX_CHUNKS
         self.places = self.chunks * L
         self.tiles = self.N * self.places // self.chunk["BT"]
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))

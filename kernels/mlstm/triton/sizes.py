@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from seqblocks.kernels import triton_common as common
 
-WALKERS = 512  # the fewest programs that loop over chunks: four for each multiprocessor of a large GPU
-WALKED = 8  # the most chunks for which one program computes the gates; for more, two additional launches are faster
+MIN_WALKERS = 512  # programs that loop over chunks: four for each multiprocessor of a large GPU
+WALK_MAX_CHUNKS = 8  # up to which one program computes the gates; for more, two additional launches are faster
 CHUNK_MAX_TOKENS = 256
 CHUNKS_AT_ONCE = 256  # chunks whose maps of m a program composes in one step
 
@@ -36,7 +36,7 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     most = 64 if narrow else 32
     walks, both = kernel in ("states", "state_gradients"), kernel == "gradients"
     amd = arch.startswith("gfx")
-    wide = narrow and (not walks or (not amd and heads * dk * dv >= WALKERS * 2 * most**2))
+    wide = narrow and (not walks or (not amd and heads * dk * dv >= MIN_WALKERS * 2 * most**2))
     size = {name: max(16, common.power_of_two(n)) for name, n in (("BK", dk), ("BV", dv))}
     cap = {"BK": 2 * most if wide and both else most, "BV": 2 * most if wide else most}
     tile = {name: min(cap[name], n) for name, n in size.items()}

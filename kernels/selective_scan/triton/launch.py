@@ -20,7 +20,7 @@ from seqblocks.kernels.selective_scan.triton.token import of_token
 from seqblocks.kernels.triton_common import ceil_div
 
 CHUNK = 16  # tokens between saved states, twice as many if a channel has more than 16: docs/kernels/selective_scan.md
-STATES = 256  # the largest number of states of a channel
+CHANNEL_MAX_STATES = 256
 SCHEDULERS = 4 * 132  # of an H100 or H200; each issues instructions of one warp at a time
 AT_ONCE = 16 * SCHEDULERS  # approximate number of warps of a backward launch, which limits the scratch buffers
 
@@ -353,8 +353,8 @@ def run(
 def _can(**facts: Any) -> str:
     if facts.get("complex"):
         return "complex A: only supported by the reference implementation"
-    if facts.get("states", 1) > STATES:
-        return f"{facts['states']} states of a channel; at most {STATES}"
+    if facts.get("states", 1) > CHANNEL_MAX_STATES:
+        return f"{facts['states']} states of a channel; at most {CHANNEL_MAX_STATES}"
     return ""
 
 

@@ -21,9 +21,9 @@ from seqblocks.kernels.slstm.triton.forward import scan, scan_by_team, scan_by_t
 from seqblocks.kernels.triton_common import ceil_div, last_contiguous, tl
 
 ROWS = 16  # sequences of a program: the fewest rows that a dot supports
-WIDTH = 1024  # the largest width of a head
+HEAD_MAX_CHANNELS = 1024
 AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch; the interpreter runs programs in turn.
-PATIENCE = 1 << 24  # polls until a program times out: seconds, where a microsecond is usual
+MAX_POLLS = 1 << 24  # polls until a program times out: seconds, where a microsecond is usual
 
 _no_teams: set[torch.device] = set()  # devices where a team was refused or timed out; tiles are used there
 _late: dict[torch.device, Tensor] = {}  # by device, whether a team timed out; in pinned memory, read without waiting
@@ -186,7 +186,7 @@ class _Plan:
             for begin in range(0, steps, AT_ONCE):
                 tokens = begin, min(steps, begin + AT_ONCE)
                 try:
-                    kernel[grid](*args, *tokens, first, PATIENCE, **self.options, launch_cooperative_grid=True)
+                    kernel[grid](*args, *tokens, first, MAX_POLLS, **self.options, launch_cooperative_grid=True)
                 except Exception as error:
                     if not _refusal(error):
                         raise
@@ -372,8 +372,8 @@ def run(
 
 @common.can_unless
 def _can(**facts: Any) -> str:
-    if facts.get("head_dim", 1) > WIDTH:
-        return f"heads of {facts['head_dim']} channels; at most {WIDTH}"
+    if facts.get("head_dim", 1) > HEAD_MAX_CHANNELS:
+        return f"heads of {facts['head_dim']} channels; at most {HEAD_MAX_CHANNELS}"
     return ""
 
 
