@@ -230,6 +230,25 @@ def _bamba(found: Found) -> Metadata:
     return {"rope.scaling.finetuned": True}  # granitehybrid then rotates queries and keys
 
 
+def _falcon_mamba(found: Found) -> Metadata:
+    return {"ssm.dt_b_c_rms": True}  # whether step sizes, B and C are normalised
+
+
+def _before_norms(x: Tensor, found: Found, layer: int) -> Tensor:
+    """Scale the rows before the norms of step sizes, B and C so that `layer_norm_epsilon` does the same in them."""
+    outer, inner = (float(found.config.get(name, usual)) for name, usual in MAMBA_EPSILONS)
+    return x * math.sqrt(outer / inner)
+
+
+MAMBA_EPSILONS = (("layer_norm_epsilon", 1e-5), ("mixer_rms_eps", 1e-6))
+
+
+def _falcon_mamba_refuses(found: Found) -> Iterator[str]:
+    inner, dim = found.size("ssm_out.weight", 1), found.shapes["token_embd.weight"][1]
+    if inner != 2 * dim:
+        yield f"it has {2 * dim} inner features at width {dim}, not {inner}"
+
+
 KEY_EPSILON = 1e-6  # which Qwen3-Next adds to a key's sum of squares
 
 
@@ -583,6 +602,13 @@ FAMILIES: dict[str, Family | Callable[[Found], Family]] = {
     ),
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
+    "falcon_mamba": Family(
+        "mamba",
+        "state_size conv_kernel expand time_step_rank time_step_scale time_step_init_scheme mixer_rms_eps",
+        changes=(*MAMBA, (r"ssm_x\.weight", _before_norms)),
+        more=_falcon_mamba,
+        refuse=_falcon_mamba_refuses,
+    ),
     "falcon_h1": Family(
         "falcon-h1",
         "head_dim mamba_d_ssm mamba_expand mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv "

@@ -66,7 +66,8 @@ NAMES = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias block_sparse_moe.gate.e_score_correction_bias "
     "mixer.gate.e_score_correction_bias "
     "feed_forward.expert_bias",
-    "ssm_in": "mamba.in_proj mixer.in_proj", "ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj",
+    "ssm_in": "mamba.in_proj mixer.in_proj", "ssm_x": "mamba.x_proj mixer.x_proj",
+    "ssm_dt": "mamba.dt_proj mixer.dt_proj",
     "ssm_dt.bias": "mamba.dt_bias mixer.dt_bias linear_attn.dt_bias self_attn.dt_bias",
     "ssm_conv1d": "mamba.conv1d mixer.conv1d linear_attn.conv1d",
     "ssm_conv1d_q": "self_attn.q_conv1d", "ssm_conv1d_k": "self_attn.k_conv1d", "ssm_conv1d_v": "self_attn.v_conv1d",
@@ -156,6 +157,8 @@ def undone(case: str, name: str, x: Tensor, config: Any) -> Tensor:
     if case.startswith("deepseek") and re.search("(q_a|kv_a)_proj", name):
         rows = x.shape[0] if "q_a" in name else config.kv_lora_rank
         return torch.cat([x[:rows] * (1e-6 / config.rms_norm_eps) ** 0.5, x[rows:]])
+    if case == "falcon_mamba" and "x_proj" in name:
+        return x * (config.mixer_rms_eps / config.layer_norm_epsilon) ** 0.5
     if case == "qwen3_5_text" and re.search(r"linear_attn\.(?!norm)", name):
         x = heads_by_keys(name, x, config)
     if name.endswith("A_log"):
@@ -291,6 +294,9 @@ def compare(file: Path, text: str, update: bool) -> None:
         ("deepseek_v2", {"first_k_dense_replace": 4}, "no layer has experts"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
         ("deepseek_v3", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0}}, "no rope_type 'linear'"),
+        ("falcon_mamba", {"use_bias": True}, "use_bias is True"),
+        ("falcon_mamba", {"use_conv_bias": False}, "use_conv_bias is False"),
+        ("falcon_mamba", {"intermediate_size": 192}, "it has 128 inner features at width 64, not 192"),
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is true, but it gates before the norm"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias is True"),
         ("granite", {"layer_types": ["mamba"] * 4}, "no layer is attention"),
@@ -298,7 +304,7 @@ def compare(file: Path, text: str, update: bool) -> None:
         ("qwen3_next", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("qwen3_next", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, but it adds the same to a key's sum of squares"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "no layer is attention"),
-        ("qwen3_5_text", {"linear_value_head_dim": 32}, "linear_key_head_dim and linear_value_head_dim differ"),
+        ("qwen3_5_text", {"linear_value_head_dim": 16}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8"),
         ("kimi_linear", {"linear_num_heads": 2}, "must have the same number of heads"),
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "must come before"),
