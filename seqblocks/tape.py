@@ -473,38 +473,45 @@ class Tape:
     def product(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """Return x W' + b of x [..., I] and W [O, I]."""
         x = self.rows(x)
-        self._convert(x.numbers, weight.numbers, x.numbers // x.features * weight.shape[0], x)
         width, out, tokens = x.features, weight.shape[0], x.numbers // x.features
+        made = self._convert(x.item, tokens, width, out)
         extra = missing(tokens) if x.item == 4 and tokens * out * width >= ONEDNN_MIN_MACS else 0
         padded = self.new((tokens + extra if extra else 0, width), x.item)
         y = self._padded((*x.shape[:-1], out), x.item, extra)
         del padded
         is_half = x.item == 2 and not self.converts
-        self.passing(_blocks_of_product(width, tokens, out, False) * is_half)
+        self.passing(max(made, _blocks_of_product(width, tokens, out, False) * is_half))
         keeps = [*([x] if weight.tracked else ()), *([weight] if x.tracked else ())]
         sizes = [(v.shape, v.item) if v and v.tracked else None for v in (x, weight, bias)]
 
         def backward(grads: list[Value | None]) -> list[Value | None]:
-            (grad,) = grads
+            (grad,), found = grads, list[Value | None]([None] * len(sizes))
             assert grad
             grad = grad if grad.rows else self.new(grad.shape, grad.item)
             grads.clear()
-            blocks = _blocks_of_product(tokens, out, width) if is_half and sizes[1] else 0
-            for_weight = None if sizes[1] is None else self.new(*sizes[1])
-            if not bias_given:  # autograd orders the gradients by the names of the inputs of its product
-                self.passing(blocks)
-            found = [None if size is None else self._padded(*size, extra) for size in sizes[:1]]
-            found += [for_weight, *(size and self.new(*size) for size in sizes[2:])]
-            del for_weight
-            if found[0]:
-                found[0].is_view = len(found[0].shape) > 2  # torch multiplies matrices
-                self.passing(_blocks_of_product(out, tokens, width, False) * is_half)
-            if grad.item == 4 and grad.numbers * width >= ONEDNN_MIN_MACS:
-                self.passing(4 * (tokens + extra) * (out + (width if extra else 0)))
-            turned = grad.numbers * (grad.numbers * width >= ONEDNN_MIN_MACS)  # oneDNN copies the first operand
-            self._convert(grad.numbers, tokens * width, grad.features * width + turned, grad)
-            self.passing(blocks * bias_given)
+            # Without a bias, autograd computes the gradient of the weight first.
+            for at in (0, 1, 2) if bias_given or not is_half else (1, 0):
+                size = sizes[at]
+                if size is not None:
+                    found[at] = (of_x, of_weight, self.new)[at](*size)
             return found if bias_given else found[:2]
+
+        def of_x(shape: Shape, item: int) -> Value:
+            made = self._convert(item, tokens, out, width)
+            value = self._padded(shape, item, extra)
+            value.is_view = len(shape) > 2  # torch multiplies matrices
+            self.passing(max(made, _blocks_of_product(out, tokens, width, False) * is_half))
+            return value
+
+        def of_weight(shape: Shape, item: int) -> Value:
+            turned = 4 * out * (tokens + extra)  # the gradient, which oneDNN copies
+            is_by_onednn = tokens * out * width >= ONEDNN_MIN_MACS
+            made = self._convert(item, out, tokens, width, turned * is_by_onednn)
+            value = self.new(shape, item)
+            if item == 4 and is_by_onednn:
+                self.passing(turned + 4 * (tokens + extra) * width * (extra > 0))
+            self.passing(max(made, _blocks_of_product(tokens, out, width) * is_half))
+            return value
 
         bias_given = bias is not None
         self.function([x, weight, bias], [y], keeps, backward)
@@ -514,12 +521,15 @@ class Tape:
         """Allocate a product of this shape without these extra tokens, which are computed too."""
         return Value(Memory(self, (math.prod(shape) + extra * shape[-1]) * item, "work"), shape, item)
 
-    def _convert(self, left: int, right: int, made: int, x: Value) -> bool:
-        """Convert both operands of a product, and the result from float32, where x has 16 bits. Returns whether so."""
-        is_converted = self.converts and x.item == 2 and x.numbers >= MIN_CONVERTED * x.features
-        if is_converted:
-            self.passing(4 * (left + min(right, CONVERTED_ELEMENTS) + made))
-        return is_converted
+    def _convert(self, item: int, rows: int, width: int, out: int, more: int = 0) -> int:
+        """Convert matrices [rows, width] and [width, out] of 16 bits. Returns the bytes of their product in float32.
+
+        more: bytes that are needed besides.
+        """
+        if not self.converts or item != 2 or rows < MIN_CONVERTED:
+            return 0
+        self.passing(4 * (rows * width + min(width * out, CONVERTED_ELEMENTS) + rows * out) + more)
+        return 4 * rows * out
 
     # --- backward pass --------------------------------------------------------------------------------------------
 
