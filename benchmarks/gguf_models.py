@@ -128,6 +128,12 @@ CASES = {
         **DEEPSEEK, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
         "n_shared_experts": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     }),
+    "minimax": Case("MiniMax", {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "head_dim": 32,
+        **{f"{part}_alpha_factor": 1.3 for part in ("full_attn", "linear_attn", "mlp")},
+        "full_attn_beta_factor": 0.7, "linear_attn_beta_factor": 1.4, "mlp_beta_factor": 0.8,
+    }),
     "falcon_mamba": Case("FalconMamba", {
         "num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": 128, "state_size": 16,
         "time_step_rank": 8, "tie_word_embeddings": False,
