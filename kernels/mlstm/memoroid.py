@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.kernels import dispatch
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
 from seqblocks.kernels.dispatch.custom_op import custom_op
@@ -181,6 +182,8 @@ def mlstm_memoroid(
     Raises ValueError for wrong shapes or an unknown readout, BackendError (see dispatch).
     """
     _check(q, k, v, i, f, readout)
+    inputs = {"q": q, "k": k, "v": v, "i": i, "f": f, **dict(zip(MLSTMState._fields, state or (), strict=False))}
+    dispatch.check_real("mlstm_memoroid", inputs)
     double = any(t.dtype == torch.float64 for t in (q, k, v, i, f))
     dtype = torch.float64 if double else torch.float32
     x = tuple(t.to(dtype) for t in (q, k, v, i, f))
