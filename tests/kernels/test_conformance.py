@@ -550,6 +550,21 @@ def test_transforms(subject: Subject, transform: str) -> None:
     assert_close({"out": found}, {"out": expected}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@cases([kernel for kernel in KERNELS if kernel.resets], ["torch"], variants=())
+def test_vmap_over_resets(subject: Subject) -> None:
+    """Values, which tell where resets must keep NaN from spreading, cannot be read in vmap."""
+    x = {name: t.detach() for name, t in subject.exact(S=6).items()}
+    resets, scales = torch.stack([reset_marks(2, 6), reset_marks(2, 6, 2)]), torch.tensor([1.0, 0.5])
+    name = subject.kernel.sequences[0]
+
+    def run(resets: Tensor, scale: Tensor) -> Tensor:
+        return subject({**x, name: scale * x[name]}, backend="auto", resets=resets)["out"]
+
+    found, expected = torch.vmap(run)(resets, scales), torch.stack([*map(run, resets, scales)])
+    assert_close({"out": found}, {"out": expected}, 10 * subject.kernel.exactness(subject.on, torch.float64, 6), 1.0)
+
+
 @cases([k for k in KERNELS if "torch" in k.reverse_mode_only], ["torch"], variants=())
 def test_transforms_of_implementations_selected_by_name(subject: Subject) -> None:
     if subject.kernel.name == "mixing_conv":
