@@ -193,7 +193,7 @@ def _check_state(
     state: SelectedState | tuple[Tensor, ...], k: Tensor, v: Tensor, index_k: Tensor, block: int
 ) -> None:
     """Raise ValueError unless a state has the shapes for new keys."""
-    blocks = state[2].shape[1]
+    blocks = state[2].shape[1] if len(state) > 2 and state[2].dim() > 1 else 0
     caches = ((k, blocks * block), (v, blocks * block), (index_k, blocks))
     shapes = [*((x.shape[0], size, *x.shape[2:]) for x, size in caches), k.shape[:1]]
     if [tuple(t.shape) for t in state] != [tuple(shape) for shape in shapes]:

@@ -46,8 +46,8 @@ def slstm(
     bfloat16 if all gates are bfloat16. The torch and Triton implementations have first derivatives only; "reference"
     has derivatives of any order. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
-    H, D = recurrent.shape[0], recurrent.shape[1]
     _check(i, f, z, o, recurrent, bias, resets)
+    H, D = recurrent.shape[:2]
     inputs = (i, f, z, o, recurrent, bias)
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
     if state is None:
