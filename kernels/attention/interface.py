@@ -311,6 +311,7 @@ def check_state(state: State, k: Tensor, v: Tensor, window: int | None, first: i
     found = [tuple(t.shape) for t in state]
     if found != shapes:
         raise ValueError(f"attention expects a state of shapes {shapes}; got {found}")
+    dispatch.check_real("attention", {f"state[{at}]": t for at, t in enumerate(state)})
     if window is not None and window - 1 > K:
         raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")
 

@@ -149,4 +149,5 @@ def checked_state(
             f"mlstm expects a state C, n, m of shapes {', '.join(str(list(s)) for s in shapes)}; "
             f"got {', '.join(str(list(s.shape)) for s in state)}"
         )
+    dispatch.check_real("mlstm", dict(zip(MLSTMState._fields, state, strict=True)))
     return MLSTMState(*(s.to(dtype) for s in state))

@@ -54,6 +54,7 @@ def slstm(
         state = SLSTMState(*(i.new_zeros(i.shape[0], H, D, dtype=dtype) for _ in range(4)))
     elif len(state) != 4 or any(s.shape != (i.shape[0], H, D) for s in state):
         raise ValueError(f"slstm expects a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
+    dispatch.check_real("slstm", dict(zip(SLSTMState._fields, state, strict=True)))
     state = SLSTMState(*(s.to(dtype) for s in state))
     sizes = {"batch": i.shape[0], "length": i.shape[1]}
     names = ("i", "f", "z", "o", "recurrent", "bias", "y", "c", "n", "m", "resets")

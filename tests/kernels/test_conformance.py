@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks import kernels
-from seqblocks.errors import BackendError
+from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels import dispatch
 from tests.kernels.conformance import (
     CPU,
@@ -316,6 +316,16 @@ def test_errors_name_what_is_wrong(kernel: Kernel, change: Callable[[Tensors], d
     options = {name: value for name, value in changed.items() if name not in x}
     with pytest.raises(ValueError, match=message):
         subject(tensors, **options)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.states], ids=lambda kernel: kernel.name)
+def test_states_are_real_where_imaginary_parts_would_be_lost(kernel: Kernel) -> None:
+    subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["torch"])
+    x = subject.inputs()
+    for name in kernel.states:
+        if x[name].is_floating_point():
+            with pytest.raises(RunError, match="computes with real numbers; got complex"):
+                subject({**x, name: x[name].cdouble()})
 
 
 TRITON = [kernel for kernel in KERNELS if "triton" in kernel.implementations]
