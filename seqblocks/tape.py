@@ -265,11 +265,14 @@ class Tape:
         sizes = [(value.shape, value.item) if value.tracked else None for value in inputs]
 
         def run(grads: list[Value | None]) -> list[Value | None]:
-            (grad,), whole = grads, list[Value | None]()
+            (grad,), whole = grads, list[Value | None]([None] * len(sizes))
             assert grad
-            for at, size in enumerate(sizes):
-                alike = at in same and size is not None and size[1] == grad.item
-                whole.append(None if size is None else grad.again() if alike else self.like(grad, size[1]))
+            for at, size in reversed([*enumerate(sizes)]):  # as autograd orders them
+                if size is None:
+                    continue
+                wider = None if size[1] >= grad.item else self.like(grad)  # then it is rounded
+                whole[at] = grad.again() if at in same and size[1] == grad.item else self.like(grad, size[1])
+                del wider
             self.passing(backward)
             del grad
             for at, size in enumerate(sizes):
@@ -287,7 +290,9 @@ class Tape:
         return self.pointwise(a, b, same=(0,))
 
     def multiply(self, a: Value, b: Value) -> Value:
-        return self.pointwise(a, b, keeps=[*([a] if b.tracked else ()), *([b] if a.tracked else ())])
+        keeps = [*([a] if b.tracked else ()), *([b] if a.tracked else ())]
+        converted = [x.numbers * each.item for x, each in ((a, b), (b, a)) if x.item < each.item and each.tracked]
+        return self.pointwise(a, b, keeps=keeps, backward=max(converted, default=0))
 
     def divide(self, a: Value, b: Value) -> Value:
         y = broadcast(a.shape, b.shape)
